@@ -1,0 +1,26 @@
+"""The engine: pipelines as plain JAX, state in and state out."""
+
+from ipu_pipeline.engine.errors import OutOfRangeError
+from ipu_pipeline.engine.keys import next_rng_key
+from ipu_pipeline.engine.names import variable_scope
+from ipu_pipeline.engine.pipeline import Pipeline, PipelineState, Stage, StepOutputs
+from ipu_pipeline.engine.programs import Reduction
+from ipu_pipeline.engine.schedules import Action, ActionKind, ScheduleError, Timetable
+from ipu_pipeline.engine.variables import assign, get_variable
+
+__all__ = [
+    "Action",
+    "ActionKind",
+    "OutOfRangeError",
+    "Pipeline",
+    "PipelineState",
+    "Reduction",
+    "ScheduleError",
+    "Stage",
+    "StepOutputs",
+    "Timetable",
+    "assign",
+    "get_variable",
+    "next_rng_key",
+    "variable_scope",
+]

@@ -1,0 +1,312 @@
+"""Forward and backward programs of all stages.
+
+A stage's jaxpr is differentiated once, by `jax.vjp`, which gives a joint jaxpr of its forward and its
+backward. What depends on a cotangent is the backward, the rest is the forward, and what crosses from
+one to the other is a residual, unless the backward can have it without storing it:
+
+1. inputs of the stage are held by the executor anyway;
+2. what depends on variables and constants alone is computed again in the backward.
+
+The last stage is not cut: its forward and backward are one program that starts from the loss. Gradients
+are computed for what depends on trained variables only, and those that are zero whatever the cotangents
+are not computed at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core as jex_core
+
+from ipu_pipeline.engine import jaxprs, keys, programs
+from ipu_pipeline.engine.programs import Reduction, StagePrograms, Value, ValueKind
+from ipu_pipeline.engine.stages import Source, TracedPipeline, TracedStage
+
+__all__ = ["build"]
+
+_RANDOM = (Value(ValueKind.KEY), Value(ValueKind.EXECUTION_COUNT), Value(ValueKind.MICRO_BATCH))
+
+
+def build(
+    traced: TracedPipeline, trained: Collection[str], reduction: Reduction
+) -> tuple[StagePrograms, ...]:
+    """Builds the programs of all stages.
+
+    Args:
+      traced: the pipeline; it trains if it has a loss.
+      trained: full names of the variables to take gradients of.
+      reduction: how the accumulators take a gradient in.
+
+    Returns:
+      One entry per stage.
+    """
+    if traced.loss is None:
+        return tuple(_build_inference(index, stage) for index, stage in enumerate(traced.stages))
+    differentiable = _find_differentiable(traced, trained)
+    senders: dict[Source, list[int]] = {}  # value -> the stages that send a cotangent for it
+    built: list[StagePrograms] = []
+    for index in reversed(range(len(traced.stages))):
+        joint = _differentiate(traced, index, trained, differentiable, senders)
+        is_last = index == len(traced.stages) - 1
+        built.append(_fuse(joint, reduction) if is_last else _split(joint, reduction))
+    return tuple(reversed(built))
+
+
+@dataclass(frozen=True, eq=False)
+class _Joint:
+    """A stage's forward and backward in one jaxpr.
+
+    Attributes:
+      index: the stage's.
+      stage: the stage.
+      flat: the jaxpr.
+      labels: what its inputs are.
+      results: what the forward returns, with the atoms.
+      pulled: the gradients that are not always zero, with the atoms.
+      backward_vars: the variables that depend on a cotangent.
+      trained: positions in the stage's variables.
+    """
+
+    index: int
+    stage: TracedStage
+    flat: jaxprs.FlatJaxpr
+    labels: dict[Any, Value]
+    results: list[tuple[Value, Any]]
+    pulled: list[tuple[Value, Any]]
+    backward_vars: set[Any]
+    trained: tuple[int, ...]
+
+    def is_backward(self, equation: Any) -> bool:
+        return any(var in self.backward_vars for var in equation.outvars)
+
+
+def _find_differentiable(traced: TracedPipeline, trained: Collection[str]) -> set[Source]:
+    """The values between stages that depend on a trained variable and can carry a gradient."""
+    found: set[Source] = set()
+    for stage in traced.stages:
+        roots = [
+            var
+            for var, spec in zip(stage.flat.inputs, stage.variables, strict=False)
+            if spec.name in trained
+        ]
+        roots += [
+            var
+            for var, source in zip(stage.input_vars, stage.inputs, strict=True)
+            if source in found
+        ]
+        depending = set(roots)
+        for equation in stage.flat.equations:
+            if any(not _is_literal(atom) and atom in depending for atom in equation.invars):
+                depending.update(
+                    var for var in equation.outvars if jnp.issubdtype(var.aval.dtype, jnp.inexact)
+                )
+        for source, atom in zip(stage.outputs, stage.flat.outputs, strict=False):
+            if not _is_literal(atom) and atom in depending:
+                found.add(source)
+    return found
+
+
+def _is_literal(atom: Any) -> bool:
+    return isinstance(atom, jex_core.Literal)
+
+
+def _stage_arguments(stage: TracedStage) -> list[Value]:
+    """What `_call_stage` takes."""
+    values = [Value(ValueKind.VARIABLE, index) for index in range(len(stage.variables))]
+    values += _RANDOM if stage.uses_key else ()
+    values += [Value(ValueKind.INPUT, index) for index in range(len(stage.inputs))]
+    return values
+
+
+def _stage_avals(stage: TracedStage) -> list[jax.ShapeDtypeStruct]:
+    """Shapes and dtypes of `_stage_arguments`."""
+    avals = [jaxprs.aval_struct(var.aval) for var in stage.flat.inputs]
+    if stage.uses_key:
+        after_key = len(stage.variables) + 1
+        avals[after_key:after_key] = [jax.ShapeDtypeStruct((), jnp.int32)] * 2
+    return avals
+
+
+def _call_stage(stage: TracedStage, arguments: Sequence[Any]) -> list[Any]:
+    """Evaluates a stage; the micro-batch's random key is folded here."""
+    values = list(arguments)
+    if stage.uses_key:
+        random = slice(len(stage.variables), len(stage.variables) + len(_RANDOM))
+        values[random] = [keys.micro_batch_key(*values[random])]
+    return jaxprs.close(stage.flat)(*values)
+
+
+def _own_results(
+    index: int, stage: TracedStage, atoms: Sequence[Any]
+) -> list[tuple[Value, Any]]:
+    """What a stage makes itself, of what `_call_stage` returns: outputs and assigned variables."""
+    num_outputs = len(stage.outputs)
+    results = [
+        (Value(ValueKind.OUTPUT, position), atom)
+        for position, atom in enumerate(atoms[:num_outputs])
+        if stage.outputs[position] == Source("output", position, index)
+    ]
+    for spec, atom in zip(stage.assigned, atoms[num_outputs:], strict=True):
+        results.append((Value(ValueKind.ASSIGNED, stage.variables.index(spec)), atom))
+    return results
+
+
+def _build_inference(index: int, stage: TracedStage) -> StagePrograms:
+    closed_jaxpr = jax.make_jaxpr(lambda *values: _call_stage(stage, values))(*_stage_avals(stage))
+    flat = jaxprs.flatten(closed_jaxpr)
+    labels = dict(zip(flat.inputs, _stage_arguments(stage), strict=True))
+    results = _own_results(index, stage, flat.outputs)
+    name = f"stage{index}_forward"
+    forward, residuals = programs.cut(name, flat, results, labels, (), lambda equation: True)
+    assert not residuals
+    return StagePrograms(forward, None, (), ())
+
+
+def _differentiate(
+    traced: TracedPipeline,
+    index: int,
+    trained: Collection[str],
+    differentiable: set[Source],
+    senders: dict[Source, list[int]],
+) -> _Joint:
+    """Differentiates one stage. Enters the cotangents that it sends into `senders`."""
+    stage = traced.stages[index]
+    received = _received_cotangents(traced, index, senders)
+    arguments = _stage_arguments(stage)
+    avals = _stage_avals(stage)
+    avals += [stage.output_avals[value.index] for value in received]
+    wanted = [
+        (Value(ValueKind.ACCUMULATOR, position), Value(ValueKind.VARIABLE, position))
+        for position, spec in enumerate(stage.variables)
+        if spec.name in trained
+    ]
+    trained_positions = tuple(value.index for value, _of in wanted)
+    wanted += [
+        (Value(ValueKind.INPUT_COTANGENT, position), Value(ValueKind.INPUT, position))
+        for position, source in enumerate(stage.inputs)
+        if source in differentiable
+    ]
+    places = [arguments.index(of) for _value, of in wanted]
+    differentiated_outputs = sorted({value.index for value in received})
+
+    def joint(*values: Any) -> list[Any]:
+        fixed, cotangents = values[: len(arguments)], values[len(arguments) :]
+
+        def call(chosen: list[Any]) -> tuple[list[Any], list[Any]]:
+            all_values = list(fixed)
+            for place, value in zip(places, chosen, strict=True):
+                all_values[place] = value
+            outputs = _call_stage(stage, all_values)
+            return [outputs[position] for position in differentiated_outputs], outputs
+
+        _primals, pull_back, outputs = jax.vjp(call, [fixed[p] for p in places], has_aux=True)
+        sums: dict[int, Any] = {}
+        for value, cotangent in zip(received, cotangents, strict=True):
+            before = sums.get(value.index)
+            sums[value.index] = cotangent if before is None else before + cotangent
+        (pulled,) = pull_back([sums[position] for position in differentiated_outputs])
+        return [*outputs, *pulled]
+
+    flat = jaxprs.flatten(jax.make_jaxpr(joint)(*avals))
+    backward_vars = jaxprs.dependents(flat, flat.inputs[len(arguments) :])
+    num_results = len(stage.outputs) + len(stage.assigned)
+    pulled = [
+        (value, atom)
+        for (value, _of), atom in zip(wanted, flat.outputs[num_results:], strict=True)
+        if not _is_literal(atom) and atom in backward_vars  # else zero, being linear in cotangents
+    ]
+    for value, _atom in pulled:
+        if value.kind is ValueKind.INPUT_COTANGENT:
+            senders.setdefault(stage.inputs[value.index], []).append(index)
+    return _Joint(
+        index=index,
+        stage=stage,
+        flat=flat,
+        labels=dict(zip(flat.inputs, [*arguments, *received], strict=True)),
+        results=_own_results(index, stage, flat.outputs[:num_results]),
+        pulled=pulled,
+        backward_vars=backward_vars,
+        trained=trained_positions,
+    )
+
+
+def _received_cotangents(
+    traced: TracedPipeline, index: int, senders: dict[Source, list[int]]
+) -> list[Value]:
+    stage = traced.stages[index]
+    if index == len(traced.stages) - 1:
+        return [Value(ValueKind.COTANGENT, len(stage.outputs) - 1)]  # the loss is the last output
+    return [
+        Value(ValueKind.COTANGENT, position, sender)
+        for position, source in enumerate(stage.outputs)
+        if source == Source("output", position, index)
+        for sender in senders.get(source, ())
+    ]
+
+
+def _fuse(joint: _Joint, reduction: Reduction) -> StagePrograms:
+    """Forward and backward as one program that starts from the loss."""
+    fused, residuals = programs.cut(
+        f"stage{joint.index}_forward_backward",
+        joint.flat,
+        [*joint.results, *joint.pulled],
+        joint.labels,
+        (),
+        lambda equation: True,
+    )
+    assert not residuals
+    fused = programs.seed(fused, joint.stage.output_avals[-1].dtype)
+    return StagePrograms(programs.accumulate(fused, reduction), None, (), joint.trained)
+
+
+def _split(joint: _Joint, reduction: Reduction) -> StagePrograms:
+    """Forward and backward as two programs."""
+    # The value that an assigned variable has in the forward is gone by the backward, so it counts as
+    # data: stored if the backward needs it.
+    assigned = {joint.stage.variables.index(spec) for spec in joint.stage.assigned}
+    constant = {
+        var
+        for var, value in joint.labels.items()
+        if value.kind is ValueKind.VARIABLE and value.index not in assigned
+    }
+    data_vars = jaxprs.dependents(joint.flat, [v for v in joint.flat.inputs if v not in constant])
+    stored = {
+        var
+        for equation in joint.flat.equations
+        if not joint.is_backward(equation)
+        for var in equation.outvars
+        if var in data_vars
+    }
+    backward_labels = {
+        var: value
+        for var, value in joint.labels.items()
+        if value.kind is not ValueKind.VARIABLE or var in constant
+    }
+    backward, residual_vars = programs.cut(
+        f"stage{joint.index}_backward",
+        joint.flat,
+        joint.pulled,
+        backward_labels,
+        stored,
+        joint.is_backward,
+    )
+    residuals = [(Value(ValueKind.RESIDUAL, n), var) for n, var in enumerate(residual_vars)]
+    forward, missing = programs.cut(
+        f"stage{joint.index}_forward",
+        joint.flat,
+        [*joint.results, *residuals],
+        joint.labels,
+        (),
+        lambda equation: not joint.is_backward(equation),
+    )
+    assert not missing
+    return StagePrograms(
+        forward,
+        programs.accumulate(backward, reduction) if joint.pulled else None,
+        tuple(jaxprs.aval_struct(var.aval) for var in residual_vars),
+        joint.trained,
+    )

@@ -1,0 +1,531 @@
+"""Follows a schedule: dispatches stage programs and transfers, and nothing else.
+
+Everything that is the same for all micro-batches is worked out once, in `_plan`: a template per program,
+with the arguments that stay the same during a step filled in, and the numbers of the slots that hold the
+others. A micro-batch's values live in a list of slots and leave it after their last use. Dispatch is
+asynchronous: the host runs ahead of the devices, which wait for data only.
+
+One dispatch is one program here. The last stage's forward and backward are one program, dispatched where
+the schedule has the forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from ipu_pipeline.engine import placement
+from ipu_pipeline.engine.placement import Row
+from ipu_pipeline.engine.programs import StageProgram, StagePrograms, ValueKind
+from ipu_pipeline.engine.schedules import ActionKind, Timetable
+from ipu_pipeline.engine.stages import Source, TracedPipeline
+from ipu_pipeline.engine.updates import UpdateKind, UpdateProgram, Updates, UpdateValue
+
+__all__ = ["Accumulated", "Executor"]
+
+
+class FeedSlot(NamedTuple):
+    """Where a leaf of a micro-batch goes: on which stage's row, into which slot."""
+
+    leaf: int
+    row: Row
+    slot: int
+
+
+@dataclass(frozen=True, eq=False)
+class Accumulated:
+    """What a step has before its weight update.
+
+    Attributes:
+      outputs: per micro-batch, the leaves of what the last stage returned.
+      losses: per micro-batch, the loss; empty without training.
+      assigned: new values of the variables that stages assign, by full name.
+      accumulators: by full name; empty without training.
+    """
+
+    outputs: list[list[Any]]
+    losses: list[Any]
+    assigned: dict[str, Any]
+    accumulators: dict[str, Any]
+
+
+@dataclass(eq=False)
+class _Template:
+    """One program, ready for dispatch.
+
+    Attributes:
+      function: the jitted program.
+      row: where it runs.
+      num_arguments: how many there are.
+      accumulators: full names, in the order of the first arguments and the first results.
+      variables: (argument, full name).
+      inputs: (argument, position among the pipeline's inputs).
+      keys: arguments that are the session's key.
+      execution_counts: arguments that are the execution count.
+      micro_batches: arguments that are the micro-batch's index.
+      loads: (argument, slot).
+      assigned: (result, full name).
+      stores: (result, slot).
+      transfers: (row, results, slots).
+      releases: slots that nobody reads afterwards.
+      arguments: the arguments that stay the same during a step, filled in; others are None.
+    """
+
+    function: Callable[..., list[Any]]
+    row: Row
+    num_arguments: int
+    accumulators: tuple[str, ...]
+    variables: tuple[tuple[int, str], ...] = ()
+    inputs: tuple[tuple[int, int], ...] = ()
+    keys: tuple[int, ...] = ()
+    execution_counts: tuple[int, ...] = ()
+    micro_batches: tuple[int, ...] = ()
+    loads: tuple[tuple[int, int], ...] = ()
+    assigned: tuple[tuple[int, str], ...] = ()
+    stores: tuple[tuple[int, int], ...] = ()
+    transfers: tuple[tuple[Row, tuple[int, ...], tuple[int, ...]], ...] = ()
+    releases: tuple[int, ...] = ()
+    arguments: list[Any] = field(default_factory=list)
+
+
+class Executor:
+    """Runs steps of one traced pipeline on given devices."""
+
+    def __init__(
+        self,
+        traced: TracedPipeline,
+        programs: Sequence[StagePrograms],
+        updates: Updates | None,
+        rows: Sequence[Row],
+        timetable: Timetable,
+        num_micro_batches: int,
+        donate: bool,
+    ) -> None:
+        """Jits the programs; XLA compiles each at its first call.
+
+        Args:
+          traced: the pipeline.
+          programs: the programs of its stages.
+          updates: its optimizer; None without training.
+          rows: where its stages live.
+          timetable: the checked schedule.
+          num_micro_batches: per step.
+          donate: whether an update may reuse the memory of the variables and optimizer state before it.
+        """
+        self._traced = traced
+        self._updates = updates
+        self._rows = tuple(rows)
+        self._num_micro_batches = num_micro_batches
+        self._accumulators: dict[str, Any] | None = None
+        self._constants: dict[tuple[int, int], Any] = {}  # (IPU, integer) -> int32 scalar there
+        slots = _SlotNumbers()
+        self._templates, self._collected = self._plan(programs, slots)
+        self._num_slots = len(slots.numbers)
+        self.feed_slots = tuple(
+            FeedSlot(source.index, row, number)
+            for (kind, source, row), number in slots.numbers.items()
+            if kind == "value" and source.kind == "element"
+        )
+        self._dispatches = [
+            (self._templates[action.kind, action.stage], action.micro_batch)
+            for action in timetable.order
+            if (action.kind, action.stage) in self._templates
+        ]
+        self._trained = {
+            traced.stages[index].variables[position].name: traced.stages[index].variables[position]
+            for index, stage_programs in enumerate(programs)
+            for position in stage_programs.trained
+        }
+        self._update_functions: list[Callable[..., list[Any]]] = []
+        self._init_functions: list[Callable[..., list[Any]]] = []
+        if updates is not None:
+            self._update_functions = [_jit_update(program, donate) for program in updates.updates]
+            self._init_functions = [_jit_update(program, False) for program in updates.inits]
+
+    # Planning.
+
+    def _plan(
+        self, programs: Sequence[StagePrograms], slots: _SlotNumbers
+    ) -> tuple[dict[tuple[ActionKind, int], _Template], list[tuple[str, int]]]:
+        """Templates by action kind and stage, and where the last stage's outputs are found.
+
+        An entry of the latter is ("slot", number) or ("input", position); the loss is the last one.
+        """
+        order = [(ActionKind.FORWARD, index, p.forward) for index, p in enumerate(programs)]
+        for index in reversed(range(len(programs))):
+            backward = programs[index].backward
+            if backward is not None:
+                order.append((ActionKind.BACKWARD, index, backward))
+
+        # Who reads which value where. Within a micro-batch the programs run in this order, whatever
+        # the schedule, so a slot is free after the last program here that reads it.
+        last_use: dict[int, int] = {}
+        loads: list[tuple[tuple[int, int], ...]] = []
+        for number, (_kind, index, program) in enumerate(order):
+            loaded = []
+            for place, value in enumerate(program.arguments):
+                key = self._slot_key(index, value)
+                if key is not None:
+                    loaded.append((place, slots[key]))
+                    last_use[slots[key]] = number
+            loads.append(tuple(loaded))
+        last_stage = len(programs) - 1
+        collected: list[tuple[str, int]] = []
+        loss = [] if self._traced.loss is None else [self._traced.loss]
+        for source in [*self._traced.outputs, *loss]:
+            if source.kind == "input":
+                collected.append(("input", source.index))
+                continue
+            slot = slots["value", source, self._rows[last_stage]]
+            collected.append(("slot", slot))
+            last_use[slot] = max(last_use.get(slot, 0), last_stage)
+
+        templates = {}
+        for number, (kind, index, program) in enumerate(order):
+            template = self._make_template(index, program, slots)
+            template.loads = loads[number]
+            template.releases = tuple(slot for slot, last in last_use.items() if last == number)
+            templates[kind, index] = template
+        return templates, collected
+
+    def _slot_key(self, index: int, value: Any) -> Any:
+        """What names the slot of an argument of stage `index`; None if it is in no slot."""
+        stage = self._traced.stages[index]
+        if value.kind is ValueKind.INPUT and stage.inputs[value.index].kind != "input":
+            return ("value", stage.inputs[value.index], self._rows[index])
+        if value.kind is ValueKind.RESIDUAL:
+            return ("residual", index, value.index)
+        if value.kind is ValueKind.COTANGENT:
+            return ("cotangent", stage.outputs[value.index], value.consumer)
+        return None
+
+    def _make_template(self, index: int, program: StageProgram, slots: _SlotNumbers) -> _Template:
+        stage = self._traced.stages[index]
+        row = self._rows[index]
+        names = [spec.name for spec in stage.variables]
+
+        def places(kind: ValueKind) -> tuple[int, ...]:
+            return tuple(p for p, value in enumerate(program.arguments) if value.kind is kind)
+
+        stores: list[tuple[int, int]] = []
+        assigned: list[tuple[int, str]] = []
+        transfers: dict[Row, list[tuple[int, int]]] = {}
+        for place, values in enumerate(program.results):
+            for value in values:
+                if value.kind is ValueKind.ASSIGNED:
+                    assigned.append((place, names[value.index]))
+                elif value.kind is ValueKind.RESIDUAL:
+                    stores.append((place, slots["residual", index, value.index]))
+                elif value.kind is ValueKind.OUTPUT:
+                    source = Source("output", value.index, index)
+                    for target in dict.fromkeys(self._rows):
+                        if ("value", source, target) not in slots:
+                            continue
+                        slot = slots["value", source, target]
+                        if target is row:
+                            stores.append((place, slot))
+                        else:
+                            transfers.setdefault(target, []).append((place, slot))
+                elif value.kind is ValueKind.INPUT_COTANGENT:
+                    source = stage.inputs[value.index]
+                    slot = slots["cotangent", source, index]
+                    target = self._rows[source.stage]
+                    if target is row:
+                        stores.append((place, slot))
+                    else:
+                        transfers.setdefault(target, []).append((place, slot))
+
+        def function(*arguments: Any) -> list[Any]:
+            return program.function(*arguments)
+
+        function.__name__ = function.__qualname__ = program.name
+        return _Template(
+            function=jax.jit(
+                function,
+                donate_argnums=tuple(range(program.num_accumulators)),
+                out_shardings=row.replicated,
+            ),
+            row=row,
+            num_arguments=len(program.arguments),
+            accumulators=tuple(names[v.index] for v in program.arguments[: program.num_accumulators]),
+            variables=tuple(
+                (place, names[program.arguments[place].index]) for place in places(ValueKind.VARIABLE)
+            ),
+            inputs=tuple(
+                (place, stage.inputs[program.arguments[place].index].index)
+                for place in places(ValueKind.INPUT)
+                if stage.inputs[program.arguments[place].index].kind == "input"
+            ),
+            keys=places(ValueKind.KEY),
+            execution_counts=places(ValueKind.EXECUTION_COUNT),
+            micro_batches=places(ValueKind.MICRO_BATCH),
+            assigned=tuple(assigned),
+            stores=tuple(stores),
+            transfers=tuple(
+                (target, tuple(p for p, _slot in moved), tuple(slot for _p, slot in moved))
+                for target, moved in transfers.items()
+            ),
+        )
+
+    # Running.
+
+    def place_variables(self, variables: Mapping[str, Any]) -> dict[str, Any]:
+        """The variables, each on its stage's row."""
+        placed: dict[str, Any] = {}
+        for index, stage in enumerate(self._traced.stages):
+            names = [spec.name for spec in stage.variables]
+            arrays = placement.put([variables[name] for name in names], self._rows[index])
+            placed.update(zip(names, arrays, strict=True))
+        return placed
+
+    def place_optimizer_state(self, leaves: Sequence[Any]) -> list[Any]:
+        """The leaves of the optimizer's state, each on its stage's row."""
+        assert self._updates is not None
+        return [
+            placement.put([leaf], self._rows[self._home(known.stage)])[0]
+            for known, leaf in zip(self._updates.state_leaves, leaves, strict=True)
+        ]
+
+    def place_element(self, leaves: Sequence[Any]) -> list[Any]:
+        """The leaves of a micro-batch where they are needed, in the order of `feed_slots`.
+
+        Safe to call from another thread; shares no memory with NumPy arrays that are given.
+        """
+        placed: list[Any] = [None] * len(self.feed_slots)
+        for row in dict.fromkeys(self._rows):
+            wanted = [p for p, feed_slot in enumerate(self.feed_slots) if feed_slot.row is row]
+            if wanted:
+                arrays = [leaves[self.feed_slots[p].leaf] for p in wanted]
+                for p, array in zip(wanted, placement.put_host_copies(arrays, row), strict=True):
+                    placed[p] = array
+        return placed
+
+    def accumulate(
+        self,
+        variables: Mapping[str, Any],
+        key: Any,
+        execution_count: int,
+        inputs: Sequence[Any],
+        next_element: Callable[[], Sequence[Any]],
+    ) -> Accumulated:
+        """Runs all micro-batches of a step.
+
+        Args:
+          variables: placed variables by full name.
+          key: the session's random key.
+          execution_count: how often the pipeline was executed before.
+          inputs: the leaves of the inputs that are constant during the step.
+          next_element: returns the placed leaves of the next micro-batch (see `place_element`). What it
+            raises ends the step; the variables then have not changed.
+
+        Returns:
+          What the micro-batches gave, still being computed.
+        """
+        accumulators = self._take_accumulators()
+        self._prepare(variables, key, execution_count, inputs)
+        values: list[Any] = [None] * self._num_micro_batches
+        outputs: list[list[Any]] = [[] for _ in values]
+        assigned: dict[str, Any] = {}
+        last_forward = self._templates[ActionKind.FORWARD, len(self._traced.stages) - 1]
+        feed_slots = [feed_slot.slot for feed_slot in self.feed_slots]
+        for template, micro_batch in self._dispatches:
+            slots = values[micro_batch]
+            if slots is None:
+                slots = values[micro_batch] = [None] * self._num_slots
+                for slot, array in zip(feed_slots, next_element(), strict=True):
+                    slots[slot] = array
+            arguments = template.arguments.copy()
+            names = template.accumulators
+            for place, name in enumerate(names):
+                arguments[place] = accumulators[name]
+            for place, slot in template.loads:
+                arguments[place] = slots[slot]
+            for place in template.micro_batches:
+                arguments[place] = self._constant(micro_batch, template.row)
+            results = template.function(*arguments)
+            for name, result in zip(names, results, strict=False):
+                accumulators[name] = result
+            for place, slot in template.stores:
+                slots[slot] = results[place]
+            for row, moved, targets in template.transfers:
+                copies = placement.copy_to([results[place] for place in moved], row)
+                for slot, array in zip(targets, copies, strict=True):
+                    slots[slot] = array
+            for place, name in template.assigned:
+                assigned[name] = results[place]
+                for argument, read in template.variables:
+                    if read == name:
+                        template.arguments[argument] = results[place]
+            if template is last_forward:
+                outputs[micro_batch] = [
+                    slots[number] if kind == "slot" else inputs[number]
+                    for kind, number in self._collected
+                ]
+            for slot in template.releases:
+                slots[slot] = None
+        losses = [leaves.pop() for leaves in outputs] if self._traced.loss is not None else []
+        return Accumulated(outputs, losses, assigned, accumulators)
+
+    def update(
+        self,
+        variables: Mapping[str, Any],
+        state_leaves: Sequence[Any],
+        accumulated: Accumulated,
+    ) -> tuple[dict[str, Any], list[Any]]:
+        """Runs the weight update.
+
+        Args:
+          variables: what was given to `accumulate`.
+          state_leaves: placed leaves of the optimizer's state.
+          accumulated: what it returned.
+
+        Returns:
+          The new variables and the new leaves of the optimizer's state.
+        """
+        updates = self._updates
+        assert updates is not None
+        new_variables = {**variables, **accumulated.assigned}
+        new_leaves = list(state_leaves)
+        # All arguments first: an update may reuse memory that another one's copy is still made from.
+        prepared = [
+            self._update_arguments(program, stage, variables, accumulated, state_leaves)
+            for program, stage in zip(updates.updates, updates.stages, strict=True)
+        ]
+        zeros: dict[str, Any] = {}
+        for program, function, arguments in zip(
+            updates.updates, self._update_functions, prepared, strict=True
+        ):
+            for value, result in zip(program.results, function(*arguments), strict=True):
+                if value.kind == UpdateKind.PARAMETER:
+                    new_variables[value.key] = result
+                elif value.kind == UpdateKind.GRADIENT:
+                    zeros[value.key] = result
+                else:
+                    new_leaves[value.key] = result
+        self._accumulators = zeros
+        return new_variables, new_leaves
+
+    def init_optimizer_state(
+        self, variables: Mapping[str, Any], outputs: Sequence[Any] | None
+    ) -> list[Any]:
+        """The leaves of the optimizer's state at the start.
+
+        Args:
+          variables: placed variables by full name.
+          outputs: the leaves of the last stage's outputs for the first micro-batch; None if they are not
+            needed.
+
+        Returns:
+          The leaves, placed.
+        """
+        updates = self._updates
+        assert updates is not None
+        leaves: list[Any] = [None] * len(updates.state_leaves)
+        accumulated = Accumulated([list(outputs or ())], [], {}, {})
+        for program, function, stage in zip(
+            updates.inits, self._init_functions, updates.stages, strict=True
+        ):
+            arguments = self._update_arguments(program, stage, variables, accumulated, ())
+            for value, result in zip(program.results, function(*arguments), strict=True):
+                leaves[value.key] = result
+        return self.place_optimizer_state(leaves)
+
+    def _home(self, stage: int | None) -> int:
+        """The stage that holds a leaf of the optimizer's state."""
+        assert self._updates is not None
+        return self._updates.stages[0] if stage is None else stage
+
+    def _update_arguments(
+        self,
+        program: UpdateProgram,
+        stage: int,
+        variables: Mapping[str, Any],
+        accumulated: Accumulated,
+        state_leaves: Sequence[Any],
+    ) -> list[Any]:
+        row = self._rows[stage]
+
+        def find(value: UpdateValue) -> Any:
+            if value.kind == UpdateKind.PARAMETER:
+                return variables[value.key]
+            if value.kind == UpdateKind.GRADIENT:
+                return accumulated.accumulators[value.key]
+            if value.kind == UpdateKind.STATE:
+                return state_leaves[value.key]
+            if value.kind == UpdateKind.OUTPUT:
+                return accumulated.outputs[-1][value.key]
+            return self._constant(self._num_micro_batches, row)
+
+        return placement.put([find(value) for value in program.arguments], row)
+
+    def _take_accumulators(self) -> dict[str, Any]:
+        """The zeros that the last update left; made anew if there are none."""
+        accumulators, self._accumulators = self._accumulators, None
+        if accumulators is None:
+            accumulators = {}
+            for name, spec in self._trained.items():
+                row = self._rows[self._traced.owners[name]]
+                (accumulators[name],) = placement.put([np.zeros(spec.shape, spec.dtype)], row)
+        return accumulators
+
+    def _prepare(
+        self, variables: Mapping[str, Any], key: Any, execution_count: int, inputs: Sequence[Any]
+    ) -> None:
+        """Fills in the arguments that stay the same during a step."""
+        placed_inputs: dict[tuple[Row, int], Any] = {}
+        for template in self._templates.values():
+            row = template.row
+            arguments: list[Any] = [None] * template.num_arguments
+            for place, name in template.variables:
+                arguments[place] = variables[name]
+            for place, position in template.inputs:
+                if (row, position) not in placed_inputs:
+                    (array,) = placement.put_host_copies([inputs[position]], row)
+                    placed_inputs[row, position] = array
+                arguments[place] = placed_inputs[row, position]
+            for place in template.keys:
+                (arguments[place],) = placement.put([key], row)
+            for place in template.execution_counts:
+                (arguments[place],) = placement.put([np.int32(execution_count)], row)
+            template.arguments = arguments
+
+    def _constant(self, number: int, row: Row) -> Any:
+        """An int32 scalar on a row, made once."""
+        known = self._constants.get((row.ipu, number))
+        if known is None:
+            (known,) = placement.put([np.int32(number)], row)
+            self._constants[row.ipu, number] = known
+        return known
+
+
+class _SlotNumbers:
+    """Numbers for slots, given out as they are asked for."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[Any, int] = {}
+
+    def __getitem__(self, key: Any) -> int:
+        return self.numbers.setdefault(key, len(self.numbers))
+
+    def __contains__(self, key: Any) -> bool:
+        return key in self.numbers
+
+
+def _jit_update(program: UpdateProgram, donate: bool) -> Callable[..., list[Any]]:
+    """Jits an update. It donates the accumulators, and with `donate` all else that it returns anew."""
+    donated = tuple(
+        place
+        for place, value in enumerate(program.arguments)
+        if value in program.results and (donate or value.kind == UpdateKind.GRADIENT)
+    )
+
+    def function(*arguments: Any) -> list[Any]:
+        return program.function(*arguments)
+
+    function.__name__ = function.__qualname__ = program.name
+    jitted: Callable[..., list[Any]] = jax.jit(function, donate_argnums=donated)
+    return jitted

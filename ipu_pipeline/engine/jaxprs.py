@@ -1,0 +1,211 @@
+"""Jaxprs as data: calls inlined, dependence, and programs cut out of a larger one.
+
+Everything here rewrites equations and never evaluates or retraces them, so names, source lines and
+custom rules stay with the equations that they belong to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import jax
+from jax.extend import core as jex_core
+
+__all__ = [
+    "Atom",
+    "EquationRule",
+    "FlatJaxpr",
+    "InlineFunction",
+    "Program",
+    "aval_struct",
+    "close",
+    "dependents",
+    "extract",
+    "flatten",
+    "is_inlined",
+    "map_atoms",
+]
+
+# jax.extend.core carries no type annotations, so to the type checker these are Any; the names are for
+# the reader. An atom is a variable of a jaxpr or a literal.
+Var: TypeAlias = Any
+Atom: TypeAlias = Any
+Equation: TypeAlias = Any
+InlineFunction: TypeAlias = "Callable[[Any, list[Atom]], list[Atom]]"
+EquationRule: TypeAlias = "Callable[[Equation, list[Atom], InlineFunction], list[Atom] | None]"
+
+_INLINED = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_closed_call": "call_jaxpr"}
+
+
+@dataclass(frozen=True, eq=False)
+class FlatJaxpr:
+    """Equations without inner calls of `jax.jit`.
+
+    Attributes:
+      inputs: the input variables.
+      equations: in an order in which they can be evaluated.
+      outputs: variables or literals.
+      constants: the variables that stand for constant arrays, with their values.
+    """
+
+    inputs: list[Var]
+    equations: list[Equation]
+    outputs: list[Atom]
+    constants: dict[Var, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A jaxpr cut out of another one.
+
+    Attributes:
+      closed_jaxpr: what to evaluate.
+      inputs: the variables of the jaxpr that it was cut out of, which the program's arguments stand for.
+    """
+
+    closed_jaxpr: Any
+    inputs: list[Var]
+
+    def __call__(self, *arguments: Any) -> list[Any]:
+        """Evaluates the program, also under a transformation."""
+        results: list[Any] = jex_core.jaxpr_as_fun(self.closed_jaxpr)(*arguments)
+        return results
+
+
+def aval_struct(aval: Any) -> jax.ShapeDtypeStruct:
+    """A `ShapeDtypeStruct` like a variable's abstract value, for tracing on it."""
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+
+
+def is_inlined(equation: Equation) -> bool:
+    """Whether `flatten` puts the equation's inner jaxpr in its place."""
+    return equation.primitive.name in _INLINED
+
+
+def flatten(closed_jaxpr: Any, rule: EquationRule | None = None) -> FlatJaxpr:
+    """Inlines all calls of `jax.jit`, at any depth outside of other higher-order primitives.
+
+    Args:
+      closed_jaxpr: a `ClosedJaxpr`.
+      rule: asked about every equation that is not inlined, with its inputs in the result's variables
+        and a function that inlines a `ClosedJaxpr` on given atoms in the equation's place. It returns
+        None to keep the equation, or the atoms that stand for its outputs.
+
+    Returns:
+      The equations, with fresh variables.
+    """
+    equations: list[Equation] = []
+    constants: dict[Var, Any] = {}
+
+    def inline(jaxpr: Any, consts: Sequence[Any], arguments: list[Atom], name_stack: Any) -> list[Atom]:
+        known: dict[Var, Atom] = dict(zip(jaxpr.invars, arguments, strict=True))
+        for var, value in zip(jaxpr.constvars, consts, strict=True):
+            known[var] = jex_core.Var(var.aval)
+            constants[known[var]] = value
+        for equation in jaxpr.eqns:
+            source_info = equation.source_info
+            if name_stack is not None:
+                stack = name_stack + source_info.name_stack
+                source_info = source_info.replace(name_stack=stack)
+            inputs = map_atoms(known, equation.invars)
+            stack = source_info.name_stack
+
+            def inline_here(inner: Any, arguments: list[Atom], stack: Any = stack) -> list[Atom]:
+                return inline(inner.jaxpr, inner.consts, arguments, stack)
+
+            if is_inlined(equation):
+                outputs = inline_here(equation.params[_INLINED[equation.primitive.name]], inputs)
+            else:
+                replaced = rule(equation, inputs, inline_here) if rule is not None else None
+                outputs = _fresh(equation.outvars) if replaced is None else replaced
+                if replaced is None:
+                    equations.append(
+                        equation.replace(invars=inputs, outvars=outputs, source_info=source_info)
+                    )
+            known.update(zip(equation.outvars, outputs, strict=True))
+        return map_atoms(known, jaxpr.outvars)
+
+    jaxpr = closed_jaxpr.jaxpr
+    inputs = [jex_core.Var(var.aval) for var in jaxpr.invars]
+    outputs = inline(jaxpr, closed_jaxpr.consts, list(inputs), None)
+    return FlatJaxpr(inputs, equations, outputs, constants)
+
+
+def close(flat: FlatJaxpr) -> Program:
+    """All of a flat jaxpr as a program, with all its inputs."""
+    effects = frozenset().union(*(equation.effects for equation in flat.equations))
+    jaxpr = jex_core.Jaxpr(
+        list(flat.constants), flat.inputs, flat.outputs, flat.equations, effects
+    )
+    return Program(jex_core.ClosedJaxpr(jaxpr, list(flat.constants.values())), flat.inputs)
+
+
+def map_atoms(known: dict[Var, Atom], atoms: Iterable[Atom]) -> list[Atom]:
+    """The atoms with variables looked up in `known`; literals stay."""
+    return [atom if isinstance(atom, jex_core.Literal) else known[atom] for atom in atoms]
+
+
+def dependents(flat: FlatJaxpr, roots: Iterable[Var]) -> set[Var]:
+    """All variables whose value depends on one of `roots`, the roots included."""
+    found = set(roots)
+    for equation in flat.equations:
+        if any(not isinstance(atom, jex_core.Literal) and atom in found for atom in equation.invars):
+            found.update(equation.outvars)
+    return found
+
+
+def extract(
+    flat: FlatJaxpr,
+    outputs: Sequence[Atom],
+    given: Iterable[Var] = (),
+    keep_effects_of: Callable[[Equation], bool] | None = None,
+) -> Program:
+    """The smallest program that computes `outputs`.
+
+    Args:
+      flat: where to cut it out of.
+      outputs: variables or literals of `flat`.
+      given: variables that the program takes as arguments instead of computing them.
+      keep_effects_of: which equations with effects (debugging prints) to keep even if no output needs
+        them. None: none.
+
+    Returns:
+      The program. Its inputs are those of `flat` that it needs, in the order of `flat.inputs`, and then
+      the variables of `given` that it needs, in the order in which `flat` computes them.
+    """
+    given = set(given)
+    needed = {atom for atom in outputs if not isinstance(atom, jex_core.Literal)}
+    kept: list[Equation] = []
+    computed: list[Var] = []
+    for equation in reversed(flat.equations):
+        made = [var for var in equation.outvars if var not in given]
+        is_kept = any(var in needed for var in made) or (
+            equation.effects and keep_effects_of is not None and keep_effects_of(equation)
+        )
+        computed += reversed(equation.outvars)
+        if is_kept:
+            kept.append(equation)
+            needed.update(
+                atom for atom in equation.invars if not isinstance(atom, jex_core.Literal)
+            )
+    kept.reverse()
+    # An equation with several outputs may be kept for one of them while another one is given: the
+    # given one is then renamed where it is made, so that the argument is what is read.
+    renamed = [
+        equation.replace(outvars=[_fresh([v])[0] if v in given else v for v in equation.outvars])
+        for equation in kept
+    ]
+    inputs = [var for var in flat.inputs if var in needed]
+    inputs += [var for var in reversed(computed) if var in given and var in needed]
+    constvars = [var for var in flat.constants if var in needed]
+    effects = frozenset().union(*(equation.effects for equation in renamed))
+    jaxpr = jex_core.Jaxpr(constvars, inputs, list(outputs), renamed, effects)
+    return Program(jex_core.ClosedJaxpr(jaxpr, [flat.constants[var] for var in constvars]), inputs)
+
+
+def _fresh(variables: Iterable[Var]) -> list[Var]:
+    return [
+        var if isinstance(var, jex_core.DropVar) else jex_core.Var(var.aval) for var in variables
+    ]

@@ -1,0 +1,58 @@
+"""Random keys of a stage, which do not depend on how layers are split into stages.
+
+The key of a call is folded from, in this order: the session's seed key, the pipeline's execution count,
+the micro-batch's index, the first 32 bits of the SHA-256 of the current scope, and the number of the
+call in that scope over all stages of the program.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core as jex_core
+
+from ipu_pipeline.engine import names
+
+__all__ = ["micro_batch_key", "micro_batch_key_p", "next_rng_key"]
+
+micro_batch_key_p = jex_core.Primitive("micro_batch_key")
+
+
+@micro_batch_key_p.def_abstract_eval  # type: ignore[untyped-decorator]  # jax.extend has no annotations
+def _key_abstract() -> Any:
+    return jax.core.ShapedArray((), jax.eval_shape(jax.random.key, 0).dtype)
+
+
+def next_rng_key() -> jax.Array:
+    """A fresh random key for the stage being traced: another one for every call and micro-batch.
+
+    Returns:
+      A scalar key as `jax.random.key` makes it.
+
+    Raises:
+      RuntimeError: not called within a stage.
+    """
+    current = names.current_frame("next_rng_key")
+    if not current.is_stage:
+        raise RuntimeError("next_rng_key() was called outside of a computational stage.")
+    scope = names.current_scope()
+    number = current.names.key_counts.get(scope, 0)
+    current.names.key_counts[scope] = number + 1
+    key = jax.random.fold_in(micro_batch_key_p.bind(), np.uint32(names.hash_name(scope)))
+    return jax.random.fold_in(key, np.uint32(number))
+
+
+def micro_batch_key(key: jax.Array, execution_count: jax.Array, micro_batch: jax.Array) -> jax.Array:
+    """The key that all calls of one micro-batch are folded from.
+
+    Args:
+      key: the session's key.
+      execution_count: int32 scalar, how often the pipeline has been executed before.
+      micro_batch: int32 scalar, the micro-batch's index.
+
+    Returns:
+      A scalar key.
+    """
+    return jax.random.fold_in(jax.random.fold_in(key, execution_count), micro_batch)

@@ -1,0 +1,526 @@
+"""The engine's public call: a pipeline of stage functions, with the state going in and coming out."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from ipu_pipeline.engine import differentiation, names, placement, schedules, updates
+from ipu_pipeline.engine import stages as stage_tracing
+from ipu_pipeline.engine.errors import OutOfRangeError
+from ipu_pipeline.engine.executor import Accumulated, Executor
+from ipu_pipeline.engine.programs import Reduction, StagePrograms
+from ipu_pipeline.engine.variables import VariableSpec, get_variable, initial_value
+
+__all__ = ["Pipeline", "PipelineState", "Stage", "StepOutputs", "as_shape"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PipelineState:
+    """Everything that training changes, a pytree.
+
+    Attributes:
+      variables: full name -> array.
+      optimizer_state: what the optimizer's `init` returns for the trained variables, a flat dict. None
+        without training, and until the first step if it depends on what the last stage returns.
+      update_count: int32 scalar, weight updates so far.
+      execution_count: int32 scalar, steps so far, those without training included; random keys are
+        folded from it.
+      key: the random key that all others are folded from.
+    """
+
+    variables: dict[str, Any]
+    optimizer_state: Any
+    update_count: Any
+    execution_count: Any
+    key: Any
+
+
+@dataclass(frozen=True)
+class StepOutputs:
+    """What a step returns besides the new state.
+
+    Attributes:
+      outputs: what the last stage returned, a list with one entry per micro-batch.
+      losses: the loss of each micro-batch, scalars; empty without training.
+    """
+
+    outputs: list[Any]
+    losses: list[Any]
+
+
+class Stage:
+    """A stage that is a plain function of parameters and inputs, without named variables.
+
+    Example:
+      Stage(lambda parameters, x: x @ parameters["w"], {"w": numpy.ones((4, 2), "float32")})
+    """
+
+    def __init__(self, function: Callable[..., Any], parameters: Any, name: str | None = None) -> None:
+        """Wraps the function.
+
+        Args:
+          function: `function(parameters, *inputs) -> outputs`.
+          parameters: a pytree of arrays, the values at the start; or a function from a random key to one.
+          name: the scope of its variables, one per leaf, named by the leaf's path. None: `stage<index>`.
+        """
+        self.function = function
+        self.parameters = parameters
+        self.name = name
+        self.__name__ = name or getattr(function, "__name__", "stage")
+
+    def with_variables(self, index: int) -> stage_tracing.StageFunction:
+        """The stage as a function whose parameters are variables."""
+        parameters = self.parameters
+        if callable(parameters):
+            shapes = jax.eval_shape(parameters, jax.eval_shape(jax.random.key, 0))
+        else:
+            shapes = jax.tree.map(as_shape, parameters)
+        paths_and_shapes, tree = jax.tree_util.tree_flatten_with_path(shapes)
+        scope = self.name or f"stage{index}"
+
+        def initializer(place: int) -> Any:
+            if not callable(parameters):
+                return jax.tree.leaves(parameters)[place]
+            return lambda key, shape, dtype: jax.tree.leaves(parameters(key))[place]
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with names.variable_scope(scope):
+                leaves = [
+                    get_variable(
+                        jax.tree_util.keystr(path, simple=True, separator="/") or "parameter",
+                        leaf.shape,
+                        leaf.dtype,
+                        initializer(place),
+                    )
+                    for place, (path, leaf) in enumerate(paths_and_shapes)
+                ]
+            return self.function(jax.tree.unflatten(tree, leaves), *args, **kwargs)
+
+        call.__name__ = self.__name__
+        return call
+
+
+class Pipeline:
+    """A model cut into stages, each on a device of its own, with gradient accumulation.
+
+    Example:
+      pipeline = Pipeline([first, second], num_micro_batches=4, loss=lambda loss: loss,
+                          optimizer=optax.sgd(0.1))
+      state = pipeline.init(jax.random.key(0), (images, labels))
+      state, outputs = pipeline.step(state, micro_batches)
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[stage_tracing.StageFunction | Stage],
+        *,
+        num_micro_batches: int,
+        loss: Callable[..., Any] | None = None,
+        optimizer: updates.Optimizer | None = None,
+        schedule: str | schedules.ScheduleFunction = "grouped",
+        device_mapping: Sequence[int] | None = None,
+        devices: Sequence[Any] | None = None,
+        reduction: str | Reduction = "sum",
+        donate: bool = False,
+        trained: Collection[str] | Callable[[], Collection[str] | None] | None = None,
+        program_names: names.ProgramNames | None = None,
+        describe_capture: Callable[[Any], str | None] = lambda value: None,
+    ) -> None:
+        """Checks the arguments; nothing is traced or compiled yet.
+
+        Args:
+          stages: functions that take what the one before returns (a tuple or list as positional
+            arguments, a dict as keyword arguments), with variables by `get_variable`; or `Stage`s. The
+            first one takes the inputs of `step` and then the micro-batch.
+          num_micro_batches: micro-batches per step, at least 1.
+          loss: takes what the last stage returns, returns a scalar; goes with `optimizer`. Without both
+            the pipeline only runs forwards.
+          optimizer: an Optax transformation; or a function of what the last stage returned for the last
+            micro-batch (for the state at the start: the first) which returns one, or a pair of one and
+            a dict of extra arguments for its `update`.
+          schedule: "grouped", "interleaved", "sequential" or a function like `schedules.grouped`.
+          device_mapping: the IPU of each stage, a number from 0; by default each has its own.
+          devices: the JAX device of each IPU; by default the first of `jax.devices()`.
+          reduction: "sum", "mean" or "running_mean" of the gradients over the micro-batches.
+          donate: whether `step` may destroy the state that it is given. False makes it a pure function.
+          trained: full names of the variables to train, or a function that returns them once the
+            stages have been traced; None: all trainable ones.
+          program_names: the names of the program that the pipeline is part of; by default its own.
+          describe_capture: the name of a value from outside the stages, for the error about it.
+
+        Raises:
+          ValueError: an argument is not usable.
+        """
+        if not stages:
+            raise ValueError("stages must have at least one function; got none.")
+        if num_micro_batches < 1:
+            raise ValueError(f"num_micro_batches must be at least 1; got {num_micro_batches}.")
+        if (loss is None) != (optimizer is None):
+            raise ValueError("loss and optimizer go together: give both to train, none for forwards only.")
+        mapping = tuple(range(len(stages)) if device_mapping is None else device_mapping)
+        if len(mapping) != len(stages) or any(ipu < 0 for ipu in mapping):
+            raise ValueError(
+                f"device_mapping must have one number from 0 for each of the {len(stages)} stages; got "
+                f"{list(mapping)}."
+            )
+        self._functions = [
+            stage.with_variables(index) if isinstance(stage, Stage) else stage
+            for index, stage in enumerate(stages)
+        ]
+        self._num_micro_batches = num_micro_batches
+        self._loss = loss
+        self._optimizer = optimizer
+        self._schedule = schedule
+        self._mapping = mapping
+        self._devices = devices
+        self._reduction = Reduction(reduction)
+        self._donate = donate
+        self._trained = trained
+        self._program_names = program_names or names.ProgramNames()
+        self._describe_capture = describe_capture
+        self._traced: stage_tracing.TracedPipeline | None = None
+        self._programs: tuple[StagePrograms, ...] = ()
+        self._updates: updates.Updates | None = None
+        self._executor: Executor | None = None
+        self._placed: PipelineState | None = None
+        self.timetable = schedules.timetable(
+            schedule, len(stages), num_micro_batches, mapping, loss is not None
+        )
+
+    # What is known about the pipeline.
+
+    @property
+    def num_ipus(self) -> int:
+        """How many devices it needs."""
+        return max(self._mapping) + 1
+
+    @property
+    def traced(self) -> stage_tracing.TracedPipeline:
+        """The stages as jaxprs."""
+        if self._traced is None:
+            raise RuntimeError("The pipeline has not been traced; call trace, init or step first.")
+        return self._traced
+
+    @property
+    def programs(self) -> tuple[StagePrograms, ...]:
+        """The programs of each stage, as they were before XLA."""
+        assert self.traced is not None
+        return self._programs
+
+    @property
+    def updates(self) -> updates.Updates | None:
+        """The optimizer's programs; None without training."""
+        assert self.traced is not None
+        return self._updates
+
+    @property
+    def variables(self) -> dict[str, VariableSpec]:
+        """All variables by full name."""
+        return self.traced.variables
+
+    # Building.
+
+    def trace(self, micro_batch: Any, *inputs: Any) -> None:
+        """Traces the stages and the optimizer and checks them. It does not start a JAX backend.
+
+        Args:
+          micro_batch: a micro-batch, or the same pytree of `jax.ShapeDtypeStruct`s; None for no feed.
+          *inputs: the inputs that are constant during a step, likewise.
+
+        Raises:
+          ValueError: the pipeline was traced before, with other shapes or dtypes.
+          Others: see `stages.trace` and `updates.trace_updates`.
+        """
+        element = jax.tree.map(as_shape, micro_batch)
+        input_shapes = tuple(jax.tree.map(as_shape, value) for value in inputs)
+        if self._traced is not None:
+            known = (self._traced.element, self._traced.inputs)
+            if known != (element, input_shapes):
+                raise ValueError(
+                    "The pipeline was traced for the micro-batch and inputs "
+                    f"{known}, and now got {(element, input_shapes)}."
+                )
+            return
+        traced = stage_tracing.trace(
+            self._functions,
+            element,
+            input_shapes,
+            self._loss,
+            self._program_names,
+            self._describe_capture,
+        )
+        trained: dict[str, VariableSpec] = {}
+        if self._optimizer is not None:
+            trained = self._find_trained(traced)
+            self._updates = updates.trace_updates(
+                self._optimizer,
+                trained,
+                traced.owners,
+                traced.output_tree,
+                traced.output_avals,
+                self._reduction,
+            )
+        self._programs = differentiation.build(traced, trained, self._reduction)
+        self._traced = traced
+
+    def prepare(self, devices: Sequence[Any] | None = None) -> Executor:
+        """The executor; made at the first call, which starts JAX's backend.
+
+        Args:
+          devices: the JAX device of each IPU; by default those given to the pipeline.
+        """
+        if self._executor is None:
+            devices = devices or self._devices
+            if devices is None:
+                devices = jax.devices()
+            if len(devices) < self.num_ipus:
+                raise ValueError(
+                    f"The pipeline needs {self.num_ipus} devices, one per IPU of device_mapping, but "
+                    f"there are {len(devices)}. On a CPU, "
+                    f'jax.config.update("jax_num_cpu_devices", {self.num_ipus}) before the first use of '
+                    "JAX makes more."
+                )
+            self._executor = Executor(
+                self.traced,
+                self._programs,
+                self._updates,
+                placement.make_rows(devices, self._mapping),
+                self.timetable,
+                self._num_micro_batches,
+                self._donate,
+            )
+        return self._executor
+
+    def init(self, key: Any, micro_batch: Any, *inputs: Any) -> PipelineState:
+        """The state at the start of training.
+
+        Args:
+          key: a scalar random key, from `jax.random.key`.
+          micro_batch: an example, or its shapes and dtypes.
+          *inputs: likewise, the inputs that are constant during a step.
+
+        Returns:
+          The state, its leaves on the devices of their stages.
+        """
+        self.trace(micro_batch, *inputs)
+        executor = self.prepare()
+        variables = executor.place_variables(
+            {name: initial_value(spec, key) for name, spec in self.variables.items()}
+        )
+        return PipelineState(
+            variables=variables,
+            optimizer_state=self._init_optimizer_state(executor, variables, None),
+            update_count=np.int32(0),
+            execution_count=np.int32(0),
+            key=key,
+        )
+
+    # Running.
+
+    def step(
+        self, state: PipelineState, micro_batches: Iterable[Any], *inputs: Any
+    ) -> tuple[PipelineState, StepOutputs]:
+        """Runs all micro-batches and, in training, one weight update.
+
+        Args:
+          state: from `init` or the step before; with `donate` it must not be used afterwards.
+          micro_batches: yields at least `num_micro_batches` pytrees of arrays; what is left stays there.
+          *inputs: pytrees of arrays that are constant during the step.
+
+        Returns:
+          The new state and the outputs, still being computed.
+
+        Raises:
+          OutOfRangeError: there are too few micro-batches.
+          ValueError: a micro-batch or an input has another shape, dtype or structure than the first.
+        """
+        iterator = iter(micro_batches)
+        if self._traced is None:
+            first = next(iterator, None)
+            if first is None:
+                raise OutOfRangeError(self._describe_shortage(0))
+            self.trace(first, *inputs)
+            iterator = _chain(first, iterator)
+        executor = self.prepare()
+        state = self.place(state)
+        input_leaves = self.check_inputs(inputs)
+        numbers = iter(range(self._num_micro_batches))
+
+        def next_element() -> list[Any]:
+            number = next(numbers)
+            try:
+                element = next(iterator)
+            except StopIteration:
+                raise OutOfRangeError(self._describe_shortage(number)) from None
+            return executor.place_element(self.check_element(element, number))
+
+        has_feed = bool(jax.tree.leaves(self.traced.element))
+        accumulated = self.accumulate(state, next_element if has_feed else tuple, input_leaves)
+        new_state = self.update(state, accumulated)
+        unflatten = self.traced.output_tree.unflatten
+        outputs = [unflatten(leaves) for leaves in accumulated.outputs]
+        return new_state, StepOutputs(outputs, accumulated.losses)
+
+    def accumulate(
+        self, state: PipelineState, next_element: Callable[[], Sequence[Any]], input_leaves: Sequence[Any]
+    ) -> Accumulated:
+        """The first part of `step`: all micro-batches, without the weight update.
+
+        Args:
+          state: placed, see `place`.
+          next_element: returns the leaves of the next micro-batch, placed by `Executor.place_element`.
+          input_leaves: the leaves of the inputs.
+
+        Returns:
+          What `update` takes.
+        """
+        return self.prepare().accumulate(
+            state.variables, state.key, int(state.execution_count), input_leaves, next_element
+        )
+
+    def update(self, state: PipelineState, accumulated: Accumulated) -> PipelineState:
+        """The second part of `step`: the new state. With `donate` it destroys the old one."""
+        executor = self.prepare()
+        execution_count = np.int32(state.execution_count + 1)
+        if self._updates is None:
+            variables = {**state.variables, **accumulated.assigned}
+            new_state = dataclasses.replace(
+                state, variables=variables, execution_count=execution_count
+            )
+        else:
+            optimizer_state = state.optimizer_state
+            if optimizer_state is None:
+                first = accumulated.outputs[0]
+                optimizer_state = self._init_optimizer_state(executor, state.variables, first)
+            leaves = self._state_leaves(optimizer_state)
+            variables, leaves = executor.update(state.variables, leaves, accumulated)
+            new_state = PipelineState(
+                variables=variables,
+                optimizer_state=self._updates.state_tree.unflatten(leaves),
+                update_count=np.int32(state.update_count + 1),
+                execution_count=execution_count,
+                key=state.key,
+            )
+        self._placed = new_state
+        return new_state
+
+    def place(self, state: PipelineState) -> PipelineState:
+        """The state with its leaves on the devices of their stages.
+
+        Raises:
+          ValueError: a variable is missing, or has another shape or dtype.
+        """
+        if state is self._placed:
+            return state
+        for name, spec in self.variables.items():
+            value = state.variables.get(name)
+            if value is None:
+                raise ValueError(f"The state has no variable {name}; the pipeline needs {spec}.")
+            if value.shape != spec.shape or value.dtype != spec.dtype:
+                raise ValueError(
+                    f"Variable {name} must be {spec.dtype.name}{list(spec.shape)}; the state has "
+                    f"{value.dtype.name}{list(value.shape)}."
+                )
+        executor = self.prepare()
+        optimizer_state = state.optimizer_state
+        if self._updates is not None and optimizer_state is not None:
+            leaves = executor.place_optimizer_state(self._state_leaves(optimizer_state))
+            optimizer_state = self._updates.state_tree.unflatten(leaves)
+        return dataclasses.replace(
+            state,
+            variables=executor.place_variables(state.variables),
+            optimizer_state=optimizer_state,
+        )
+
+    def check_element(self, element: Any, number: int) -> list[Any]:
+        """The leaves of a micro-batch, checked against the first one.
+
+        Raises:
+          ValueError: structure, shape or dtype differ.
+        """
+        return _check_like(element, self.traced.element, f"Micro-batch {number}")
+
+    def check_inputs(self, inputs: Sequence[Any]) -> list[Any]:
+        """The leaves of the inputs, checked likewise."""
+        return _check_like(tuple(inputs), self.traced.inputs, "The inputs")
+
+    def _find_trained(self, traced: stage_tracing.TracedPipeline) -> dict[str, VariableSpec]:
+        wanted = self._trained() if callable(self._trained) else self._trained
+        known = traced.variables
+        if wanted is not None:
+            for name in wanted:
+                if name not in known or not known[name].trainable:
+                    fault = "is not trainable" if name in known else "does not exist"
+                    raise ValueError(
+                        f"The variable {name!r} to train {fault}. Trainable are: "
+                        f"{', '.join(n for n, spec in known.items() if spec.trainable) or 'none'}."
+                    )
+        trained = {
+            name: spec
+            for name, spec in known.items()
+            if spec.trainable and (wanted is None or name in wanted)
+        }
+        if not trained:
+            raise ValueError("No variables to optimize: no stage has a trainable variable.")
+        return trained
+
+    def _init_optimizer_state(
+        self, executor: Executor, variables: dict[str, Any], outputs: Sequence[Any] | None
+    ) -> Any:
+        if self._updates is None or (self._updates.init_needs_outputs and outputs is None):
+            return None
+        leaves = executor.init_optimizer_state(variables, outputs)
+        return self._updates.state_tree.unflatten(leaves)
+
+    def _state_leaves(self, optimizer_state: Any) -> list[Any]:
+        assert self._updates is not None
+        leaves, tree = jax.tree.flatten(optimizer_state)
+        if tree != self._updates.state_tree:
+            raise ValueError(
+                "The state's optimizer_state is of another optimizer or of other variables: it has the "
+                f"structure {tree}, and the pipeline's optimizer makes {self._updates.state_tree}."
+            )
+        return leaves
+
+    def _describe_shortage(self, number: int) -> str:
+        return (
+            f"The data ended after {number} of the {self._num_micro_batches} micro-batches of a step."
+        )
+
+
+def as_shape(value: Any) -> jax.ShapeDtypeStruct:
+    """The shape and dtype that a value has as a JAX array; a `ShapeDtypeStruct` stays as it is."""
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return value
+    if not hasattr(value, "dtype"):
+        value = np.asarray(value)
+    return jax.ShapeDtypeStruct(tuple(value.shape), jax.dtypes.canonicalize_dtype(value.dtype))
+
+
+def _chain(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
+    yield first
+    yield from rest
+
+
+def _check_like(value: Any, expected: Any, what: str) -> list[Any]:
+    leaves, tree = jax.tree.flatten(value)
+    expected_leaves, expected_tree = jax.tree.flatten(expected)
+    if tree != expected_tree:
+        raise ValueError(f"{what} must have the structure {expected_tree}; got {tree}.")
+    for leaf, known in zip(leaves, expected_leaves, strict=True):
+        shape = as_shape(leaf)
+        if shape.shape != known.shape or shape.dtype != known.dtype:
+            raise ValueError(
+                f"{what} must have the shape and dtype of the first one, "
+                f"{known.dtype.name}{list(known.shape)}; got {shape.dtype.name}{list(shape.shape)}. "
+                "Sizes are fixed: drop the remainder of a data set that does not fill its last batch "
+                "(drop_remainder)."
+            )
+    return leaves

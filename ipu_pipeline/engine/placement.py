@@ -1,0 +1,84 @@
+"""Where stages live. The only module that moves arrays.
+
+A stage lives on a row of a mesh with the axis `replica`, of size 1 as long as there is no data
+parallelism. What every replica has whole is `replicated` over the row; a micro-batch is split along its
+first axis over the row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+__all__ = ["Row", "copy_to", "make_rows", "put", "put_host_copies"]
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """The devices of one IPU, one per replica.
+
+    Attributes:
+      ipu: the IPU's number in the pipeline.
+      replicated: the sharding of variables and scalars.
+    """
+
+    ipu: int
+    replicated: NamedSharding
+
+    @property
+    def devices(self) -> tuple[Any, ...]:
+        """The row's devices, in the order of the replicas."""
+        return tuple(self.replicated.mesh.devices.flat)
+
+
+def make_rows(devices: Sequence[Any], device_mapping: Sequence[int]) -> tuple[Row, ...]:
+    """The rows of all stages.
+
+    Args:
+      devices: JAX devices, by number of the IPU.
+      device_mapping: the IPU of each stage.
+
+    Returns:
+      One row per stage; stages on the same IPU have the same object.
+    """
+    rows = {
+        ipu: Row(ipu, NamedSharding(Mesh(np.array([devices[ipu]]), ("replica",)), PartitionSpec()))
+        for ipu in sorted(set(device_mapping))
+    }
+    return tuple(rows[ipu] for ipu in device_mapping)
+
+
+def put(arrays: Sequence[Any], row: Row) -> list[Any]:
+    """The arrays on a row. Those that are there already stay the same objects.
+
+    JAX arrays are transferred without waiting for them. NumPy arrays may be shared instead of copied
+    on a CPU: whoever can change them afterwards uses `put_host_copies`.
+    """
+    sharding = row.replicated
+    away = [
+        place
+        for place, array in enumerate(arrays)
+        if not (isinstance(array, jax.Array) and array.sharding == sharding)
+    ]
+    placed = list(arrays)
+    if away:
+        moved = jax.device_put([arrays[place] for place in away], sharding)
+        for place, array in zip(away, moved, strict=True):
+            placed[place] = array
+    return placed
+
+
+def put_host_copies(arrays: Sequence[Any], row: Row) -> list[Any]:
+    """The arrays on a row, sharing no memory with NumPy arrays of the caller's."""
+    return put([a if isinstance(a, jax.Array) else np.array(a) for a in arrays], row)
+
+
+def copy_to(arrays: Sequence[Any], row: Row) -> list[Any]:
+    """Transfers JAX arrays that are known to be on another row."""
+    copies: list[Any] = jax.device_put(list(arrays), row.replicated)
+    return copies

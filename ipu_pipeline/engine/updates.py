@@ -1,0 +1,302 @@
+"""Weight updates: the optimizer traced once over all variables, then cut into one program per stage.
+
+An equation belongs to the stage whose leaves it touches; what depends on no leaf (a step counter) is
+replicated. An equation that joins leaves of several stages, as a global norm does, has no place yet:
+NotImplementedError names it.
+
+A leaf of the optimizer's state belongs to a variable if the variable's name stands in the leaf's path,
+which it does for all that Optax makes with `tree.map` over the parameters: they are one flat dict, full
+name -> array.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.extend import core as jex_core
+
+from ipu_pipeline.engine import jaxprs
+from ipu_pipeline.engine.programs import Reduction
+from ipu_pipeline.engine.stages import as_arguments
+from ipu_pipeline.engine.variables import VariableSpec
+
+__all__ = [
+    "Optimizer",
+    "StateLeaf",
+    "UpdateKind",
+    "UpdateProgram",
+    "UpdateValue",
+    "Updates",
+    "trace_updates",
+]
+
+OptimizerFunction: TypeAlias = "Callable[..., Any]"
+Optimizer: TypeAlias = "optax.GradientTransformation | OptimizerFunction"
+
+
+class UpdateKind:
+    """What an argument or a result of an update program is."""
+
+    PARAMETER = "parameter"  # key: full name
+    GRADIENT = "gradient"  # full name: the accumulator as an argument, zeros of its shape as a result
+    STATE = "state"  # position among the leaves of the optimizer's state
+    OUTPUT = "output"  # position among the last stage's outputs
+    COUNT = "count"  # number of micro-batches, int32
+
+
+class UpdateValue(NamedTuple):
+    """An argument or a result of an update program."""
+
+    kind: str
+    key: Any = None
+
+
+@dataclass(frozen=True, eq=False)
+class UpdateProgram:
+    """What one stage runs per weight update, or once to make its part of the optimizer's state.
+
+    Attributes:
+      name: for profiles, for example "stage0_update".
+      function: takes `arguments`, returns `results`.
+      arguments: what they are.
+      results: what they are.
+    """
+
+    name: str
+    function: Callable[..., list[Any]]
+    arguments: tuple[UpdateValue, ...]
+    results: tuple[UpdateValue, ...]
+
+
+class StateLeaf(NamedTuple):
+    """A leaf of the optimizer's state: its path, shape and dtype, and stage (None: replicated)."""
+
+    path: str
+    aval: jax.ShapeDtypeStruct
+    stage: int | None
+
+
+@dataclass(frozen=True, eq=False)
+class Updates:
+    """The optimizer of a pipeline.
+
+    Attributes:
+      stages: the stages that have trained variables; the first one makes the replicated leaves.
+      state_tree: structure of the optimizer's state.
+      state_leaves: its leaves.
+      inits: one program per entry of `stages`, which makes the state.
+      updates: one program per entry of `stages`.
+      init_needs_outputs: whether the state at the start depends on the last stage's outputs.
+    """
+
+    stages: tuple[int, ...]
+    state_tree: Any
+    state_leaves: tuple[StateLeaf, ...]
+    inits: tuple[UpdateProgram, ...]
+    updates: tuple[UpdateProgram, ...]
+    init_needs_outputs: bool
+
+
+def trace_updates(
+    optimizer: Optimizer,
+    trained: Mapping[str, VariableSpec],
+    owners: Mapping[str, int],
+    output_tree: Any,
+    output_avals: Sequence[jax.ShapeDtypeStruct],
+    reduction: Reduction,
+) -> Updates:
+    """Traces an optimizer. It does not start a JAX backend.
+
+    Args:
+      optimizer: an Optax transformation; or a function of the last stage's outputs (see
+        `stages.as_arguments`) that returns one, or
+        a pair of one and a dict of extra arguments for its `update`.
+      trained: the variables to update, by full name.
+      owners: full name -> stage.
+      output_tree: structure of what the last stage returns.
+      output_avals: shapes and dtypes of its leaves.
+      reduction: MEAN divides the accumulators by the number of micro-batches.
+
+    Returns:
+      The programs.
+
+    Raises:
+      TypeError: the optimizer is no Optax transformation.
+      NotImplementedError: the update of one stage's variables depends on another stage's.
+    """
+    parameter_avals = {
+        name: jax.ShapeDtypeStruct(spec.shape, spec.dtype) for name, spec in trained.items()
+    }
+    output_avals = list(output_avals)
+
+    def transformation(outputs: Sequence[Any]) -> tuple[Any, dict[str, Any]]:
+        made: Any = optimizer
+        extra: dict[str, Any] = {}
+        if not isinstance(made, optax.GradientTransformation) and callable(made):
+            args, kwargs = as_arguments(jax.tree.unflatten(output_tree, outputs))
+            made = made(*args, **kwargs)
+        if isinstance(made, tuple) and len(made) == 2 and not hasattr(made, "update"):
+            made, extra = made
+        if not isinstance(made, optax.GradientTransformation):
+            raise TypeError(
+                f"The optimizer must be an optax.GradientTransformation; got {type(made).__name__}."
+            )
+        return optax.with_extra_args_support(made), extra
+
+    state_trees: list[Any] = []
+
+    def init(parameters: dict[str, Any], outputs: list[Any]) -> list[Any]:
+        state = transformation(outputs)[0].init(parameters)
+        paths_and_leaves, tree = jax.tree_util.tree_flatten_with_path(state)
+        state_trees[:] = [tree, [path for path, _leaf in paths_and_leaves]]
+        return [leaf for _path, leaf in paths_and_leaves]
+
+    # Optax mixes dtypes freely (adam does), so its code is traced under JAX's own promotion.
+    with jax.numpy_dtype_promotion("standard"):
+        init_jaxpr = jax.make_jaxpr(init)(parameter_avals, output_avals)
+    state_tree, paths = state_trees
+    state_avals = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in init_jaxpr.out_avals]
+
+    def update(
+        parameters: dict[str, Any],
+        accumulators: dict[str, Any],
+        state_leaves: list[Any],
+        outputs: list[Any],
+        count: Any,
+    ) -> list[Any]:
+        made, extra = transformation(outputs)
+        gradients = accumulators
+        if reduction is Reduction.MEAN:
+            gradients = {name: acc / count.astype(acc.dtype) for name, acc in accumulators.items()}
+        state = jax.tree.unflatten(state_tree, state_leaves)
+        changes, new_state = made.update(gradients, state, parameters, **extra)
+        new_leaves, new_tree = jax.tree.flatten(new_state)
+        if new_tree != state_tree:
+            raise TypeError(
+                "The optimizer's update returned a state of another structure than its init: "
+                f"{new_tree} instead of {state_tree}."
+            )
+        new_parameters = optax.apply_updates(parameters, changes)
+        ordered = [new_parameters[name] for name in trained]
+        return [*ordered, *(jnp.zeros_like(accumulators[name]) for name in trained), *new_leaves]
+
+    count_aval = jax.ShapeDtypeStruct((), jnp.int32)
+    with jax.numpy_dtype_promotion("standard"):
+        update_jaxpr = jax.make_jaxpr(update)(
+            parameter_avals, parameter_avals, state_avals, output_avals, count_aval
+        )
+
+    stages = tuple(sorted({owners[name] for name in trained}))
+    state_leaves = tuple(
+        StateLeaf(jax.tree_util.keystr(path), aval, _leaf_owner(path, owners))
+        for path, aval in zip(paths, state_avals, strict=True)
+    )
+    sorted_names = sorted(trained)  # the order in which JAX flattens a dict
+    parameters = [UpdateValue(UpdateKind.PARAMETER, name) for name in sorted_names]
+    accumulators = [UpdateValue(UpdateKind.GRADIENT, name) for name in sorted_names]
+    states = [UpdateValue(UpdateKind.STATE, index) for index in range(len(state_leaves))]
+    outputs = [UpdateValue(UpdateKind.OUTPUT, index) for index in range(len(output_avals))]
+    results = [UpdateValue(UpdateKind.PARAMETER, name) for name in trained]
+    results += [UpdateValue(UpdateKind.GRADIENT, name) for name in trained]
+
+    def stage_of(value: UpdateValue) -> int | None:
+        if value.kind in (UpdateKind.PARAMETER, UpdateKind.GRADIENT):
+            return owners[value.key]
+        return state_leaves[value.key].stage if value.kind == UpdateKind.STATE else None
+
+    inits = _cut_by_stage("init", init_jaxpr, [*parameters, *outputs], states, stages, stage_of)
+    updates = _cut_by_stage(
+        "update",
+        update_jaxpr,
+        [*parameters, *accumulators, *states, *outputs, UpdateValue(UpdateKind.COUNT)],
+        [*results, *states],
+        stages,
+        stage_of,
+    )
+    needs_outputs = any(v.kind == UpdateKind.OUTPUT for program in inits for v in program.arguments)
+    return Updates(stages, state_tree, state_leaves, inits, updates, needs_outputs)
+
+
+def _leaf_owner(path: Sequence[Any], owners: Mapping[str, int]) -> int | None:
+    for entry in path:
+        if isinstance(entry, jax.tree_util.DictKey) and entry.key in owners:
+            return owners[entry.key]
+    return None
+
+
+def _cut_by_stage(
+    name: str,
+    closed_jaxpr: Any,
+    arguments: Sequence[UpdateValue],
+    results: Sequence[UpdateValue],
+    stages: Sequence[int],
+    stage_of: Callable[[UpdateValue], int | None],
+) -> tuple[UpdateProgram, ...]:
+    flat = jaxprs.flatten(closed_jaxpr)
+    labels = dict(zip(flat.inputs, arguments, strict=True))
+    if len(stages) > 1:
+        _check_separable(flat, labels, results, stage_of)
+    cut = []
+    for stage in stages:
+        own = [
+            (value, atom)
+            for value, atom in zip(results, flat.outputs, strict=True)
+            if stage_of(value) == stage or (stage_of(value) is None and stage == stages[0])
+        ]
+        program = jaxprs.extract(flat, [atom for _value, atom in own])
+        cut.append(
+            UpdateProgram(
+                f"stage{stage}_{name}",
+                program,
+                tuple(labels[var] for var in program.inputs),
+                tuple(value for value, _atom in own),
+            )
+        )
+    return tuple(cut)
+
+
+def _check_separable(
+    flat: jaxprs.FlatJaxpr,
+    labels: Mapping[Any, UpdateValue],
+    results: Sequence[UpdateValue],
+    stage_of: Callable[[UpdateValue], int | None],
+) -> None:
+    """Raises if a result depends on leaves of another stage than its own."""
+    touched: dict[Any, frozenset[int]] = {}
+    joined_by: dict[Any, str] = {}  # variable -> the primitive that first joined several stages
+    for var, value in labels.items():
+        stage = stage_of(value)
+        touched[var] = frozenset() if stage is None else frozenset((stage,))
+    for equation in flat.equations:
+        atoms = [
+            atom
+            for atom in equation.invars
+            if not isinstance(atom, jex_core.Literal) and atom in touched
+        ]
+        union = frozenset().union(*(touched[atom] for atom in atoms))
+        joins = [joined_by[atom] for atom in atoms if atom in joined_by]
+        for var in equation.outvars:
+            touched[var] = union
+            if len(union) > 1:
+                joined_by[var] = joins[0] if joins else equation.primitive.name
+    for value, atom in zip(results, flat.outputs, strict=True):
+        stages = frozenset() if isinstance(atom, jex_core.Literal) else touched.get(atom, frozenset())
+        own = stage_of(value)
+        if stages - {own}:
+            what = (
+                f"the new value of {value.key}"
+                if value.kind == UpdateKind.PARAMETER
+                else f"a leaf of the optimizer's state ({value.key})"
+            )
+            others = ", ".join(str(stage) for stage in sorted(stages - {own}))
+            where = "a leaf that no stage owns" if own is None else f"on stage {own}"
+            raise NotImplementedError(
+                f"Updates that join stages are not supported yet: {what}, {where}, depends on the "
+                f"variables of stage {others} (first joined by `{joined_by.get(atom, 'a copy')}`). Global "
+                "norms and other whole-tree transformations do this."
+            )
