@@ -9,7 +9,7 @@ takes the values as arguments; calls of `jax.jit` are inlined.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -20,12 +20,12 @@ from ipu_pipeline.engine import jaxprs
 from ipu_pipeline.engine.keys import micro_batch_key_p
 from ipu_pipeline.engine.variables import VariableSpec, assign_variable_p, read_variable_p
 
-__all__ = ["Hoisted", "hoist"]
+__all__ = ["MARKERS", "Hoisted", "contains", "hoist", "marker_rule", "variable_input"]
 
 Body: TypeAlias = "Callable[[Sequence[Any]], list[Any]]"
 
 _CHECKPOINTS = ("checkpoint", "remat", "remat2")  # names of jax.checkpoint's primitive over time
-_MARKERS = (read_variable_p, assign_variable_p, micro_batch_key_p)
+MARKERS = (read_variable_p, assign_variable_p, micro_batch_key_p)
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,9 +67,7 @@ def hoist(closed_jaxpr: Any, place: str) -> Hoisted:
 
     def read(spec: VariableSpec) -> Any:
         if spec not in reads:
-            reads[spec] = latest[spec] = jex_core.Var(
-                jax.core.ShapedArray(spec.shape, spec.dtype)
-            )
+            reads[spec] = latest[spec] = variable_input(spec)
         return latest[spec]
 
     def key() -> Any:
@@ -82,6 +80,39 @@ def hoist(closed_jaxpr: Any, place: str) -> Hoisted:
         latest[spec] = value
         assigned[spec] = None
 
+    flat = jaxprs.flatten(closed_jaxpr, marker_rule(place, read, key, write))
+    flat = jaxprs.FlatJaxpr(
+        [*reads.values(), *key_inputs, *flat.inputs],
+        flat.equations,
+        [*flat.outputs, *(latest[spec] for spec in assigned)],
+        flat.constants,
+    )
+    return Hoisted(flat, tuple(reads), tuple(assigned), bool(key_inputs))
+
+
+def variable_input(spec: VariableSpec) -> Any:
+    """A new jaxpr variable for a variable's value."""
+    return jex_core.Var(jax.core.ShapedArray(spec.shape, spec.dtype))
+
+
+def marker_rule(
+    place: str,
+    read: Callable[[VariableSpec], Any],
+    key: Callable[[], Any],
+    write: Callable[[VariableSpec, Any], None],
+) -> jaxprs.EquationRule:
+    """A rule for `jaxprs.flatten` that takes markers out.
+
+    Args:
+      place: what errors call the function.
+      read: returns the atom that holds a variable's value.
+      key: returns the atom that holds the micro-batch's random key.
+      write: told the atom that holds a variable's new value.
+
+    Returns:
+      The rule. It raises what `hoist` raises.
+    """
+
     def rule(equation: Any, inputs: list[Any], inline: jaxprs.InlineFunction) -> list[Any] | None:
         if equation.primitive is read_variable_p:
             return [read(equation.params["spec"])]
@@ -90,7 +121,7 @@ def hoist(closed_jaxpr: Any, place: str) -> Hoisted:
         if equation.primitive is assign_variable_p:
             write(equation.params["spec"], inputs[0])
             return list(equation.outvars)
-        if not _has_markers(equation):
+        if not contains(equation, MARKERS):
             return None
         rebuilt = _rebuild(equation, place)
         arguments = [read(spec) for spec in rebuilt.variables]
@@ -101,14 +132,16 @@ def hoist(closed_jaxpr: Any, place: str) -> Hoisted:
             write(spec, value)
         return outputs[:num_outputs]
 
-    flat = jaxprs.flatten(closed_jaxpr, rule)
-    flat = jaxprs.FlatJaxpr(
-        [*reads.values(), *key_inputs, *flat.inputs],
-        flat.equations,
-        [*flat.outputs, *(latest[spec] for spec in assigned)],
-        flat.constants,
+    return rule
+
+
+def contains(equation: Any, primitives: Collection[Any]) -> bool:
+    """Whether one of the primitives stands anywhere in an equation's bodies."""
+    return any(
+        inner.primitive in primitives or contains(inner, primitives)
+        for jaxpr in jex_core.jaxprs_in_params(equation.params)
+        for inner in jaxpr.eqns
     )
-    return Hoisted(flat, tuple(reads), tuple(assigned), bool(key_inputs))
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,14 +152,6 @@ class _Rebuilt:
     variables: tuple[VariableSpec, ...]
     assigned: tuple[VariableSpec, ...]
     uses_key: bool
-
-
-def _has_markers(equation: Any) -> bool:
-    return any(
-        inner.primitive in _MARKERS or _has_markers(inner)
-        for jaxpr in jex_core.jaxprs_in_params(equation.params)
-        for inner in jaxpr.eqns
-    )
 
 
 def _rebuild(equation: Any, place: str) -> _Rebuilt:

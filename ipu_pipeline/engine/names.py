@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Frame",
     "ProgramNames",
+    "absolute_scope",
     "current_frame",
     "current_scope",
     "frame",
@@ -151,6 +152,16 @@ def variable_scope(name: str, reuse: bool | None = None, use_resource: bool = Tr
     token = _scope.set((full_name, reusing or bool(reuse)))
     try:
         yield full_name
+    finally:
+        _scope.reset(token)
+
+
+@contextlib.contextmanager
+def absolute_scope(full_name: str, reuse: bool) -> Iterator[None]:
+    """A variable scope by its full name, wherever it is opened."""
+    token = _scope.set((full_name, reuse or is_reusing()))
+    try:
+        yield
     finally:
         _scope.reset(token)
 

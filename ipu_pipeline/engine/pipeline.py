@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -316,11 +316,30 @@ class Pipeline:
         )
         return PipelineState(
             variables=variables,
-            optimizer_state=self._init_optimizer_state(executor, variables, None),
+            optimizer_state=self.init_optimizer_state(variables),
             update_count=np.int32(0),
             execution_count=np.int32(0),
             key=key,
         )
+
+    def init_optimizer_state(
+        self, variables: Mapping[str, Any], outputs: Sequence[Any] | None = None
+    ) -> Any:
+        """The optimizer's state at the start.
+
+        Args:
+          variables: by full name.
+          outputs: the leaves of what the last stage returned for the first micro-batch.
+
+        Returns:
+          The state; None without training, and if it depends on outputs that are not given.
+        """
+        updates = self._updates
+        if updates is None or (updates.init_needs_outputs and outputs is None):
+            return None
+        executor = self.prepare()
+        placed = executor.place_variables(variables)
+        return updates.state_tree.unflatten(executor.init_optimizer_state(placed, outputs))
 
     # Running.
 
@@ -398,7 +417,7 @@ class Pipeline:
             optimizer_state = state.optimizer_state
             if optimizer_state is None:
                 first = accumulated.outputs[0]
-                optimizer_state = self._init_optimizer_state(executor, state.variables, first)
+                optimizer_state = self.init_optimizer_state(state.variables, first)
             leaves = self._state_leaves(optimizer_state)
             variables, leaves = executor.update(state.variables, leaves, accumulated)
             new_state = PipelineState(
@@ -470,14 +489,6 @@ class Pipeline:
         if not trained:
             raise ValueError("No variables to optimize: no stage has a trainable variable.")
         return trained
-
-    def _init_optimizer_state(
-        self, executor: Executor, variables: dict[str, Any], outputs: Sequence[Any] | None
-    ) -> Any:
-        if self._updates is None or (self._updates.init_needs_outputs and outputs is None):
-            return None
-        leaves = executor.init_optimizer_state(variables, outputs)
-        return self._updates.state_tree.unflatten(leaves)
 
     def _state_leaves(self, optimizer_state: Any) -> list[Any]:
         assert self._updates is not None

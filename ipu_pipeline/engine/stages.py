@@ -78,6 +78,7 @@ class TracedPipeline:
       outputs: where the leaves of that come from, the loss not among them.
       output_avals: their shapes and dtypes.
       loss: where the loss comes from; None without training.
+      loss_avals: its shape and dtype; empty without training.
       owners: full name of every variable -> the stage that has it.
     """
 
@@ -88,6 +89,7 @@ class TracedPipeline:
     outputs: tuple[Source, ...]
     output_avals: tuple[jax.ShapeDtypeStruct, ...]
     loss: Source | None
+    loss_avals: tuple[jax.ShapeDtypeStruct, ...]
     owners: dict[str, int]
 
     @property
@@ -183,6 +185,7 @@ def trace(
         outputs=tuple(sources),
         output_avals=tuple(avals[: len(sources)]),
         loss=loss_source,
+        loss_avals=tuple(avals[len(sources) :]),
         owners=_find_owners(stages),
     )
 

@@ -1,0 +1,243 @@
+"""Which JAX devices are the IPUs.
+
+An IPU is one JAX device. `IPUConfig.configure_ipu_system` selects them; without it the first `run`
+selects as many as the programs compiled so far need.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from ipu_pipeline.utils import SelectionOrder
+
+__all__ = ["IPUConfig", "devices_for", "require_ipus", "reset_ipu_configuration"]
+
+
+@dataclass
+class _System:
+    """The selected devices, per TensorFlow device (`/device:IPU:<n>`), in the order that stages take."""
+
+    groups: list[list[Any]]
+
+
+_system: _System | None = None
+_required: dict[int, int] = {}  # ordinal of the TensorFlow device -> IPUs that programs need
+_NOT_BUILT = {"allow_recompute": "Recomputation"}
+
+
+class IPUConfig:
+    """Selects the IPUs, and says how.
+
+    Attributes:
+      auto_select_ipus: how many IPUs; a list gives each `/device:IPU:<n>` its number.
+      select_ipus: instead of that, which ones: indices of JAX devices, in the order that
+        `/device:IPU:0` has them.
+      selection_order: a `utils.SelectionOrder`.
+      ipu_model: True makes CPU devices the IPUs, whatever accelerators there are.
+      auto_round_num_ipus: True takes the next power of two where the number is none, and leaves the
+        rest idle.
+      require_power_of_two: False allows any number.
+      allow_recompute: not built yet; True is a NotImplementedError.
+
+    Example:
+      config = IPUConfig()
+      config.auto_select_ipus = 2
+      config.configure_ipu_system()
+    """
+
+    auto_select_ipus: int | list[int] | None
+    select_ipus: list[int] | None
+    selection_order: SelectionOrder
+    ipu_model: bool
+    auto_round_num_ipus: bool
+    require_power_of_two: bool
+    allow_recompute: bool
+
+    def __init__(self) -> None:
+        """Starts with nothing selected."""
+        for name, value in _DEFAULTS.items():
+            object.__setattr__(self, name, value)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Checks the name and the value."""
+        if name not in _DEFAULTS:
+            raise AttributeError(_describe_unknown(name))
+        if name in ("auto_select_ipus", "select_ipus"):
+            _check_numbers(name, value)
+        elif name == "selection_order":
+            if not isinstance(value, SelectionOrder):
+                raise TypeError(
+                    f"IPUConfig.selection_order must be a utils.SelectionOrder; got {value!r}."
+                )
+        elif not isinstance(value, bool):
+            raise TypeError(f"IPUConfig.{name} must be True or False; got {value!r}.")
+        elif value and name in _NOT_BUILT:
+            raise NotImplementedError(f"IPUConfig.{name}: {_NOT_BUILT[name]} is not built yet.")
+        object.__setattr__(self, name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        """Only called for unknown names."""
+        raise AttributeError(_describe_unknown(name))
+
+    def configure_ipu_system(self) -> None:
+        """Selects the devices. It starts JAX's backend, with enough virtual devices if that is a CPU.
+
+        Raises:
+          ValueError: nothing, or too much, is selected; the number of IPUs is not a power of two; or
+            there are fewer accelerators.
+          RuntimeError: JAX's CPU backend is running already, with fewer devices.
+        """
+        global _system
+        if self.select_ipus is not None:
+            if self.auto_select_ipus is not None:
+                raise ValueError(
+                    "IPUConfig: set auto_select_ipus or select_ipus, not both; they are "
+                    f"{self.auto_select_ipus} and {self.select_ipus}."
+                )
+            wanted = [len(self.select_ipus)]
+            self._check_power_of_two(wanted[0])
+            available = _find_devices(max(self.select_ipus) + 1, self.ipu_model)
+            chosen = [[available[index] for index in self.select_ipus]]
+        elif self.auto_select_ipus is None:
+            raise ValueError("IPUConfig: auto_select_ipus must be set to a number of IPUs; it is None.")
+        else:
+            selected = self.auto_select_ipus
+            wanted = [selected] if isinstance(selected, int) else list(selected)
+            reserved = [self._check_power_of_two(number) for number in wanted]
+            available = _find_devices(sum(reserved), self.ipu_model)
+            starts = [sum(reserved[:index]) for index in range(len(reserved))]
+            chosen = [
+                available[start : start + number]
+                for start, number in zip(starts, reserved, strict=True)
+            ]
+        _system = _System(
+            [
+                [group[index] for index in self.selection_order.permute(len(group))]
+                for group in chosen
+            ]
+        )
+
+    def _check_power_of_two(self, number: int) -> int:
+        """How many IPUs to take for a wanted number."""
+        rounded = 1 << (number - 1).bit_length()
+        if number == rounded or not self.require_power_of_two:
+            return number
+        if self.auto_round_num_ipus:
+            return rounded
+        raise ValueError(
+            "Unsupported number of IPUs requested - could not find an IPU device with "
+            f"{number} IPUs: IPU systems come in powers of two. Set IPUConfig.auto_round_num_ipus = True "
+            f"to take {rounded} and leave {rounded - number} idle, or "
+            "IPUConfig.require_power_of_two = False, which JAX devices do not mind."
+        )
+
+
+_DEFAULTS: dict[str, Any] = {
+    "auto_select_ipus": None,
+    "select_ipus": None,
+    "selection_order": SelectionOrder.AUTO,
+    "ipu_model": False,
+    "auto_round_num_ipus": False,
+    "require_power_of_two": True,
+    "allow_recompute": False,
+}
+
+
+def require_ipus(ordinal: int, number: int) -> None:
+    """Notes that a program on `/device:IPU:<ordinal>` needs so many IPUs."""
+    _required[ordinal] = max(number, _required.get(ordinal, 0))
+
+
+def devices_for(ordinal: int, number: int) -> list[Any]:
+    """The JAX devices of `/device:IPU:<ordinal>`, at least `number` of them.
+
+    Without a configured system this selects what all programs compiled so far need.
+
+    Raises:
+      ValueError: the configured system has fewer, or there are fewer accelerators.
+      RuntimeError: JAX's CPU backend is running already, with fewer devices.
+    """
+    if _system is None:
+        counts = [_required.get(index, 1) for index in range(max([ordinal, *_required]) + 1)]
+        counts[ordinal] = max(counts[ordinal], number)
+        start = sum(counts[:ordinal])
+        available = _find_devices(sum(counts), ipu_model=False)
+        return available[start : start + counts[ordinal]]
+    if ordinal >= len(_system.groups):
+        raise ValueError(
+            f"The program is placed on /device:IPU:{ordinal}, but the configured system has only "
+            f"{len(_system.groups)} such device(s); give auto_select_ipus a list with a number for each."
+        )
+    group = _system.groups[ordinal]
+    if len(group) < number:
+        raise ValueError(
+            f"The program needs {number} IPUs, but configure_ipu_system() selected {len(group)} for "
+            f"/device:IPU:{ordinal}. Set IPUConfig.auto_select_ipus to at least {number}."
+        )
+    return group
+
+
+def reset_ipu_configuration() -> None:
+    """Forgets the configured system and what programs need, as if nothing had been configured."""
+    global _system
+    _system = None
+    _required.clear()
+
+
+def _find_devices(number: int, ipu_model: bool) -> list[Any]:
+    """All devices that can be IPUs, at least `number`; makes that many if they are CPU devices."""
+    if _num_cpu_devices_set() < number:
+        try:
+            jax.config.update("jax_num_cpu_devices", number)
+        except RuntimeError:  # the backend is running; whether with enough devices is seen below
+            pass
+    devices: list[Any] = jax.devices("cpu") if ipu_model else jax.devices()
+    if len(devices) >= number:
+        return devices
+    platform = devices[0].platform
+    if platform == "cpu":
+        raise RuntimeError(
+            f"{number} IPUs are needed, but JAX's CPU backend is already running with {len(devices)} "
+            "device(s), which cannot be changed any more. Call IPUConfig.configure_ipu_system(), or "
+            "compile all programs, before the first use of a JAX array, jax.random.key or jax.devices(); "
+            f'or start with jax.config.update("jax_num_cpu_devices", {number}).'
+        )
+    raise ValueError(
+        f"{number} IPUs are needed, but there are {len(devices)} {platform} device(s). Set "
+        "IPUConfig.ipu_model = True to use CPU devices as IPUs, or use fewer."
+    )
+
+
+def _num_cpu_devices_set() -> int:
+    """How many virtual CPU devices were asked for before; 1 if nobody did."""
+    flag = re.search(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    configured = int(jax.config.jax_num_cpu_devices)  # type: ignore[attr-defined]  # made at run time
+    return configured if configured >= 1 else int(flag.group(1)) if flag else 1
+
+
+def _check_numbers(name: str, value: Any) -> None:
+    is_selection = name == "select_ipus"
+    lowest = 0 if is_selection else 1
+    numbers = value if isinstance(value, (list, tuple)) else [value]
+    if value is None:
+        return
+    if not numbers or not all(
+        isinstance(n, int) and not isinstance(n, bool) and n >= lowest for n in numbers
+    ):
+        kind = "list of device indices from 0" if is_selection else "number from 1, or a list of them"
+        raise ValueError(f"IPUConfig.{name} must be a {kind}; got {value!r}.")
+    if is_selection and (not isinstance(value, (list, tuple)) or len(set(numbers)) < len(numbers)):
+        raise ValueError(
+            f"IPUConfig.select_ipus must be a list of different device indices; got {value!r}."
+        )
+
+
+def _describe_unknown(name: str) -> str:
+    near = difflib.get_close_matches(name, [*_DEFAULTS, "configure_ipu_system"], n=1, cutoff=0.0)
+    return f"IPUConfig has no attribute {name!r}. Did you mean {near[0]!r}?"

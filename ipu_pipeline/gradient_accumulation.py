@@ -1,0 +1,32 @@
+"""How the gradients of a weight update's micro-batches become one."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+__all__ = ["GradientAccumulationReductionMethod"]
+
+
+class GradientAccumulationReductionMethod(enum.Enum):
+    """SUM adds the gradients, MEAN divides the sum by their number, RUNNING_MEAN keeps their mean."""
+
+    SUM = 0
+    MEAN = 1
+    RUNNING_MEAN = 2
+
+    @classmethod
+    def parse(cls, value: Any) -> GradientAccumulationReductionMethod:
+        """The member that a member or its name, in any case, stands for.
+
+        Raises:
+          ValueError: it stands for none.
+        """
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, str) and value.upper() in cls.__members__:
+            return cls[value.upper()]
+        raise ValueError(
+            f"Cannot parse {value!r} as one of GradientAccumulationReductionMethod: "
+            f"{', '.join(cls.__members__)}."
+        )

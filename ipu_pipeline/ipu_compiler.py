@@ -1,0 +1,73 @@
+"""`compile`: a Python function in, a program out."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from ipu_pipeline.placeholders import Placeholder
+from ipu_pipeline.program import Program, build_program
+from ipu_pipeline.scopes import current_ipu_device
+
+__all__ = ["compile", "compiled_programs"]
+
+_programs: weakref.WeakSet[Program] = weakref.WeakSet()
+
+
+def compile(fn: Callable[..., Any], inputs: Sequence[Any] | None = None) -> Program:
+    """Traces a function and checks all that can be checked without running it.
+
+    It does not start JAX's backend; XLA compiles when the program first runs.
+
+    Args:
+      fn: takes one array per input. It calls `pipelining_ops.pipeline`, may compute before, between and
+        after pipelines, and returns what `Session.run` is to return.
+      inputs: placeholders, or values that are the same in every run. One alone need not be in a list.
+
+    Returns:
+      The program, for `Session.run`.
+
+    Raises:
+      RuntimeError: called outside of `scopes.ipu_scope`.
+      TypeError: `fn` is not callable, or an input is neither a placeholder nor an array.
+      Others: what is wrong with the function; see `pipelining_ops.pipeline`.
+    """
+    if not callable(fn):
+        raise TypeError(f"ipu_compiler.compile: fn must be a function; got {fn!r}.")
+    device = current_ipu_device()
+    if device is None:
+        raise RuntimeError(
+            f"The function {getattr(fn, '__name__', fn)!r} is not placed on an IPU device. Compile it "
+            'within `with ipu.scopes.ipu_scope("/device:IPU:0"):`.'
+        )
+    if inputs is None:
+        inputs = []
+    elif not isinstance(inputs, (list, tuple)):
+        inputs = [inputs]
+    program = build_program(fn, [_check_input(index, value) for index, value in enumerate(inputs)], device)
+    _programs.add(program)
+    return program
+
+
+def compiled_programs() -> list[Program]:
+    """The programs that are still in use."""
+    return list(_programs)
+
+
+def _check_input(index: int, value: Any) -> Placeholder | np.ndarray[Any, Any]:
+    if isinstance(value, Placeholder):
+        return value
+    try:
+        array = np.asarray(value)
+    except (TypeError, ValueError):
+        array = np.asarray(None)
+    if array.dtype.kind in "OUSMm":
+        raise TypeError(
+            f"ipu_compiler.compile: inputs[{index}] must be a placeholder or an array; got "
+            f"{type(value).__name__}."
+        )
+    return array.astype(jax.dtypes.canonicalize_dtype(array.dtype))

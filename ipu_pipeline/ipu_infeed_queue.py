@@ -1,0 +1,291 @@
+"""The infeed: a data set, fetched ahead and placed on the devices by a thread."""
+
+from __future__ import annotations
+
+import collections
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
+
+import jax
+import numpy as np
+
+from ipu_pipeline.engine.pipeline import as_shape
+from ipu_pipeline.errors import OutOfRangeError
+
+__all__ = ["IPUInfeedQueue", "InfeedOperation"]
+
+Place = Callable[[Sequence[Any]], Sequence[Any]]
+
+
+class InfeedOperation:
+    """What `Session.run` runs to start an infeed over, or to end it."""
+
+    def __init__(self, queue: IPUInfeedQueue, starts: bool) -> None:
+        """Made by `IPUInfeedQueue`."""
+        self.queue = queue
+        self.starts = starts
+
+
+class IPUInfeedQueue:
+    """Feeds a data set to pipelines, micro-batch by micro-batch.
+
+    Example:
+      infeed_queue = IPUInfeedQueue(dataset)
+      ...
+      session.run(infeed_queue.initializer)
+    """
+
+    def __init__(self, dataset: Any, prefetch_depth: int = 3) -> None:
+        """Takes the data set; nothing is read from it yet.
+
+        Args:
+          dataset: whatever can be iterated over again and again and yields pytrees of arrays that all
+            have the same shapes; or a callable that returns an iterator. A tuple or list becomes
+            positional arguments of the first stage, a dict keyword arguments.
+          prefetch_depth: how many elements are fetched ahead, 1..255.
+
+        Raises:
+          TypeError: the data set cannot be iterated over, or only once.
+          ValueError: `prefetch_depth` is out of range.
+        """
+        is_integer = isinstance(prefetch_depth, int) and not isinstance(prefetch_depth, bool)
+        if not is_integer or not 1 <= prefetch_depth <= 255:
+            raise ValueError(
+                f"prefetch_depth must be an integer from 1 to 255; got {prefetch_depth!r}."
+            )
+        if hasattr(dataset, "__next__"):
+            raise TypeError(
+                "IPUInfeedQueue: dataset must be something that can be iterated over again, but it is an "
+                f"iterator ({type(dataset).__name__}). Pass what it was made from, or a callable that "
+                "returns a new iterator."
+            )
+        if not callable(dataset) and not hasattr(dataset, "__iter__") and not _is_sequence(dataset):
+            raise TypeError(
+                "IPUInfeedQueue: dataset must be iterable, or a callable that returns an iterator; got "
+                f"{type(dataset).__name__}."
+            )
+        self._dataset = dataset
+        self._prefetch_depth = prefetch_depth
+        self._peeked: tuple[Any, Iterator[Any]] | None = None
+        self._element: Any = None
+        self._feeder: _Feeder | None = None
+        self._is_initializer_taken = False
+        self._deleted = False
+
+    @property
+    def initializer(self) -> InfeedOperation:
+        """The operation that starts the infeed, at the beginning of the data set; to be read once.
+
+        Raises:
+          ValueError: it was read before.
+        """
+        if self._is_initializer_taken:
+            raise ValueError(
+                "The IPUInfeedQueue `initializer` function can only be accessed once. Keep what it "
+                "returned: it can be run again to start over."
+            )
+        self._is_initializer_taken = True
+        return InfeedOperation(self, starts=True)
+
+    @property
+    def deleter(self) -> InfeedOperation:
+        """The operation that ends the infeed and lets go of what it holds."""
+        return InfeedOperation(self, starts=False)
+
+    @property
+    def element(self) -> Any:
+        """Shapes and dtypes of an element. The first access reads the first one, which is not lost.
+
+        Raises:
+          ValueError: the data set is empty, or an element's leaf is no array.
+        """
+        if self._element is None:
+            iterator = self._iterate()
+            try:
+                first = next(iterator)
+            except StopIteration:
+                raise ValueError("IPUInfeedQueue: the dataset is empty.") from None
+            self._element = jax.tree.map(_leaf_shape, first)
+            self._peeked = (first, iterator)
+        return self._element
+
+    @property
+    def number_of_tuple_elements(self) -> int:
+        """How many arrays an element has."""
+        return len(jax.tree.leaves(self.element))
+
+    def initialize(self) -> None:
+        """Starts over at the beginning of the data set."""
+        self.stop()
+        if self._peeked is not None:
+            (first, iterator), self._peeked = self._peeked, None
+            iterator = _chain(first, iterator)
+        else:
+            iterator = self._iterate()
+        self._feeder = _Feeder(iterator, self.element, self._prefetch_depth)
+        self._deleted = False
+        weakref.finalize(self, self._feeder.stop)
+
+    def delete(self) -> None:
+        """Ends the infeed; it can be initialized again."""
+        self.stop()
+        self._feeder = None
+        self._deleted = True
+
+    def stop(self) -> None:
+        """Ends the thread. What was fetched is kept, and the next `connect` goes on from there."""
+        if self._feeder is not None:
+            self._feeder.stop()
+
+    def connect(self, place: Place) -> Callable[[], Sequence[Any]]:
+        """Starts the thread.
+
+        Args:
+          place: puts the leaves of an element on devices. Called in the thread.
+
+        Returns:
+          A function that returns what `place` made of the next element. It raises OutOfRangeError at
+          the end of the data, and what the data set raised.
+
+        Raises:
+          RuntimeError: the infeed was not initialized.
+        """
+        if self._feeder is None:
+            state = "was ended by its `deleter`" if self._deleted else "has not been initialized"
+            raise RuntimeError(
+                f"The infeed {state}. Run its initializer first: session.run(infeed_queue.initializer)."
+            )
+        self._feeder.start(place)
+        return self._feeder.get
+
+    def _iterate(self) -> Iterator[Any]:
+        dataset = self._dataset
+        made = dataset() if callable(dataset) and not hasattr(dataset, "__iter__") else dataset
+        return iter(made)
+
+
+class _Feeder:
+    """The thread and its buffer, for one pass over the data."""
+
+    def __init__(self, iterator: Iterator[Any], element: Any, depth: int) -> None:
+        self._iterator = iterator
+        self._shapes, self._tree = jax.tree.flatten(element)
+        self._element = element
+        self._depth = depth
+        self._place: Place | None = None
+        self._number = 0
+        # Entries are (leaves, placed), or (None, exception), which is the last one.
+        self._buffer: collections.deque[tuple[Any, Any]] = collections.deque()
+        self._condition = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+
+    def start(self, place: Place) -> None:
+        if self._thread is not None and self._thread.is_alive() and self._place == place:
+            return
+        self.stop()
+        if self._place != place:  # another program reads on: what was fetched goes to its devices
+            self._place = place
+            entries = list(self._buffer)
+            self._buffer.clear()
+            for leaves, placed in entries:
+                self._buffer.append((leaves, placed if leaves is None else place(leaves)))
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="ipu-infeed", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        thread = self._thread
+        if thread is None:
+            return
+        with self._condition:
+            self._stopping = True
+            self._condition.notify_all()
+        if thread is not threading.current_thread():
+            thread.join(timeout=10.0)  # longer only if the data set itself hangs; it is a daemon
+        if not thread.is_alive():
+            self._thread = None
+
+    def get(self) -> Sequence[Any]:
+        with self._condition:
+            while not self._buffer:
+                self._condition.wait()
+            leaves, placed = self._buffer[0]
+            if leaves is None:  # stays in the buffer: whoever asks again gets the same answer
+                self._raise(placed)
+            self._buffer.popleft()
+            self._condition.notify_all()
+        result: Sequence[Any] = placed
+        return result
+
+    def _raise(self, error: BaseException) -> NoReturn:
+        raise error
+
+    def _run(self) -> None:
+        while True:
+            with self._condition:
+                while len(self._buffer) >= self._depth and not self._stopping:
+                    self._condition.wait()
+                if self._stopping or (self._buffer and self._buffer[-1][0] is None):
+                    return
+            entry = self._fetch()
+            with self._condition:
+                self._buffer.append(entry)
+                self._condition.notify_all()
+                if entry[0] is None:
+                    return
+
+    def _fetch(self) -> tuple[Any, Any]:
+        assert self._place is not None
+        try:
+            element = next(self._iterator)
+            leaves = self._check(element)
+            self._number += 1
+            return leaves, self._place(leaves)
+        except StopIteration:
+            return None, OutOfRangeError(
+                f"The infeed's data ended after {self._number} elements, before the run had all the "
+                "micro-batches that it needs. Completed weight updates stand. Repeat the dataset, or run "
+                "the initializer to start over."
+            )
+        except BaseException as error:  # whatever the data set raises belongs to the caller of `run`
+            return None, error
+
+    def _check(self, element: Any) -> list[Any]:
+        leaves, tree = jax.tree.flatten(element)
+        what = f"IPUInfeedQueue: element {self._number} of the dataset"
+        if tree != self._tree:
+            raise ValueError(f"{what} has the structure {tree}, and the first one has {self._tree}.")
+        arrays = []
+        for leaf, expected in zip(leaves, self._shapes, strict=True):
+            array = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
+            shape = as_shape(array)
+            if shape.shape != expected.shape or shape.dtype != expected.dtype:
+                raise ValueError(
+                    f"{what} has an array of {shape.dtype.name}{list(shape.shape)}, and the first "
+                    f"element has {expected.dtype.name}{list(expected.shape)} there. Shapes are static: "
+                    "batch the dataset with drop_remainder=True, or pad its last batch."
+                )
+            arrays.append(array)
+        return arrays
+
+
+def _leaf_shape(leaf: Any) -> jax.ShapeDtypeStruct:
+    array = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
+    if array.dtype.kind in "OUSMm":
+        raise ValueError(
+            f"IPUInfeedQueue: elements must be pytrees of numeric arrays; one has a leaf of type "
+            f"{type(leaf).__name__} (dtype {array.dtype})."
+        )
+    return as_shape(array)
+
+
+def _is_sequence(dataset: Any) -> bool:
+    return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+
+
+def _chain(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
+    yield first
+    yield from rest

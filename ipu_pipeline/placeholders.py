@@ -1,0 +1,90 @@
+"""Symbolic inputs of a program, fed at `Session.run`."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import jax
+import numpy as np
+
+__all__ = ["Placeholder", "placeholder"]
+
+
+class Placeholder:
+    """A symbolic input; see `placeholder`."""
+
+    def __init__(self, dtype: Any, shape: tuple[int, ...], name: str) -> None:
+        """Made by `placeholder`."""
+        self.dtype = np.dtype(dtype)
+        self.shape = shape
+        self.name = name
+
+    def __repr__(self) -> str:
+        return f"placeholder {self.name!r} ({self.dtype.name}{list(self.shape)})"
+
+    @property
+    def aval(self) -> jax.ShapeDtypeStruct:
+        """Shape and dtype, as JAX will have them."""
+        return jax.ShapeDtypeStruct(self.shape, jax.dtypes.canonicalize_dtype(self.dtype))
+
+    def __jax_array__(self) -> NoReturn:
+        """Called by JAX when the placeholder itself is used as an array.
+
+        Raises:
+          ValueError: always; a placeholder's value is what the compiled function gets in its place.
+        """
+        raise ValueError(
+            f"Trying to capture the tensor {self.name} ({self!r}). A placeholder has a value only as an "
+            "argument: give it to ipu_compiler.compile in `inputs`, and pass what the function then gets "
+            "to a pipeline's stages through `inputs`."
+        )
+
+    def check_value(self, value: Any) -> np.ndarray[Any, Any]:
+        """A value that was fed, as an array of the placeholder's dtype.
+
+        Raises:
+          ValueError: it has another shape, or its kind of number does not fit the dtype.
+        """
+        try:
+            array = np.asarray(value)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"The value fed to {self!r} is not an array: {error}.") from error
+        if array.shape != self.shape:
+            raise ValueError(
+                f"Cannot feed value of shape {array.shape} for {self!r}, which has shape {self.shape}."
+            )
+        is_exact = np.can_cast(array.dtype, self.dtype, "same_kind")
+        if not is_exact and not (array.dtype.kind in "iuf" and self.dtype.kind == "V"):
+            raise ValueError(
+                f"Cannot feed a value of dtype {array.dtype.name} for {self!r}: it does not fit "
+                f"{self.dtype.name}."
+            )
+        return array.astype(self.dtype)
+
+
+_count = 0
+
+
+def placeholder(dtype: Any, shape: Any = None, name: str | None = None) -> Placeholder:
+    """A symbolic input of a program.
+
+    Args:
+      dtype: its dtype.
+      shape: its static shape. None: a scalar.
+      name: what errors call it. None: Placeholder, Placeholder_1, ...
+
+    Returns:
+      The placeholder, for `ipu_compiler.compile(fn, inputs=[...])` and as a key of `feed_dict`.
+
+    Raises:
+      TypeError: the dtype is none.
+      ValueError: the shape is not static.
+    """
+    global _count
+    shape = () if shape is None else (shape,) if isinstance(shape, int) else tuple(shape)
+    if not all(isinstance(size, (int, np.integer)) and size >= 0 for size in shape):
+        raise ValueError(f"placeholder: shape must be static, non-negative integers; got {shape}.")
+    if name is None:
+        name = "Placeholder" if _count == 0 else f"Placeholder_{_count}"
+        _count += 1
+    return Placeholder(np.dtype(dtype), tuple(int(size) for size in shape), name)

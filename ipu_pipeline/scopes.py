@@ -1,0 +1,37 @@
+"""Where operations go: `ipu_scope`."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import re
+from collections.abc import Iterator
+
+__all__ = ["current_ipu_device", "ipu_scope"]
+
+_device: contextvars.ContextVar[int | None] = contextvars.ContextVar("ipu_device", default=None)
+
+
+@contextlib.contextmanager
+def ipu_scope(device: str) -> Iterator[None]:
+    """Places what is compiled within the `with` block on an IPU device.
+
+    Args:
+      device: "/device:IPU:0", or with another number where `IPUConfig.auto_select_ipus` is a list.
+
+    Raises:
+      ValueError: it is not of that form.
+    """
+    match = re.fullmatch(r"/device:IPU:(\d+)", device) if isinstance(device, str) else None
+    if match is None:
+        raise ValueError(f'ipu_scope: device must be like "/device:IPU:0"; got {device!r}.')
+    token = _device.set(int(match.group(1)))
+    try:
+        yield
+    finally:
+        _device.reset(token)
+
+
+def current_ipu_device() -> int | None:
+    """The number in the innermost `ipu_scope`'s device; None outside of all."""
+    return _device.get()

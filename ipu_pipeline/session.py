@@ -1,0 +1,310 @@
+"""The session: every variable and optimizer state by name, and the programs run on them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, NoReturn
+
+import jax
+import numpy as np
+
+from ipu_pipeline import config, interrupts, ipu_compiler
+from ipu_pipeline.engine.pipeline import PipelineState
+from ipu_pipeline.engine.variables import VariableSpec, initial_value
+from ipu_pipeline.ipu_infeed_queue import InfeedOperation, IPUInfeedQueue
+from ipu_pipeline.ipu_outfeed_queue import OutfeedOperation
+from ipu_pipeline.program import PipelineCall, Program
+
+__all__ = ["InitializerOperation", "Session", "global_variables_initializer"]
+
+
+class InitializerOperation:
+    """What `Session.run` runs to set all variables to their initial values."""
+
+
+def global_variables_initializer() -> InitializerOperation:
+    """The operation that sets every variable to its initial value, and forgets optimizer state.
+
+    It is never required: a program's variables come into being when it first runs.
+    """
+    return InitializerOperation()
+
+
+@dataclass(frozen=True, eq=False)
+class _OptimizerState:
+    """An optimizer's state: its leaves by path, and the pytree that they are the leaves of."""
+
+    shapes: dict[str, jax.ShapeDtypeStruct]
+    tree: Any
+
+
+@dataclass(frozen=True, eq=False)
+class _PipelineRecord:
+    """What the session keeps under a pipeline's name."""
+
+    optimizer: _OptimizerState | None = None
+    update_count: int = 0
+    execution_count: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class _State:
+    """Everything that runs change. Replaced whole, so that an interrupt finds the old or the new one."""
+
+    variables: dict[str, Any] = field(default_factory=dict)
+    pipelines: dict[str, _PipelineRecord] = field(default_factory=dict)
+
+
+class Session:
+    """Holds variables and optimizer state, and runs programs.
+
+    Example:
+      with Session(seed=1) as session:
+          session.run(infeed_queue.initializer)
+          session.run(program, {learning_rate: 0.01})
+          losses = session.run(outfeed_queue.dequeue())
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        """Makes an empty session. It does not start JAX's backend.
+
+        Args:
+          seed: initial values and random keys depend on it.
+
+        Raises:
+          TypeError: the seed is not an integer.
+        """
+        if not isinstance(seed, (int, np.integer)) or isinstance(seed, bool):
+            raise TypeError(f"Session: seed must be an integer; got {seed!r}.")
+        self._seed = int(seed)
+        self._key: Any = None
+        self._state = _State()
+        self._infeeds: dict[IPUInfeedQueue, None] = {}
+        self._is_closed = False
+
+    def __enter__(self) -> Session:
+        """The session itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Closes the session."""
+        self.close()
+
+    def close(self) -> None:
+        """Ends the infeeds that were initialized in the session. The variables can still be read."""
+        self._is_closed = True
+        for queue in self._infeeds:
+            queue.delete()
+        self._infeeds.clear()
+
+    @property
+    def seed(self) -> int:
+        """The seed."""
+        return self._seed
+
+    @property
+    def variables(self) -> dict[str, np.ndarray[Any, Any]]:
+        """Copies of all variables, by full name."""
+        return {name: np.array(value) for name, value in sorted(self._state.variables.items())}
+
+    def update_count(self, name: str = "Pipeline") -> int:
+        """How many weight updates the pipelines of this name have done."""
+        return self._state.pipelines.get(name, _PipelineRecord()).update_count
+
+    def load(self, mapping: Mapping[str, Any]) -> None:
+        """Sets variables.
+
+        Args:
+          mapping: full name -> array. A variable that does not exist yet takes the value when it comes
+            into being.
+
+        Raises:
+          ValueError: a variable exists with another shape, or a dtype that the value does not fit.
+        """
+        loaded = {}
+        for name, value in mapping.items():
+            array = np.array(value)
+            known = self._state.variables.get(name)
+            if known is not None:
+                if array.shape != known.shape:
+                    raise ValueError(
+                        f"load: variable {name} has shape {tuple(known.shape)}; the value has {array.shape}."
+                    )
+                array = array.astype(known.dtype)
+            loaded[name] = array
+        variables = {**self._state.variables, **loaded}
+        self._state = dataclasses.replace(self._state, variables=variables)
+
+    def save(self, path: str) -> NoReturn:
+        """Not built yet."""
+        raise NotImplementedError("Session.save: checkpoints are not built yet.")
+
+    def restore(self, path: str) -> NoReturn:
+        """Not built yet."""
+        raise NotImplementedError("Session.restore: checkpoints are not built yet.")
+
+    def run(self, fetch: Any, feed_dict: Mapping[Any, Any] | None = None) -> Any:
+        """Runs something, and returns when it has completed.
+
+        Args:
+          fetch: a program, an infeed's `initializer` or `deleter`, what an outfeed's `dequeue` returned,
+            `global_variables_initializer()`, or a list of them, which are run in that order.
+          feed_dict: placeholder -> value, for programs.
+
+        Returns:
+          What the compiled function returned, as NumPy arrays, with None for pipelines; for a dequeue the
+          elements (see `IPUOutfeedQueue.dequeue`); None for initializers. For a list, a list.
+
+        Raises:
+          OutOfRangeError: an infeed's data ended; completed weight updates stand.
+          RuntimeError: the session is closed, or an infeed was not initialized.
+          TypeError: `fetch` is nothing that can be run.
+          ValueError: `feed_dict` does not fit the program.
+          KeyboardInterrupt: on Ctrl-C; completed weight updates stand.
+        """
+        if self._is_closed:
+            raise RuntimeError("Attempted to use a closed Session.")
+        if isinstance(fetch, (list, tuple)):
+            return [self.run(one, feed_dict) for one in fetch]
+        if isinstance(fetch, Program):
+            return fetch.run(self, feed_dict or {})
+        if isinstance(fetch, InfeedOperation):
+            if fetch.starts:
+                self._infeeds[fetch.queue] = None
+                fetch.queue.initialize()
+            else:
+                fetch.queue.delete()
+                self._infeeds.pop(fetch.queue, None)
+            return None
+        if isinstance(fetch, OutfeedOperation):
+            return fetch.queue.take()
+        if isinstance(fetch, InitializerOperation):
+            self._initialize()
+            return None
+        raise TypeError(
+            "Session.run: fetch must be a compiled program, an infeed's initializer, what an outfeed's "
+            "dequeue() returned, global_variables_initializer(), or a list of them; got "
+            f"{type(fetch).__name__}."
+        )
+
+    # For programs.
+
+    def variable(self, spec: VariableSpec) -> Any:
+        """The value of a variable, which comes into being if it does not exist.
+
+        Raises:
+          ValueError: it exists with another shape or dtype.
+        """
+        value = self._state.variables.get(spec.name)
+        if value is None:
+            value = initial_value(spec, self._get_key())
+            variables = {**self._state.variables, spec.name: value}
+            self._state = dataclasses.replace(self._state, variables=variables)
+        if value.shape != spec.shape or value.dtype != spec.dtype:
+            raise ValueError(
+                f"Variable {spec.name} is {spec.dtype.name}{list(spec.shape)} in this program, but the "
+                f"session has {value.dtype.name}{list(value.shape)} under that name."
+            )
+        return value
+
+    def start_feed(
+        self, call: PipelineCall, devices: Sequence[Any]
+    ) -> Callable[[], Sequence[Any]]:
+        """What gives the pipeline its next micro-batch."""
+        executor = call.pipeline.prepare(devices)
+        if call.infeed_queue is None:
+            return tuple
+        return call.infeed_queue.connect(executor.place_element)
+
+    def run_pipeline(
+        self,
+        call: PipelineCall,
+        input_leaves: Sequence[Any],
+        next_element: Callable[[], Sequence[Any]],
+    ) -> None:
+        """Runs a pipeline `repeat_count` times. The session's state changes after each."""
+        pipeline = call.pipeline
+        state = pipeline.place(self._make_pipeline_state(call))
+        for _repeat in range(call.repeat_count):
+            accumulated = pipeline.accumulate(state, next_element, input_leaves)
+            # From here the old state may be gone (its memory is given to the new one) before the new
+            # one is in its place.
+            with interrupts.deferred():
+                state = pipeline.update(state, accumulated)
+                self._keep(call, state)
+                if call.outfeed_queue is not None:
+                    elements = (
+                        [[loss] for loss in accumulated.losses]
+                        if call.outfeeds_loss
+                        else accumulated.outputs
+                    )
+                    call.outfeed_queue.extend(elements)
+        jax.block_until_ready((state.variables, state.optimizer_state))
+
+    def _make_pipeline_state(self, call: PipelineCall) -> PipelineState:
+        variables = {name: self.variable(spec) for name, spec in call.pipeline.variables.items()}
+        record = self._state.pipelines.get(call.name, _PipelineRecord())
+        updates = call.pipeline.updates
+        optimizer_state = None
+        if updates is not None:
+            shapes = {leaf.path: leaf.aval for leaf in updates.state_leaves}
+            if record.optimizer is not None:
+                if record.optimizer.shapes != shapes:
+                    different = sorted(
+                        path
+                        for path in shapes.keys() | record.optimizer.shapes.keys()
+                        if shapes.get(path) != record.optimizer.shapes.get(path)
+                    )
+                    raise ValueError(
+                        f"The session has optimizer state of another structure under the pipeline name "
+                        f"{call.name!r}; it differs in {', '.join(different)}. Give one of the pipelines "
+                        "another `name`."
+                    )
+                leaves = jax.tree.leaves(record.optimizer.tree)
+                optimizer_state = updates.state_tree.unflatten(leaves)
+            else:
+                optimizer_state = call.pipeline.init_optimizer_state(variables)
+        return PipelineState(
+            variables=variables,
+            optimizer_state=optimizer_state,
+            update_count=np.int32(record.update_count),
+            execution_count=np.int32(record.execution_count),
+            key=self._get_key(),
+        )
+
+    def _keep(self, call: PipelineCall, state: PipelineState) -> None:
+        record = self._state.pipelines.get(call.name, _PipelineRecord())
+        updates = call.pipeline.updates
+        if updates is not None:
+            shapes = {leaf.path: leaf.aval for leaf in updates.state_leaves}
+            record = dataclasses.replace(
+                record,
+                optimizer=_OptimizerState(shapes, state.optimizer_state),
+                update_count=int(state.update_count),
+            )
+        record = dataclasses.replace(record, execution_count=int(state.execution_count))
+        self._state = _State(
+            {**self._state.variables, **state.variables},
+            {**self._state.pipelines, call.name: record},
+        )
+
+    def _initialize(self) -> None:
+        programs = ipu_compiler.compiled_programs()
+        for program in programs:
+            config.devices_for(program.ipu_device, program.num_ipus)  # before anything starts JAX
+        specs = {name: spec for program in programs for name, spec in program.variables.items()}
+        key = self._get_key()
+        self._state = _State({name: initial_value(spec, key) for name, spec in specs.items()})
+
+    def _get_key(self) -> Any:
+        if self._key is None:
+            self._key = jax.random.key(self._seed)
+        return self._key
