@@ -1,0 +1,203 @@
+"""What the tutorial's programs share: arguments, data, the training loop and the evaluation."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from ipu_pipeline import datasets, pipelining_ops
+from ipu_pipeline.ipu_infeed_queue import IPUInfeedQueue
+from ipu_pipeline.ipu_outfeed_queue import IPUOutfeedQueue
+from ipu_pipeline.session import Session
+
+__all__ = [
+    "add_arguments",
+    "count_steps",
+    "evaluate",
+    "exit_on_error",
+    "make_evaluation_feeds",
+    "positive_float",
+    "positive_int",
+    "schedule_of",
+    "train",
+]
+
+_PRINT_EVERY = 10  # steps
+
+
+def positive_int(text: str) -> int:
+    """An argument that must be an integer of at least 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1; got {value}")
+    return value
+
+
+def positive_float(text: str) -> float:
+    """An argument that must be a finite number above 0."""
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a finite number above 0; got {text}")
+    return value
+
+
+def add_arguments(parser: argparse.ArgumentParser, repeat_count: int = 10) -> None:
+    """Adds the arguments that all programs have.
+
+    Args:
+      parser: to add them to.
+      repeat_count: the default of `--repeat-count`.
+    """
+    parser.add_argument("--batch-size", type=positive_int, default=32, help="Examples per micro-batch.")
+    parser.add_argument(
+        "--repeat-count",
+        type=positive_int,
+        default=repeat_count,
+        help="How often the pipeline, with its weight update, runs in each step.",
+    )
+    parser.add_argument("--epochs", type=positive_float, default=50, help="Epochs to train for.")
+    parser.add_argument(
+        "--steps", type=positive_int, default=None, help="Steps to train for, instead of --epochs."
+    )
+    parser.add_argument("--learning-rate", type=positive_float, default=0.01, help="The learning rate.")
+    parser.add_argument(
+        "--batches-to-accumulate",
+        type=positive_int,
+        default=16,
+        help="Micro-batches whose gradients are accumulated for a weight update.",
+    )
+    parser.add_argument(
+        "--dataset",
+        choices=["auto", "mnist", "digits"],
+        default="auto",
+        help="auto: MNIST if a folder is given, else the embedded digits.",
+    )
+    parser.add_argument(
+        "--data-dir",
+        default=None,
+        help="A folder with MNIST's four idx .gz files; by default that of the environment variable "
+        f"{datasets.DATA_DIR_VARIABLE}.",
+    )
+    parser.add_argument(
+        "--schedule",
+        choices=[schedule.name for schedule in pipelining_ops.PipelineSchedule],
+        default="Grouped",
+        help="The pipeline schedule.",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="Of the initial variables and the order of the examples."
+    )
+
+
+def schedule_of(arguments: argparse.Namespace) -> pipelining_ops.PipelineSchedule:
+    """The schedule that `--schedule` names."""
+    return pipelining_ops.PipelineSchedule[arguments.schedule]
+
+
+def exit_on_error(main: Callable[[], None]) -> None:
+    """Runs a program; an error in what it was given is printed without a traceback, and exits with 1."""
+    try:
+        main()
+    except (ValueError, FileNotFoundError) as error:
+        print(f"Error: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+def count_steps(arguments: argparse.Namespace, num_examples: int) -> tuple[int, int]:
+    """How long to train, also printed.
+
+    Args:
+      arguments: the program's.
+      num_examples: of the training data.
+
+    Returns:
+      The number of steps, and the examples in each.
+    """
+    per_step = arguments.batch_size * arguments.batches_to_accumulate * arguments.repeat_count
+    wanted = int(arguments.epochs * num_examples)
+    steps = arguments.steps if arguments.steps is not None else -(-wanted // per_step)
+    steps = max(steps, 1)
+    total = steps * per_step
+    print(
+        f"Steps {steps} x examples per step {per_step} (== {total} training examples, "
+        f"{total / num_examples} epochs of {num_examples} examples)"
+    )
+    return steps, per_step
+
+
+def train(
+    run_step: Callable[[], Sequence[float]], steps: int, examples_per_step: int, num_examples: int
+) -> None:
+    """The training loop: prints the mean loss every 10 steps and at the last, and the speed at the end.
+
+    Args:
+      run_step: trains for one step, returns its losses.
+      steps: how many steps.
+      examples_per_step: in each.
+      num_examples: of the training data, an epoch.
+    """
+    begin = time.time()
+    is_terminal = sys.stdout.isatty()
+    with tqdm(total=steps, unit="step", file=sys.stdout, disable=not is_terminal) as progress:
+        for step in range(steps):
+            losses = run_step()
+            if step % _PRINT_EVERY == 0 or step == steps - 1:
+                epoch = examples_per_step * step / num_examples
+                line = f"Step {step}, Epoch {epoch:.1f}, Mean loss: {np.mean(losses):.3f}"
+                if is_terminal:
+                    progress.write(line, file=sys.stdout)
+                else:
+                    print(line, flush=True)
+            progress.update()
+    elapsed = time.time() - begin
+    print(f"Elapsed {elapsed}, {steps * examples_per_step / elapsed} samples/sec")
+
+
+def make_evaluation_feeds(
+    data: datasets.ImageData, batch_size: int
+) -> tuple[int, IPUInfeedQueue, IPUOutfeedQueue]:
+    """The queues of a pipeline that evaluates: in go images, labels and a mask, out comes a count.
+
+    Args:
+      data: its held-out images.
+      batch_size: examples per micro-batch.
+
+    Returns:
+      The number of micro-batches, the infeed and the outfeed.
+    """
+    batches = datasets.EvaluationBatches(data.test_images, data.test_labels, batch_size)
+    return len(batches), IPUInfeedQueue(batches), IPUOutfeedQueue()
+
+
+def evaluate(
+    session: Session,
+    program: Any,
+    infeed_queue: IPUInfeedQueue,
+    outfeed_queue: IPUOutfeedQueue,
+    num_examples: int,
+) -> float:
+    """Runs a program that enqueues the number of right answers per micro-batch, and prints the accuracy.
+
+    Args:
+      session: has the trained variables.
+      program: runs all micro-batches in one `run`.
+      infeed_queue: its infeed, not yet initialized.
+      outfeed_queue: its outfeed.
+      num_examples: how many images there are.
+
+    Returns:
+      The accuracy.
+    """
+    session.run(infeed_queue.initializer)
+    session.run(program)
+    num_right = int(np.sum(session.run(outfeed_queue.dequeue())))
+    accuracy = num_right / num_examples
+    print(f"Test accuracy: {accuracy:.4f} ({num_right} of {num_examples} images)")
+    return accuracy
