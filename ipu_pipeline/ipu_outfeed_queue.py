@@ -36,9 +36,7 @@ class IPUOutfeedQueue:
       losses = session.run(outfeed_queue.dequeue())  # one per micro-batch since the last dequeue
     """
 
-    def __init__(
-        self, outfeed_mode: IPUOutfeedMode = IPUOutfeedMode.ALL, buffer_depth: int = 3
-    ) -> None:
+    def __init__(self, outfeed_mode: IPUOutfeedMode = IPUOutfeedMode.ALL, buffer_depth: int = 3) -> None:
         """Makes an empty queue.
 
         Args:
@@ -95,9 +93,7 @@ class IPUOutfeedQueue:
             for leaf in leaves:
                 if isinstance(leaf, jax.Array):
                     leaf.copy_to_host_async()
-        while len(self._on_device) > self._buffer_depth and all(
-            leaf.is_ready() for leaf in self._on_device[0] if isinstance(leaf, jax.Array)
-        ):
+        while len(self._on_device) > self._buffer_depth and all(map(_is_ready, self._on_device[0])):
             self._on_host.append([np.asarray(leaf) for leaf in self._on_device.popleft()])
 
     def dequeue(self, wait_for_completion: bool = False) -> OutfeedOperation:
@@ -145,3 +141,8 @@ class IPUOutfeedQueue:
             ]
         value = tree.unflatten(arrays)
         return list(value) if isinstance(value, tuple) else value
+
+
+def _is_ready(leaf: Any) -> bool:
+    """Whether an array has been computed."""
+    return not isinstance(leaf, jax.Array) or bool(leaf.is_ready())  # type: ignore[attr-defined]  # JAX's stub lacks it

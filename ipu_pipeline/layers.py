@@ -81,9 +81,9 @@ class Layer:
             scope = names.join(names.current_scope(), own)
             self._scopes[frame.names] = scope
         with names.absolute_scope(scope, reuse=is_again):
-            return self._apply(jnp.asarray(inputs), frame, **options)
+            return self._apply(jnp.asarray(inputs), **options)
 
-    def _apply(self, inputs: jax.Array, frame: names.Frame) -> jax.Array:
+    def _apply(self, inputs: jax.Array) -> jax.Array:
         raise NotImplementedError
 
     def _as_own_dtype(self, inputs: jax.Array) -> jax.Array:
@@ -135,7 +135,7 @@ class Dense(Layer):
         self._kernel_initializer = _find_initializer(kernel_initializer)
         self._bias_initializer = _find_initializer(bias_initializer)
 
-    def _apply(self, inputs: jax.Array, frame: names.Frame) -> jax.Array:
+    def _apply(self, inputs: jax.Array) -> jax.Array:
         inputs = self._as_own_dtype(inputs)
         if inputs.ndim < 2:
             raise ValueError(
@@ -158,7 +158,7 @@ class Flatten(Layer):
         """Describes the layer; it has no variables and keeps the dtype."""
         super().__init__(name)
 
-    def _apply(self, inputs: jax.Array, frame: names.Frame) -> jax.Array:
+    def _apply(self, inputs: jax.Array) -> jax.Array:
         if inputs.ndim == 0:
             raise ValueError("Flatten needs inputs with a batch axis; got a scalar.")
         return inputs.reshape((inputs.shape[0], math.prod(inputs.shape[1:])))
@@ -178,7 +178,7 @@ class Activation(Layer):
         super().__init__(name)
         self._activation = _find_activation(activation)
 
-    def _apply(self, inputs: jax.Array, frame: names.Frame) -> jax.Array:
+    def _apply(self, inputs: jax.Array) -> jax.Array:
         return self._activation(inputs)
 
 
@@ -217,11 +217,11 @@ class Dropout(Layer):
         self._noise_shape = noise_shape
         self._seed = seed
 
-    def _apply(
-        self, inputs: jax.Array, frame: names.Frame, training: bool | None = None
-    ) -> jax.Array:
+    def _apply(self, inputs: jax.Array, training: bool | None = None) -> jax.Array:
         """`training` None: True in a program that trains, False in others."""
-        if not (frame.training if training is None else training) or self.rate == 0:
+        if training is None:
+            training = names.current_frame("Dropout").training
+        if not training or self.rate == 0:
             return inputs
         shape = inputs.shape
         if self._noise_shape is not None:

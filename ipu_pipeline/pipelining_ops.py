@@ -19,7 +19,13 @@ from ipu_pipeline.gradient_accumulation import GradientAccumulationReductionMeth
 from ipu_pipeline.ipu_infeed_queue import IPUInfeedQueue
 from ipu_pipeline.ipu_outfeed_queue import IPUOutfeedQueue
 from ipu_pipeline.placeholders import Placeholder
-from ipu_pipeline.program import Operation, PipelineCall, ProgramBuilder, current_builder, run_pipeline_p
+from ipu_pipeline.program import (
+    Operation,
+    PipelineCall,
+    ProgramBuilder,
+    current_builder,
+    run_pipeline_p,
+)
 
 __all__ = ["OptimizerFunctionOutput", "PipelineSchedule", "pipeline"]
 
@@ -257,9 +263,7 @@ def _refuse_unbuilt(arguments: dict[str, Any]) -> None:
     for argument in _NOT_BUILT:
         value, default = arguments[argument], _DEFAULTS[argument]
         if value is not default and not (type(value) is type(default) and value == default):
-            raise NotImplementedError(
-                f"{argument} is not built yet; leave it at its default, {default!r}."
-            )
+            raise NotImplementedError(f"{argument} is not built yet; leave it at its default, {default!r}.")
     count = arguments["gradient_accumulation_count"]
     if isinstance(count, (Placeholder, jax.core.Tracer)):
         raise NotImplementedError(
@@ -328,8 +332,7 @@ def _check_mapping(device_mapping: Any, num_stages: int) -> list[int]:
         return list(range(num_stages))
     if not isinstance(device_mapping, (list, tuple)):
         raise TypeError(
-            "device_mapping argument needs to be a list or a tuple; got "
-            f"{type(device_mapping).__name__}."
+            f"device_mapping argument needs to be a list or a tuple; got {type(device_mapping).__name__}."
         )
     if len(device_mapping) != num_stages:
         raise ValueError(

@@ -177,11 +177,7 @@ class Program:
         """All variables that the program uses, by full name."""
         found: dict[str, VariableSpec] = {}
         for step in self._steps:
-            specs = (
-                step[0].pipeline.variables.values()
-                if isinstance(step, tuple)
-                else step.reads.values()
-            )
+            specs = step[0].pipeline.variables.values() if isinstance(step, tuple) else step.reads.values()
             found.update((spec.name, spec) for spec in specs)
         return found
 
@@ -209,9 +205,7 @@ class Program:
                 if call.infeed_queue is not None:
                     call.infeed_queue.stop()
             raise
-        results = [
-            None if atom is None else np.array(_read(values, atom)) for atom in self._result_atoms
-        ]
+        results = [None if atom is None else np.array(_read(values, atom)) for atom in self._result_atoms]
         return self._result_tree.unflatten(results)
 
     def _feed(self, feed_dict: Mapping[Any, Any]) -> list[Any]:
@@ -341,12 +335,10 @@ def _make_segment(
     taken = dict.fromkeys(
         atom
         for atom in atoms
-        if not isinstance(atom, jex_core.Literal)
-        and atom not in made
-        and atom not in flat.constants
+        if not isinstance(atom, jex_core.Literal) and atom not in made and atom not in flat.constants
     )
     part = jaxprs.FlatJaxpr(list(taken), run, results, flat.constants)
-    program = jaxprs.extract(part, results, (), lambda equation: True)
+    program = jaxprs.extract(part, results, (), jaxprs.any_equation)
 
     def segment(*arguments: Any) -> list[Any]:
         return program(*arguments)
@@ -360,4 +352,4 @@ def _make_segment(
 
 
 def _read(values: Mapping[Any, Any], atom: Any) -> Any:
-    return np.asarray(atom.val, atom.aval.dtype) if isinstance(atom, jex_core.Literal) else values[atom]
+    return np.asarray(atom.val) if isinstance(atom, jex_core.Literal) else values[atom]

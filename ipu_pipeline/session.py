@@ -136,7 +136,7 @@ class Session:
             if known is not None:
                 if array.shape != known.shape:
                     raise ValueError(
-                        f"load: variable {name} has shape {tuple(known.shape)}; the value has {array.shape}."
+                        f"load: variable {name} has shape {known.shape}; the value has {array.shape}."
                     )
                 array = array.astype(known.dtype)
             loaded[name] = array
@@ -215,9 +215,7 @@ class Session:
             )
         return value
 
-    def start_feed(
-        self, call: PipelineCall, devices: Sequence[Any]
-    ) -> Callable[[], Sequence[Any]]:
+    def start_feed(self, call: PipelineCall, devices: Sequence[Any]) -> Callable[[], Sequence[Any]]:
         """What gives the pipeline its next micro-batch."""
         executor = call.pipeline.prepare(devices)
         if call.infeed_queue is None:
@@ -264,7 +262,7 @@ class Session:
                         if shapes.get(path) != record.optimizer.shapes.get(path)
                     )
                     raise ValueError(
-                        f"The session has optimizer state of another structure under the pipeline name "
+                        "The session has optimizer state of another structure under the pipeline name "
                         f"{call.name!r}; it differs in {', '.join(different)}. Give one of the pipelines "
                         "another `name`."
                     )

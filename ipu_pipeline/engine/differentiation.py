@@ -94,9 +94,7 @@ def _find_differentiable(traced: TracedPipeline, trained: Collection[str]) -> se
             if spec.name in trained
         ]
         roots += [
-            var
-            for var, source in zip(stage.input_vars, stage.inputs, strict=True)
-            if source in found
+            var for var, source in zip(stage.input_vars, stage.inputs, strict=True) if source in found
         ]
         depending = set(roots)
         for equation in stage.flat.equations:
@@ -140,9 +138,7 @@ def _call_stage(stage: TracedStage, arguments: Sequence[Any]) -> list[Any]:
     return jaxprs.close(stage.flat)(*values)
 
 
-def _own_results(
-    index: int, stage: TracedStage, atoms: Sequence[Any]
-) -> list[tuple[Value, Any]]:
+def _own_results(index: int, stage: TracedStage, atoms: Sequence[Any]) -> list[tuple[Value, Any]]:
     """What a stage makes itself, of what `_call_stage` returns: outputs and assigned variables."""
     num_outputs = len(stage.outputs)
     results = [
@@ -161,7 +157,7 @@ def _build_inference(index: int, stage: TracedStage) -> StagePrograms:
     labels = dict(zip(flat.inputs, _stage_arguments(stage), strict=True))
     results = _own_results(index, stage, flat.outputs)
     name = f"stage{index}_forward"
-    forward, residuals = programs.cut(name, flat, results, labels, (), lambda equation: True)
+    forward, residuals = programs.cut(name, flat, results, labels, (), jaxprs.any_equation)
     assert not residuals
     return StagePrograms(forward, None, (), ())
 
@@ -256,7 +252,7 @@ def _fuse(joint: _Joint, reduction: Reduction) -> StagePrograms:
         [*joint.results, *joint.pulled],
         joint.labels,
         (),
-        lambda equation: True,
+        jaxprs.any_equation,
     )
     assert not residuals
     fused = programs.seed(fused, joint.stage.output_avals[-1].dtype)

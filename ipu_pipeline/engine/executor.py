@@ -1,39 +1,26 @@
-"""Follows a schedule: dispatches stage programs and transfers, and nothing else.
+"""Follows a plan of dispatches: starts stage programs, transfers and weight updates, and nothing else.
 
-Everything that is the same for all micro-batches is worked out once, in `_plan`: a template per program,
-with the arguments that stay the same during a step filled in, and the numbers of the slots that hold the
-others. A micro-batch's values live in a list of slots and leave it after their last use. Dispatch is
-asynchronous: the host runs ahead of the devices, which wait for data only.
-
-One dispatch is one program here. The last stage's forward and backward are one program, dispatched where
-the schedule has the forward.
+Dispatch is asynchronous: the host runs ahead of the devices, which wait for data only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
 
 from ipu_pipeline.engine import placement
+from ipu_pipeline.engine.dispatches import make_plan
 from ipu_pipeline.engine.placement import Row
-from ipu_pipeline.engine.programs import StageProgram, StagePrograms, ValueKind
-from ipu_pipeline.engine.schedules import ActionKind, Timetable
-from ipu_pipeline.engine.stages import Source, TracedPipeline
+from ipu_pipeline.engine.programs import StagePrograms
+from ipu_pipeline.engine.schedules import Timetable
+from ipu_pipeline.engine.stages import TracedPipeline
 from ipu_pipeline.engine.updates import UpdateKind, UpdateProgram, Updates, UpdateValue
 
 __all__ = ["Accumulated", "Executor"]
-
-
-class FeedSlot(NamedTuple):
-    """Where a leaf of a micro-batch goes: on which stage's row, into which slot."""
-
-    leaf: int
-    row: Row
-    slot: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,45 +38,6 @@ class Accumulated:
     losses: list[Any]
     assigned: dict[str, Any]
     accumulators: dict[str, Any]
-
-
-@dataclass(eq=False)
-class _Template:
-    """One program, ready for dispatch.
-
-    Attributes:
-      function: the jitted program.
-      row: where it runs.
-      num_arguments: how many there are.
-      accumulators: full names, in the order of the first arguments and the first results.
-      variables: (argument, full name).
-      inputs: (argument, position among the pipeline's inputs).
-      keys: arguments that are the session's key.
-      execution_counts: arguments that are the execution count.
-      micro_batches: arguments that are the micro-batch's index.
-      loads: (argument, slot).
-      assigned: (result, full name).
-      stores: (result, slot).
-      transfers: (row, results, slots).
-      releases: slots that nobody reads afterwards.
-      arguments: the arguments that stay the same during a step, filled in; others are None.
-    """
-
-    function: Callable[..., list[Any]]
-    row: Row
-    num_arguments: int
-    accumulators: tuple[str, ...]
-    variables: tuple[tuple[int, str], ...] = ()
-    inputs: tuple[tuple[int, int], ...] = ()
-    keys: tuple[int, ...] = ()
-    execution_counts: tuple[int, ...] = ()
-    micro_batches: tuple[int, ...] = ()
-    loads: tuple[tuple[int, int], ...] = ()
-    assigned: tuple[tuple[int, str], ...] = ()
-    stores: tuple[tuple[int, int], ...] = ()
-    transfers: tuple[tuple[Row, tuple[int, ...], tuple[int, ...]], ...] = ()
-    releases: tuple[int, ...] = ()
-    arguments: list[Any] = field(default_factory=list)
 
 
 class Executor:
@@ -122,19 +70,7 @@ class Executor:
         self._num_micro_batches = num_micro_batches
         self._accumulators: dict[str, Any] | None = None
         self._constants: dict[tuple[int, int], Any] = {}  # (IPU, integer) -> int32 scalar there
-        slots = _SlotNumbers()
-        self._templates, self._collected = self._plan(programs, slots)
-        self._num_slots = len(slots.numbers)
-        self.feed_slots = tuple(
-            FeedSlot(source.index, row, number)
-            for (kind, source, row), number in slots.numbers.items()
-            if kind == "value" and source.kind == "element"
-        )
-        self._dispatches = [
-            (self._templates[action.kind, action.stage], action.micro_batch)
-            for action in timetable.order
-            if (action.kind, action.stage) in self._templates
-        ]
+        self._plan = make_plan(traced, programs, rows, timetable)
         self._trained = {
             traced.stages[index].variables[position].name: traced.stages[index].variables[position]
             for index, stage_programs in enumerate(programs)
@@ -145,133 +81,6 @@ class Executor:
         if updates is not None:
             self._update_functions = [_jit_update(program, donate) for program in updates.updates]
             self._init_functions = [_jit_update(program, False) for program in updates.inits]
-
-    # Planning.
-
-    def _plan(
-        self, programs: Sequence[StagePrograms], slots: _SlotNumbers
-    ) -> tuple[dict[tuple[ActionKind, int], _Template], list[tuple[str, int]]]:
-        """Templates by action kind and stage, and where the last stage's outputs are found.
-
-        An entry of the latter is ("slot", number) or ("input", position); the loss is the last one.
-        """
-        order = [(ActionKind.FORWARD, index, p.forward) for index, p in enumerate(programs)]
-        for index in reversed(range(len(programs))):
-            backward = programs[index].backward
-            if backward is not None:
-                order.append((ActionKind.BACKWARD, index, backward))
-
-        # Who reads which value where. Within a micro-batch the programs run in this order, whatever
-        # the schedule, so a slot is free after the last program here that reads it.
-        last_use: dict[int, int] = {}
-        loads: list[tuple[tuple[int, int], ...]] = []
-        for number, (_kind, index, program) in enumerate(order):
-            loaded = []
-            for place, value in enumerate(program.arguments):
-                key = self._slot_key(index, value)
-                if key is not None:
-                    loaded.append((place, slots[key]))
-                    last_use[slots[key]] = number
-            loads.append(tuple(loaded))
-        last_stage = len(programs) - 1
-        collected: list[tuple[str, int]] = []
-        loss = [] if self._traced.loss is None else [self._traced.loss]
-        for source in [*self._traced.outputs, *loss]:
-            if source.kind == "input":
-                collected.append(("input", source.index))
-                continue
-            slot = slots["value", source, self._rows[last_stage]]
-            collected.append(("slot", slot))
-            last_use[slot] = max(last_use.get(slot, 0), last_stage)
-
-        templates = {}
-        for number, (kind, index, program) in enumerate(order):
-            template = self._make_template(index, program, slots)
-            template.loads = loads[number]
-            template.releases = tuple(slot for slot, last in last_use.items() if last == number)
-            templates[kind, index] = template
-        return templates, collected
-
-    def _slot_key(self, index: int, value: Any) -> Any:
-        """What names the slot of an argument of stage `index`; None if it is in no slot."""
-        stage = self._traced.stages[index]
-        if value.kind is ValueKind.INPUT and stage.inputs[value.index].kind != "input":
-            return ("value", stage.inputs[value.index], self._rows[index])
-        if value.kind is ValueKind.RESIDUAL:
-            return ("residual", index, value.index)
-        if value.kind is ValueKind.COTANGENT:
-            return ("cotangent", stage.outputs[value.index], value.consumer)
-        return None
-
-    def _make_template(self, index: int, program: StageProgram, slots: _SlotNumbers) -> _Template:
-        stage = self._traced.stages[index]
-        row = self._rows[index]
-        names = [spec.name for spec in stage.variables]
-
-        def places(kind: ValueKind) -> tuple[int, ...]:
-            return tuple(p for p, value in enumerate(program.arguments) if value.kind is kind)
-
-        stores: list[tuple[int, int]] = []
-        assigned: list[tuple[int, str]] = []
-        transfers: dict[Row, list[tuple[int, int]]] = {}
-        for place, values in enumerate(program.results):
-            for value in values:
-                if value.kind is ValueKind.ASSIGNED:
-                    assigned.append((place, names[value.index]))
-                elif value.kind is ValueKind.RESIDUAL:
-                    stores.append((place, slots["residual", index, value.index]))
-                elif value.kind is ValueKind.OUTPUT:
-                    source = Source("output", value.index, index)
-                    for target in dict.fromkeys(self._rows):
-                        if ("value", source, target) not in slots:
-                            continue
-                        slot = slots["value", source, target]
-                        if target is row:
-                            stores.append((place, slot))
-                        else:
-                            transfers.setdefault(target, []).append((place, slot))
-                elif value.kind is ValueKind.INPUT_COTANGENT:
-                    source = stage.inputs[value.index]
-                    slot = slots["cotangent", source, index]
-                    target = self._rows[source.stage]
-                    if target is row:
-                        stores.append((place, slot))
-                    else:
-                        transfers.setdefault(target, []).append((place, slot))
-
-        def function(*arguments: Any) -> list[Any]:
-            return program.function(*arguments)
-
-        function.__name__ = function.__qualname__ = program.name
-        return _Template(
-            function=jax.jit(
-                function,
-                donate_argnums=tuple(range(program.num_accumulators)),
-                out_shardings=row.replicated,
-            ),
-            row=row,
-            num_arguments=len(program.arguments),
-            accumulators=tuple(names[v.index] for v in program.arguments[: program.num_accumulators]),
-            variables=tuple(
-                (place, names[program.arguments[place].index]) for place in places(ValueKind.VARIABLE)
-            ),
-            inputs=tuple(
-                (place, stage.inputs[program.arguments[place].index].index)
-                for place in places(ValueKind.INPUT)
-                if stage.inputs[program.arguments[place].index].kind == "input"
-            ),
-            keys=places(ValueKind.KEY),
-            execution_counts=places(ValueKind.EXECUTION_COUNT),
-            micro_batches=places(ValueKind.MICRO_BATCH),
-            assigned=tuple(assigned),
-            stores=tuple(stores),
-            transfers=tuple(
-                (target, tuple(p for p, _slot in moved), tuple(slot for _p, slot in moved))
-                for target, moved in transfers.items()
-            ),
-        )
-
-    # Running.
 
     def place_variables(self, variables: Mapping[str, Any]) -> dict[str, Any]:
         """The variables, each on its stage's row."""
@@ -291,15 +100,15 @@ class Executor:
         ]
 
     def place_element(self, leaves: Sequence[Any]) -> list[Any]:
-        """The leaves of a micro-batch where they are needed, in the order of `feed_slots`.
+        """The leaves of a micro-batch where they are needed, in the order of the plan's `feed_slots`.
 
         Safe to call from another thread; shares no memory with NumPy arrays that are given.
         """
-        placed: list[Any] = [None] * len(self.feed_slots)
+        placed: list[Any] = [None] * len(self._plan.feed_slots)
         for row in dict.fromkeys(self._rows):
-            wanted = [p for p, feed_slot in enumerate(self.feed_slots) if feed_slot.row is row]
+            wanted = [p for p, feed_slot in enumerate(self._plan.feed_slots) if feed_slot.row is row]
             if wanted:
-                arrays = [leaves[self.feed_slots[p].leaf] for p in wanted]
+                arrays = [leaves[self._plan.feed_slots[p].leaf] for p in wanted]
                 for p, array in zip(wanted, placement.put_host_copies(arrays, row), strict=True):
                     placed[p] = array
         return placed
@@ -330,12 +139,12 @@ class Executor:
         values: list[Any] = [None] * self._num_micro_batches
         outputs: list[list[Any]] = [[] for _ in values]
         assigned: dict[str, Any] = {}
-        last_forward = self._templates[ActionKind.FORWARD, len(self._traced.stages) - 1]
-        feed_slots = [feed_slot.slot for feed_slot in self.feed_slots]
-        for template, micro_batch in self._dispatches:
+        last_forward = self._plan.last_forward
+        feed_slots = [feed_slot.slot for feed_slot in self._plan.feed_slots]
+        for template, micro_batch in self._plan.dispatches:
             slots = values[micro_batch]
             if slots is None:
-                slots = values[micro_batch] = [None] * self._num_slots
+                slots = values[micro_batch] = [None] * self._plan.num_slots
                 for slot, array in zip(feed_slots, next_element(), strict=True):
                     slots[slot] = array
             arguments = template.arguments.copy()
@@ -363,7 +172,7 @@ class Executor:
             if template is last_forward:
                 outputs[micro_batch] = [
                     slots[number] if kind == "slot" else inputs[number]
-                    for kind, number in self._collected
+                    for kind, number in self._plan.collected
                 ]
             for slot in template.releases:
                 slots[slot] = None
@@ -477,7 +286,7 @@ class Executor:
     ) -> None:
         """Fills in the arguments that stay the same during a step."""
         placed_inputs: dict[tuple[Row, int], Any] = {}
-        for template in self._templates.values():
+        for template in self._plan.templates:
             row = template.row
             arguments: list[Any] = [None] * template.num_arguments
             for place, name in template.variables:
@@ -500,19 +309,6 @@ class Executor:
             (known,) = placement.put([np.int32(number)], row)
             self._constants[row.ipu, number] = known
         return known
-
-
-class _SlotNumbers:
-    """Numbers for slots, given out as they are asked for."""
-
-    def __init__(self) -> None:
-        self.numbers: dict[Any, int] = {}
-
-    def __getitem__(self, key: Any) -> int:
-        return self.numbers.setdefault(key, len(self.numbers))
-
-    def __contains__(self, key: Any) -> bool:
-        return key in self.numbers
 
 
 def _jit_update(program: UpdateProgram, donate: bool) -> Callable[..., list[Any]]:

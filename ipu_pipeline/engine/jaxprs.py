@@ -19,6 +19,7 @@ __all__ = [
     "FlatJaxpr",
     "InlineFunction",
     "Program",
+    "any_equation",
     "aval_struct",
     "close",
     "dependents",
@@ -36,7 +37,12 @@ Equation: TypeAlias = Any
 InlineFunction: TypeAlias = "Callable[[Any, list[Atom]], list[Atom]]"
 EquationRule: TypeAlias = "Callable[[Equation, list[Atom], InlineFunction], list[Atom] | None]"
 
-_INLINED = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_closed_call": "call_jaxpr"}
+_INLINED = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_closed_call": "call_jaxpr",
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,10 +142,14 @@ def flatten(closed_jaxpr: Any, rule: EquationRule | None = None) -> FlatJaxpr:
 def close(flat: FlatJaxpr) -> Program:
     """All of a flat jaxpr as a program, with all its inputs."""
     effects = frozenset().union(*(equation.effects for equation in flat.equations))
-    jaxpr = jex_core.Jaxpr(
-        list(flat.constants), flat.inputs, flat.outputs, flat.equations, effects
-    )
+    jaxpr = jex_core.Jaxpr(list(flat.constants), flat.inputs, flat.outputs, flat.equations, effects)
     return Program(jex_core.ClosedJaxpr(jaxpr, list(flat.constants.values())), flat.inputs)
+
+
+def any_equation(equation: Equation) -> bool:
+    """For `extract`: keep all effects."""
+    del equation
+    return True
 
 
 def map_atoms(known: dict[Var, Atom], atoms: Iterable[Atom]) -> list[Atom]:
@@ -187,9 +197,7 @@ def extract(
         computed += reversed(equation.outvars)
         if is_kept:
             kept.append(equation)
-            needed.update(
-                atom for atom in equation.invars if not isinstance(atom, jex_core.Literal)
-            )
+            needed.update(atom for atom in equation.invars if not isinstance(atom, jex_core.Literal))
     kept.reverse()
     # An equation with several outputs may be kept for one of them while another one is given: the
     # given one is then renamed where it is made, so that the argument is what is read.
@@ -206,6 +214,4 @@ def extract(
 
 
 def _fresh(variables: Iterable[Var]) -> list[Var]:
-    return [
-        var if isinstance(var, jex_core.DropVar) else jex_core.Var(var.aval) for var in variables
-    ]
+    return [var if isinstance(var, jex_core.DropVar) else jex_core.Var(var.aval) for var in variables]

@@ -88,7 +88,12 @@ class Stage:
         def initializer(place: int) -> Any:
             if not callable(parameters):
                 return jax.tree.leaves(parameters)[place]
-            return lambda key, shape, dtype: jax.tree.leaves(parameters(key))[place]
+
+            def initialize(key: Any, shape: Any, dtype: Any) -> Any:
+                del shape, dtype  # they are those of the leaf
+                return jax.tree.leaves(parameters(key))[place]
+
+            return initialize
 
         def call(*args: Any, **kwargs: Any) -> Any:
             with names.variable_scope(scope):
@@ -103,7 +108,7 @@ class Stage:
                 ]
             return self.function(jax.tree.unflatten(tree, leaves), *args, **kwargs)
 
-        call.__name__ = self.__name__
+        call.__name__ = str(self.__name__)
         return call
 
 
@@ -131,7 +136,7 @@ class Pipeline:
         donate: bool = False,
         trained: Collection[str] | Callable[[], Collection[str] | None] | None = None,
         program_names: names.ProgramNames | None = None,
-        describe_capture: Callable[[Any], str | None] = lambda value: None,
+        describe_capture: Callable[[Any], str | None] | None = None,
     ) -> None:
         """Checks the arguments; nothing is traced or compiled yet.
 
@@ -388,7 +393,10 @@ class Pipeline:
         return new_state, StepOutputs(outputs, accumulated.losses)
 
     def accumulate(
-        self, state: PipelineState, next_element: Callable[[], Sequence[Any]], input_leaves: Sequence[Any]
+        self,
+        state: PipelineState,
+        next_element: Callable[[], Sequence[Any]],
+        input_leaves: Sequence[Any],
     ) -> Accumulated:
         """The first part of `step`: all micro-batches, without the weight update.
 
@@ -410,9 +418,7 @@ class Pipeline:
         execution_count = np.int32(state.execution_count + 1)
         if self._updates is None:
             variables = {**state.variables, **accumulated.assigned}
-            new_state = dataclasses.replace(
-                state, variables=variables, execution_count=execution_count
-            )
+            new_state = dataclasses.replace(state, variables=variables, execution_count=execution_count)
         else:
             optimizer_state = state.optimizer_state
             if optimizer_state is None:
@@ -501,9 +507,7 @@ class Pipeline:
         return leaves
 
     def _describe_shortage(self, number: int) -> str:
-        return (
-            f"The data ended after {number} of the {self._num_micro_batches} micro-batches of a step."
-        )
+        return f"The data ended after {number} of the {self._num_micro_batches} micro-batches of a step."
 
 
 def as_shape(value: Any) -> jax.ShapeDtypeStruct:
@@ -523,7 +527,7 @@ def _chain(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
 def _check_like(value: Any, expected: Any, what: str) -> list[Any]:
     leaves, tree = jax.tree.flatten(value)
     expected_leaves, expected_tree = jax.tree.flatten(expected)
-    if tree != expected_tree:
+    if not tree == expected_tree:
         raise ValueError(f"{what} must have the structure {expected_tree}; got {tree}.")
     for leaf, known in zip(leaves, expected_leaves, strict=True):
         shape = as_shape(leaf)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,16 @@ from jax.extend import core as jex_core
 
 from ipu_pipeline.engine import jaxprs
 
-__all__ = ["Reduction", "StageProgram", "StagePrograms", "Value", "ValueKind", "accumulate", "cut", "seed"]
+__all__ = [
+    "Reduction",
+    "StageProgram",
+    "StagePrograms",
+    "Value",
+    "ValueKind",
+    "accumulate",
+    "cut",
+    "seed",
+]
 
 
 class Reduction(enum.Enum):
@@ -44,7 +53,8 @@ class ValueKind(enum.Enum):
     INPUT_COTANGENT = enum.auto()  # position in the stage's inputs
 
 
-class Value(NamedTuple):
+@dataclass(frozen=True)
+class Value:
     """An argument or a result of a stage program; `consumer` is the stage that a cotangent is from."""
 
     kind: ValueKind

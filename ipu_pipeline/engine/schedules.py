@@ -69,7 +69,9 @@ class Action(NamedTuple):
 
 Row: TypeAlias = "tuple[Action | None, ...]"
 Rows: TypeAlias = "tuple[Row, ...]"
-ScheduleFunction: TypeAlias = "Callable[[int, int, tuple[int, ...], bool], Sequence[Sequence[Action | None]]]"
+ScheduleFunction: TypeAlias = (
+    "Callable[[int, int, tuple[int, ...], bool], Sequence[Sequence[Action | None]]]"
+)
 StageTimes: TypeAlias = "Callable[[int, int], int]"
 
 
@@ -390,11 +392,7 @@ def _is_ready(
 
 
 def _describe_deadlock(rows: Rows, positions: Sequence[int], time_step: int) -> str:
-    waiting = [
-        (ipu, position)
-        for ipu, position in enumerate(positions)
-        if position < len(rows[ipu])
-    ]
+    waiting = [(ipu, position) for ipu, position in enumerate(positions) if position < len(rows[ipu])]
     lines = [f"IPU {ipu} waits with the {rows[ipu][position]}" for ipu, position in waiting]
     return (
         f"Schedule: deadlock at time-step {time_step}: " + "; ".join(lines) + ". None of them has its "

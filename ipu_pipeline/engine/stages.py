@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,8 @@ __all__ = ["Source", "StageFunction", "TracedPipeline", "TracedStage", "as_argum
 StageFunction: TypeAlias = "Callable[..., Any]"
 
 
-class Source(NamedTuple):
+@dataclass(frozen=True)
+class Source:
     """Where a value between stages comes from.
 
     `kind` is "input" (an input that is constant during a step), "element" (a leaf of the micro-batch) or
@@ -123,7 +124,7 @@ def trace(
     inputs: Sequence[Any],
     loss: Callable[..., Any] | None,
     program_names: names.ProgramNames,
-    describe_capture: Callable[[Any], str | None] = lambda value: None,
+    describe_capture: Callable[[Any], str | None] | None = None,
 ) -> TracedPipeline:
     """Traces all stages of a pipeline. It does not start a JAX backend.
 
@@ -165,7 +166,6 @@ def trace(
             function,
             arguments,
             given,
-            avals,
             sources,
             loss if is_last else None,
             frame,
@@ -195,11 +195,10 @@ def _trace_stage(
     function: StageFunction,
     arguments: tuple[tuple[Any, ...], dict[str, Any]],
     given: str,
-    avals: Sequence[Any],
     sources: Sequence[Source],
     loss: Callable[..., Any] | None,
     frame: names.Frame,
-    describe_capture: Callable[[Any], str | None],
+    describe_capture: Callable[[Any], str | None] | None,
 ) -> tuple[TracedStage, Any]:
     _check_signature(function, arguments, given, frame.place)
     leaves, tree = jax.tree.flatten(arguments)
@@ -243,9 +242,7 @@ def _trace_stage(
         uses_key=hoisted.uses_key,
         inputs=tuple(sources),
         outputs=outputs,
-        output_avals=tuple(
-            jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in closed_jaxpr.out_avals
-        ),
+        output_avals=tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in closed_jaxpr.out_avals),
     )
     return stage, result_trees[0]
 
@@ -288,13 +285,14 @@ def _check_loss(value: Any) -> None:
 
 
 def _check_captures(
-    closed_jaxpr: Any, place: str, describe_capture: Callable[[Any], str | None]
+    closed_jaxpr: Any, place: str, describe_capture: Callable[[Any], str | None] | None
 ) -> None:
     captured = [value for value in closed_jaxpr.consts if isinstance(value, jax.core.Tracer)]
     if captured:
+        known = [describe_capture(value) if describe_capture else None for value in captured]
         described = ", ".join(
-            f"{describe_capture(value) or 'a computed value'} ({_describe(value)})"
-            for value in captured
+            f"{name or 'a computed value'} ({_describe(value)})"
+            for name, value in zip(known, captured, strict=True)
         )
         raise ValueError(
             f"Trying to capture the tensor {described} in {place}. A stage may only use its arguments: "

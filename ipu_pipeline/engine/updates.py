@@ -129,9 +129,7 @@ def trace_updates(
       TypeError: the optimizer is no Optax transformation.
       NotImplementedError: the update of one stage's variables depends on another stage's.
     """
-    parameter_avals = {
-        name: jax.ShapeDtypeStruct(spec.shape, spec.dtype) for name, spec in trained.items()
-    }
+    parameter_avals = {name: jax.ShapeDtypeStruct(spec.shape, spec.dtype) for name, spec in trained.items()}
     output_avals = list(output_avals)
 
     def transformation(outputs: Sequence[Any]) -> tuple[Any, dict[str, Any]]:
@@ -274,9 +272,7 @@ def _check_separable(
         touched[var] = frozenset() if stage is None else frozenset((stage,))
     for equation in flat.equations:
         atoms = [
-            atom
-            for atom in equation.invars
-            if not isinstance(atom, jex_core.Literal) and atom in touched
+            atom for atom in equation.invars if not isinstance(atom, jex_core.Literal) and atom in touched
         ]
         union = frozenset().union(*(touched[atom] for atom in atoms))
         joins = [joined_by[atom] for atom in atoms if atom in joined_by]

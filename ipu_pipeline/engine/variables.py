@@ -180,9 +180,7 @@ def initial_value(spec: VariableSpec, key: jax.Array) -> jax.Array:
     return value
 
 
-def _make_spec(
-    full_name: str, shape: Any, dtype: Any, initializer: Any, trainable: bool
-) -> VariableSpec:
+def _make_spec(full_name: str, shape: Any, dtype: Any, initializer: Any, trainable: bool) -> VariableSpec:
     try:
         dtype = np.dtype(dtype)
     except TypeError as error:
@@ -203,8 +201,7 @@ def _make_spec(
     shape = (shape,) if isinstance(shape, int) else tuple(shape)
     if not all(isinstance(size, (int, np.integer)) and size >= 0 for size in shape):
         raise ValueError(
-            f"Shape of a new variable ({full_name}) must be non-negative integers, but instead was "
-            f"{shape}."
+            f"Shape of a new variable ({full_name}) must be non-negative integers, but instead was {shape}."
         )
     shape = tuple(int(size) for size in shape)
     is_inexact = bool(jnp.issubdtype(dtype, jnp.inexact))

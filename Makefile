@@ -1,0 +1,37 @@
+# `make tutorial` and `make test` need Python 3.11 and a network the first time, and nothing else.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: tutorial test quick lint clean
+
+tutorial: $(VENV)/installed
+	$(BIN)/python answers/step4_configurable_stages.py --dataset digits --steps 30 \
+	    --splits dense256 dense128 dense64
+
+test: $(VENV)/installed-dev lint
+	$(BIN)/python -m pytest
+
+quick: $(VENV)/installed-dev
+	$(BIN)/python -m pytest -m "not long"
+
+lint: $(VENV)/installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+
+$(VENV)/created:
+	$(PYTHON) -c 'import sys; sys.exit("ipu_pipeline needs Python 3.11 or newer; set PYTHON=" if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+	touch $@
+
+$(VENV)/installed: $(VENV)/created setup.cfg pyproject.toml
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable .
+	touch $@
+
+$(VENV)/installed-dev: $(VENV)/created setup.cfg pyproject.toml
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	touch $@ $(VENV)/installed
