@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
-from ipu_pipeline.engine.pipeline import as_shape
+from ipu_pipeline.engine.pipeline import as_shape, trees_equal
 from ipu_pipeline.errors import OutOfRangeError
 
 __all__ = ["IPUInfeedQueue", "InfeedOperation"]
@@ -171,7 +171,6 @@ class _Feeder:
         self._iterator = iterator
         self._shapes, self._tree = jax.tree.flatten(element)
 
-        self._element = element
         self._depth = depth
         self._place: Place | None = None
         self._number = 0
@@ -255,7 +254,7 @@ class _Feeder:
     def _check(self, element: Any) -> list[Any]:
         leaves, tree = jax.tree.flatten(element)
         what = f"IPUInfeedQueue: element {self._number} of the dataset"
-        if not tree == self._tree:
+        if not trees_equal(tree, self._tree):
             raise ValueError(f"{what} has the structure {tree}, and the first one has {self._tree}.")
         arrays = []
         for leaf, expected in zip(leaves, self._shapes, strict=True):

@@ -17,8 +17,7 @@ ANSWERS = Path(__file__).resolve().parent.parent / "answers"
 RUNS = {
     "step3": ("step3_pipelining.py", []),
     "step4": ("step4_configurable_stages.py", []),
-    "step4 dense128": ("step4_configurable_stages.py", ["--splits", "dense128"]),
-    "step4 dense128 dense64 dense32": (
+    "four stages": (
         "step4_configurable_stages.py",
         ["--splits", "dense128", "dense64", "dense32"],
     ),

@@ -17,7 +17,7 @@ from ipu_pipeline.engine.executor import Accumulated, Executor
 from ipu_pipeline.engine.programs import Reduction, StagePrograms
 from ipu_pipeline.engine.variables import VariableSpec, get_variable, initial_value
 
-__all__ = ["Pipeline", "PipelineState", "Stage", "StepOutputs", "as_shape"]
+__all__ = ["Pipeline", "PipelineState", "Stage", "StepOutputs", "as_shape", "trees_equal"]
 
 
 @jax.tree_util.register_dataclass
@@ -519,6 +519,11 @@ def as_shape(value: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(tuple(value.shape), jax.dtypes.canonicalize_dtype(value.dtype))
 
 
+def trees_equal(first: Any, second: Any) -> bool:
+    """Whether two structures of pytrees are the same."""
+    return bool(first == second)
+
+
 def _chain(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
     yield first
     yield from rest
@@ -527,7 +532,7 @@ def _chain(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
 def _check_like(value: Any, expected: Any, what: str) -> list[Any]:
     leaves, tree = jax.tree.flatten(value)
     expected_leaves, expected_tree = jax.tree.flatten(expected)
-    if not tree == expected_tree:
+    if not trees_equal(tree, expected_tree):
         raise ValueError(f"{what} must have the structure {expected_tree}; got {tree}.")
     for leaf, known in zip(leaves, expected_leaves, strict=True):
         shape = as_shape(leaf)
