@@ -141,9 +141,7 @@ def flatten(closed_jaxpr: Any, rule: EquationRule | None = None) -> FlatJaxpr:
 
 def close(flat: FlatJaxpr) -> Program:
     """All of a flat jaxpr as a program, with all its inputs."""
-    effects = frozenset().union(*(equation.effects for equation in flat.equations))
-    jaxpr = jex_core.Jaxpr(list(flat.constants), flat.inputs, flat.outputs, flat.equations, effects)
-    return Program(jex_core.ClosedJaxpr(jaxpr, list(flat.constants.values())), flat.inputs)
+    return _make_program(flat.constants, flat.inputs, flat.equations, flat.outputs)
 
 
 def any_equation(equation: Equation) -> bool:
@@ -207,10 +205,19 @@ def extract(
     ]
     inputs = [var for var in flat.inputs if var in needed]
     inputs += [var for var in reversed(computed) if var in given and var in needed]
-    constvars = [var for var in flat.constants if var in needed]
-    effects = frozenset().union(*(equation.effects for equation in renamed))
-    jaxpr = jex_core.Jaxpr(constvars, inputs, list(outputs), renamed, effects)
-    return Program(jex_core.ClosedJaxpr(jaxpr, [flat.constants[var] for var in constvars]), inputs)
+    constants = {var: value for var, value in flat.constants.items() if var in needed}
+    return _make_program(constants, inputs, renamed, outputs)
+
+
+def _make_program(
+    constants: dict[Var, Any], inputs: list[Var], equations: list[Equation], outputs: Sequence[Atom]
+) -> Program:
+    effects = frozenset().union(*(equation.effects for equation in equations))
+    debug_info = jex_core.DebugInfo(
+        traced_for="jit", func_src_info="ipu_pipeline", arg_names=None, result_paths=None
+    )
+    jaxpr = jex_core.Jaxpr(list(constants), inputs, list(outputs), equations, effects, debug_info)
+    return Program(jex_core.ClosedJaxpr(jaxpr, list(constants.values())), inputs)
 
 
 def _fresh(variables: Iterable[Var]) -> list[Var]:

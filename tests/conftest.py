@@ -1,0 +1,42 @@
+"""Eight CPU devices, strict dtype promotion, one compilation cache for the whole run."""
+
+import threading
+
+import jax
+import numpy as np
+import pytest
+
+import ipu_pipeline as ipu
+
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+def pytest_configure(config):
+    # Many tests compile the same programs: schedules, counts and repeats do not change them.
+    directory = config.cache.mkdir("xla") if hasattr(config, "cache") else None
+    if directory is not None:
+        jax.config.update("jax_compilation_cache_dir", str(directory))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+@pytest.fixture(autouse=True)
+def fresh_ipu_configuration():
+    ipu.config.reset_ipu_configuration()
+    yield
+    ipu.config.reset_ipu_configuration()
+
+
+@pytest.fixture(autouse=True)
+def no_thread_left():
+    yield
+    left = [thread for thread in threading.enumerate() if thread.name == "ipu-infeed"]
+    for thread in left:
+        thread.join(timeout=5)
+    assert not any(thread.is_alive() for thread in left)
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(1234)

@@ -1,0 +1,69 @@
+"""Models and comparisons that several tests use."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ipu_pipeline import engine
+
+SIZES = (16, 16, 8, 10)  # outputs of the dense layers
+
+
+def dense(name, size, x, activation=jax.nn.relu):
+    with engine.variable_scope(name):
+        kernel = engine.get_variable("kernel", (x.shape[-1], size))
+        bias = engine.get_variable("bias", (size,), initializer=jax.nn.initializers.normal(0.1))
+    return activation(x @ kernel + bias)
+
+
+def layer(index):
+    activation = (lambda x: x) if index == len(SIZES) - 1 else jax.nn.relu
+    return lambda x: dense(f"dense{index}", SIZES[index], x, activation)
+
+
+def cross_entropy(logits, labels):
+    log_probabilities = jax.nn.log_softmax(logits)
+    return -jnp.mean(jnp.take_along_axis(log_probabilities, labels[:, None], axis=1))
+
+
+def mlp_stages(num_stages):
+    """Four dense layers and the loss in 1..4 stages. They take (x, labels); the last returns the loss."""
+    groups = np.array_split(np.arange(len(SIZES)), num_stages)
+
+    def make(group, is_last):
+        def stage(x, labels):
+            for index in group:
+                x = layer(index)(x)
+            return cross_entropy(x, labels) if is_last else (x, labels)
+
+        return stage
+
+    return [make(group, group is groups[-1]) for group in groups]
+
+
+def mlp_batches(rng, num_micro_batches, size=4, dtype="float32"):
+    return [
+        (rng.normal(size=(size, 12)).astype(dtype), rng.integers(0, 10, size).astype("int32"))
+        for _ in range(num_micro_batches)
+    ]
+
+
+def assert_trees_close(actual, expected, tolerance=1e-5):
+    """Per leaf, the 2-norm of the difference at most `tolerance` of the reference's; same structure."""
+    actual_leaves, actual_tree = jax.tree_util.tree_flatten_with_path(actual)
+    expected_leaves, expected_tree = jax.tree_util.tree_flatten_with_path(expected)
+    assert actual_tree == expected_tree
+    for (path, value), (_path, reference) in zip(actual_leaves, expected_leaves, strict=True):
+        value, reference = np.asarray(value), np.asarray(reference)
+        assert value.shape == reference.shape, path
+        assert value.dtype == reference.dtype, path
+        if not np.issubdtype(reference.dtype, np.floating):
+            np.testing.assert_array_equal(value, reference)
+            continue
+        difference = np.linalg.norm((value - reference).astype(np.float64))
+        bound = tolerance * np.linalg.norm(reference.astype(np.float64))
+        assert difference <= bound, f"{jax.tree_util.keystr(path)}: {difference} > {bound}"
+
+
+def on_one_device(tree):
+    return jax.tree.map(lambda leaf: jax.device_put(leaf, jax.devices()[0]), tree)

@@ -1,0 +1,182 @@
+import pytest
+
+from ipu_pipeline.engine import schedules
+from ipu_pipeline.engine.schedules import Action, ActionKind, ScheduleError, check, timetable
+
+F, B = ActionKind.FORWARD, ActionKind.BACKWARD
+
+
+def table(text):
+    """Rows from a grid: F3 and B3 for micro-batch 3, a dot for waiting; line i is stage i on IPU i."""
+    return tuple(
+        tuple(
+            None if cell == "." else Action(F if cell[0] == "F" else B, stage, int(cell[1:]))
+            for cell in line.split()
+        )
+        for stage, line in enumerate(text.strip().splitlines())
+    )
+
+
+GROUPED = table("""
+F0 F1 F2 F3 .  F4 .  F5 .  F6 B0 F7 B1 .  B2 .  B3 .  B4 B5 B6 B7
+.  F0 F1 F2 .  F3 .  F4 B0 F5 B1 F6 B2 F7 B3 .  B4 .  B5 B6 B7
+.  .  F0 F1 .  F2 B0 F3 B1 F4 B2 F5 B3 F6 B4 F7 B5 .  B6 B7
+.  .  .  F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7
+""")
+INTERLEAVED = table("""
+F0 .  F1 .  F2 .  F3 B0 F4 B1 F5 B2 F6 B3 F7 B4 .  B5 .  B6 .  B7
+.  F0 .  F1 .  F2 B0 F3 B1 F4 B2 F5 B3 F6 B4 F7 B5 .  B6 .  B7
+.  .  F0 .  F1 B0 F2 B1 F3 B2 F4 B3 F5 B4 F6 B5 F7 B6 .  B7
+.  .  .  F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7
+""")
+SEQUENTIAL = table("""
+F0 .  .  .  .  B0 F1 .  .  .  .  B1
+.  F0 .  .  B0 .  .  F1 .  .  B1
+.  .  F0 B0 .  .  .  .  F1 B1
+""")
+FORWARDS = table("""
+F0 F1 F2
+.  F0 F1 F2
+.  .  F0 F1 F2
+""")
+
+
+@pytest.mark.parametrize(
+    ("name", "num_micro_batches", "training", "expected"),
+    [
+        ("grouped", 8, True, GROUPED),
+        ("interleaved", 8, True, INTERLEAVED),
+        ("sequential", 2, True, SEQUENTIAL),
+        ("grouped", 3, False, FORWARDS),
+        ("interleaved", 3, False, FORWARDS),
+    ],
+)
+def test_staircases(name, num_micro_batches, training, expected):
+    num_stages = len(expected)
+    mapping = tuple(range(num_stages))
+    assert timetable(name, num_stages, num_micro_batches, mapping, training).rows == expected
+
+
+def time_steps(table, kind, stage):
+    return [
+        time_step
+        for action, time_step in zip(table.order, table.time_steps, strict=True)
+        if action.kind is kind and action.stage == stage
+    ]
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 4, 7])
+def test_first_backward_and_forwards_of_the_first_stage(num_stages):
+    count = 3 * num_stages
+    mapping = tuple(range(num_stages))
+    grouped = timetable("grouped", num_stages, count, mapping, True)
+    assert time_steps(grouped, B, 0)[0] == 3 * num_stages - 1
+    ramp = [*range(1, num_stages + 1)]
+    steady = [num_stages + 2 * number for number in range(1, count - num_stages + 1)]
+    assert time_steps(grouped, F, 0) == ramp + steady
+    interleaved = timetable("interleaved", num_stages, count, mapping, True)
+    assert time_steps(interleaved, B, 0)[0] == 2 * num_stages
+    assert time_steps(interleaved, F, 0) == [*range(1, 2 * count, 2)]
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("num_micro_batches", [1, 2, 3, 5, 16])
+def test_lengths_and_micro_batches_in_flight(num_stages, num_micro_batches):
+    n, g, mapping = num_stages, num_micro_batches, tuple(range(num_stages))
+    grouped = timetable("grouped", n, g, mapping, True)
+    assert grouped.num_time_steps == 2 * (g + n - 1)
+    assert grouped.in_flight == tuple(min(g, 2 * (n - i) - 1) for i in range(n))
+    interleaved = timetable("interleaved", n, g, mapping, True)
+    assert interleaved.num_time_steps == 2 * (g + n - 1)
+    assert interleaved.in_flight == tuple(min(g, n - i) for i in range(n))
+    sequential = timetable("sequential", n, g, mapping, True)
+    assert sequential.num_time_steps == 2 * n * g
+    assert sequential.in_flight == (1,) * n
+
+
+def test_steady_state_is_lock_step():
+    for column in range(9, 15):  # time-steps 10 to 15 of four stages, eight micro-batches
+        assert len({row[column].kind for row in GROUPED if row[column]}) == 1
+        kinds = [row[column].kind for row in INTERLEAVED if row[column]]
+        assert kinds in ([F, B, F, B], [B, F, B, F])
+
+
+@pytest.mark.parametrize("name", ["grouped", "interleaved", "sequential"])
+@pytest.mark.parametrize("mapping", [(0, 1, 0, 1), (0, 0, 0, 0), (1, 0, 0, 1), (0, 1, 1, 2)])
+@pytest.mark.parametrize("training", [True, False])
+def test_several_stages_on_one_ipu(name, mapping, training):
+    table = timetable(name, 4, 5, mapping, training)
+    assert len(table.rows) == max(mapping) + 1
+    assert len(table.order) == 4 * 5 * (2 if training else 1)
+    done = set()
+    for action in table.order:
+        if action.kind is F and action.stage:
+            assert Action(F, action.stage - 1, action.micro_batch) in done
+        if action.kind is B:
+            assert Action(F, *action[1:]) in done
+            assert action.stage == 3 or Action(B, action.stage + 1, action.micro_batch) in done
+        done.add(action)
+    busy = {}
+    for action, time_step in zip(table.order, table.time_steps, strict=True):
+        assert busy.setdefault((mapping[action.stage], time_step), action) == action
+
+
+def test_a_user_s_schedule_is_checked_and_timed():
+    def all_forwards_first(num_stages, num_micro_batches, device_mapping, training):
+        return [
+            [Action(kind, stage, k) for kind in (F, B) for k in range(num_micro_batches)]
+            for stage in range(num_stages)
+        ]
+
+    table = timetable(all_forwards_first, 3, 4, (0, 1, 2), True)
+    assert table.in_flight == (4, 4, 4)
+    assert table.num_time_steps == 2 * (4 + 3 - 1)
+
+
+@pytest.mark.parametrize(
+    ("rows", "fault"),
+    [
+        ([[Action(F, 0, 0)]], "the backward of stage 0, micro-batch 0 is missing"),
+        ([[Action(F, 0, 0), Action(F, 0, 0), Action(B, 0, 0)]], "comes twice"),
+        ([[Action(F, 0, 1), Action(B, 0, 1)]], "is not one of this pipeline"),
+        ([[], [Action(F, 0, 0), Action(B, 0, 0)]], "is on IPU 1, but its stage is on IPU 0"),
+        ([[Action(B, 0, 0), Action(F, 0, 0)]], "deadlock at time-step 1"),
+    ],
+)
+def test_bad_schedules(rows, fault):
+    with pytest.raises(ScheduleError, match=fault) as error:
+        check(rows, 1, 1, (0,), True)
+    assert "IPU 0:" in str(error.value)
+
+
+def test_deadlock_between_two_ipus_shows_the_grid_with_the_step_marked():
+    rows = [
+        [Action(F, 0, 0), Action(B, 0, 0), Action(F, 0, 1), Action(B, 0, 1)],
+        [Action(F, 1, 0), Action(F, 1, 1), Action(B, 1, 0), Action(B, 1, 1)],
+    ]
+    with pytest.raises(ScheduleError) as error:
+        check(rows, 2, 2, (0, 1), True)
+    assert str(error.value).splitlines()[-2:] == [
+        "IPU 0: F0.0   [B0.0] F0.1   B0.1",
+        "IPU 1: F1.0   F1.1   B1.0   B1.1",
+    ]
+
+
+def test_order_of_micro_batches_is_required():
+    rows = [[Action(F, 0, 1), Action(F, 0, 0), Action(B, 0, 0), Action(B, 0, 1)]]
+    with pytest.raises(ScheduleError, match="comes before micro-batch 0"):
+        check(rows, 1, 2, (0,), True)
+
+
+def test_unknown_name():
+    with pytest.raises(ValueError, match="grouped, interleaved, sequential.*'gpipe'"):
+        timetable("gpipe", 1, 1, (0,), True)
+
+
+def test_timetables_are_cached():
+    assert timetable("grouped", 4, 8, (0, 1, 2, 3), True) is timetable("grouped", 4, 8, (0, 1, 2, 3), True)
+
+
+def test_schedules_import_no_jax():
+    with open(schedules.__file__) as source:
+        assert "jax" not in [line.split()[1] for line in source if line.startswith(("import", "from"))]
