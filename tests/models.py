@@ -52,7 +52,7 @@ def assert_trees_close(actual, expected, tolerance=1e-5):
     """Per leaf, the 2-norm of the difference at most `tolerance` of the reference's; same structure."""
     actual_leaves, actual_tree = jax.tree_util.tree_flatten_with_path(actual)
     expected_leaves, expected_tree = jax.tree_util.tree_flatten_with_path(expected)
-    assert actual_tree == expected_tree
+    assert actual_tree == expected_tree, (actual_tree, expected_tree)
     for (path, value), (_path, reference) in zip(actual_leaves, expected_leaves, strict=True):
         value, reference = np.asarray(value), np.asarray(reference)
         assert value.shape == reference.shape, path

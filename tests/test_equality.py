@@ -1,4 +1,4 @@
-"""The matrix: every schedule, stage count, micro-batch count, reduction and optimizer equals the reference."""
+"""Every schedule, stage count, micro-batch count, reduction and optimizer equals the reference."""
 
 import functools
 

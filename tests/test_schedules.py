@@ -169,7 +169,7 @@ def test_order_of_micro_batches_is_required():
 
 
 def test_unknown_name():
-    with pytest.raises(ValueError, match="grouped, interleaved, sequential.*'gpipe'"):
+    with pytest.raises(ValueError, match=r"grouped, interleaved, sequential.*'gpipe'"):
         timetable("gpipe", 1, 1, (0,), True)
 
 

@@ -70,7 +70,7 @@ class Executor:
         self._num_micro_batches = num_micro_batches
         self._accumulators: dict[str, Any] | None = None
         self._constants: dict[tuple[int, int], Any] = {}  # (IPU, integer) -> int32 scalar there
-        self._plan = make_plan(traced, programs, rows, timetable)
+        self.plan = make_plan(traced, programs, rows, timetable)
         self._trained = {
             traced.stages[index].variables[position].name: traced.stages[index].variables[position]
             for index, stage_programs in enumerate(programs)
@@ -104,11 +104,11 @@ class Executor:
 
         Safe to call from another thread; shares no memory with NumPy arrays that are given.
         """
-        placed: list[Any] = [None] * len(self._plan.feed_slots)
+        placed: list[Any] = [None] * len(self.plan.feed_slots)
         for row in dict.fromkeys(self._rows):
-            wanted = [p for p, feed_slot in enumerate(self._plan.feed_slots) if feed_slot.row is row]
+            wanted = [p for p, feed_slot in enumerate(self.plan.feed_slots) if feed_slot.row is row]
             if wanted:
-                arrays = [leaves[self._plan.feed_slots[p].leaf] for p in wanted]
+                arrays = [leaves[self.plan.feed_slots[p].leaf] for p in wanted]
                 for p, array in zip(wanted, placement.put_host_copies(arrays, row), strict=True):
                     placed[p] = array
         return placed
@@ -139,12 +139,12 @@ class Executor:
         values: list[Any] = [None] * self._num_micro_batches
         outputs: list[list[Any]] = [[] for _ in values]
         assigned: dict[str, Any] = {}
-        last_forward = self._plan.last_forward
-        feed_slots = [feed_slot.slot for feed_slot in self._plan.feed_slots]
-        for template, micro_batch in self._plan.dispatches:
+        last_forward = self.plan.last_forward
+        feed_slots = [feed_slot.slot for feed_slot in self.plan.feed_slots]
+        for template, micro_batch in self.plan.dispatches:
             slots = values[micro_batch]
             if slots is None:
-                slots = values[micro_batch] = [None] * self._plan.num_slots
+                slots = values[micro_batch] = [None] * self.plan.num_slots
                 for slot, array in zip(feed_slots, next_element(), strict=True):
                     slots[slot] = array
             arguments = template.arguments.copy()
@@ -172,7 +172,7 @@ class Executor:
             if template is last_forward:
                 outputs[micro_batch] = [
                     slots[number] if kind == "slot" else inputs[number]
-                    for kind, number in self._plan.collected
+                    for kind, number in self.plan.collected
                 ]
             for slot in template.releases:
                 slots[slot] = None
@@ -286,7 +286,7 @@ class Executor:
     ) -> None:
         """Fills in the arguments that stay the same during a step."""
         placed_inputs: dict[tuple[Row, int], Any] = {}
-        for template in self._plan.templates:
+        for template in self.plan.templates:
             row = template.row
             arguments: list[Any] = [None] * template.num_arguments
             for place, name in template.variables:

@@ -54,9 +54,9 @@ def gradients(
         key = keys.micro_batch_key(state.key, count, number)
         values: dict[stages.Source, Any] = {}
         for place, leaf in enumerate(jax.tree.leaves(tuple(inputs))):
-            values[stages.Source("input", place)] = leaf
+            values[stages.Source("input", place)] = jnp.asarray(leaf)
         for place, leaf in enumerate(jax.tree.leaves(stages.as_arguments(micro_batch))):
-            values[stages.Source("element", place)] = leaf
+            values[stages.Source("element", place)] = jnp.asarray(leaf)
         for stage in traced.stages:
             arguments = [variables[spec.name] for spec in stage.variables]
             arguments += [key] if stage.uses_key else []
