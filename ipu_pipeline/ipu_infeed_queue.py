@@ -117,12 +117,13 @@ class IPUInfeedQueue:
     def initialize(self) -> None:
         """Starts over at the beginning of the data set."""
         self.stop()
+        element = self.element
         if self._peeked is not None:
             (first, iterator), self._peeked = self._peeked, None
             iterator = _chain(first, iterator)
         else:
             iterator = self._iterate()
-        self._feeder = _Feeder(iterator, self.element, self._prefetch_depth)
+        self._feeder = _Feeder(iterator, element, self._prefetch_depth)
         self._deleted = False
         weakref.finalize(self, self._feeder.stop)
 

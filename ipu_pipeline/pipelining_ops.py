@@ -361,7 +361,7 @@ def _as_array(index: int, leaf: Any) -> Any:
     if isinstance(leaf, jax.Array):  # traced values included
         return leaf
     if isinstance(leaf, Placeholder):
-        leaf.__jax_array__()
+        leaf.refuse_capture()
     array = np.asarray(leaf)
     if array.dtype.kind in "OUSMm":
         raise TypeError(f"inputs: leaf {index} must be an array; got {type(leaf).__name__}.")

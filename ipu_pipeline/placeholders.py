@@ -27,8 +27,8 @@ class Placeholder:
         """Shape and dtype, as JAX will have them."""
         return jax.ShapeDtypeStruct(self.shape, jax.dtypes.canonicalize_dtype(self.dtype))
 
-    def __jax_array__(self) -> NoReturn:
-        """Called by JAX when the placeholder itself is used as an array.
+    def refuse_capture(self) -> NoReturn:
+        """Raises the error about using the placeholder itself as an array.
 
         Raises:
           ValueError: always; a placeholder's value is what the compiled function gets in its place.
@@ -38,6 +38,16 @@ class Placeholder:
             "argument: give it to ipu_compiler.compile in `inputs`, and pass what the function then gets "
             "to a pipeline's stages through `inputs`."
         )
+
+    @property
+    def __jax_array__(self) -> NoReturn:
+        """JAX and NumPy look these two up when the placeholder itself is used as an array."""
+        self.refuse_capture()
+
+    @property
+    def __array__(self) -> NoReturn:
+        """See `__jax_array__`."""
+        self.refuse_capture()
 
     def check_value(self, value: Any) -> np.ndarray[Any, Any]:
         """A value that was fed, as an array of the placeholder's dtype.

@@ -1,0 +1,226 @@
+"""The tutorial's programs as a reader runs them, and on real MNIST."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from ipu_pipeline import datasets, tutorial_support
+
+ROOT = Path(__file__).parent.parent
+STEP3 = "answers/step3_pipelining.py"
+STEP4 = "answers/step4_configurable_stages.py"
+FOUR_STAGES = ("--splits", "dense256", "dense128", "dense64")
+
+
+def run(program, *options, code=0):
+    environment = {key: value for key, value in os.environ.items() if key != datasets.DATA_DIR_VARIABLE}
+    result = subprocess.run(
+        [sys.executable, program, *options],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=300,
+        env=environment,
+        check=False,
+    )
+    assert result.returncode == code, result.stdout + result.stderr
+    return result.stdout if code == 0 else result.stderr
+
+
+def losses(output):
+    return {int(step): float(loss) for step, loss in re.findall(r"Step (\d+), .*loss: (\S+)", output)}
+
+
+@pytest.mark.long
+def test_output_of_step_3():
+    output = run(STEP3, "--dataset", "digits", "--steps", "12")
+    lines = output.splitlines()
+    assert lines[0] == "Data set: the embedded 8x8 digits, as --dataset digits asks"
+    assert lines[1] == (
+        "Steps 12 x examples per step 5120 (== 61440 training examples, 42.75574112734864 epochs of "
+        "1437 examples)"
+    )
+    assert re.fullmatch(r"Step 0, Epoch 0.0, Mean loss: 2\.\d{3}", lines[2])
+    assert re.fullmatch(r"Step 10, Epoch 35.6, Mean loss: 0\.\d{3}", lines[3])
+    assert re.fullmatch(r"Step 11, Epoch 39.2, Mean loss: 0\.\d{3}", lines[4])
+    assert re.fullmatch(r"Elapsed \d+\.\d+, \d+\.\d+ samples/sec", lines[5])
+    assert re.fullmatch(r"Test accuracy: 0\.9\d+ \(\d+ of 360 images\)", lines[6])
+    assert lines[7:] == ["Program ran successfully"]
+
+
+@pytest.mark.long
+def test_output_of_step_4_with_four_stages():
+    output = run(STEP4, "--dataset", "digits", "--steps", "22", *FOUR_STAGES)
+    lines = output.splitlines()
+    assert lines[:7] == [
+        "Layers:",
+        " flatten, dense256, dense128, dense64, dense32, logits, cel",
+        "Stages:",
+        " 0. flatten",
+        " 1. dense256",
+        " 2. dense128",
+        " 3. dense64-dense32-logits-cel",
+    ]
+    issued = [line for line in lines if line.startswith("Issuing")]
+    assert issued == [
+        "Issuing stage 0 layer flatten",
+        "Issuing stage 1 layer dense256",
+        "Issuing stage 2 layer dense128",
+        "Issuing stage 3 layer dense64",
+        "Issuing stage 3 layer dense32",
+        "Issuing stage 3 layer logits",
+        "Issuing stage 3 layer cel",
+    ]
+    assert list(losses(output)) == [0, 10, 20, 21]
+    accuracy = re.search(r"Test accuracy: (\S+)", output)
+    assert float(accuracy.group(1)) >= 0.95
+    assert lines[-1] == "Program ran successfully"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--splits", "dense128", "dense32"], "could not find an IPU device with 3 IPUs"),
+        (["--splits", "dense99"], "there is no layer 'dense99'; the layers are flatten, dense256"),
+        (["--splits", "dense32", "dense64"], "is out of order"),
+        (["--splits", "flatten"], "leaves stage 0 empty"),
+        (["--splits", "dense32", "dense32"], "leaves stage 1 empty"),
+        (["--dataset", "mnist"], "--dataset mnist: no folder was given"),
+        (["--data-dir", "nowhere"], "the folder nowhere has no train-images-idx3-ubyte.gz"),
+        (["--dataset", "digits", "--batch-size", "2000"], "batch_size must be from 1 to .* 1437; got 2000"),
+    ],
+)
+def test_errors_exit_with_1(options, message):
+    assert re.search(message, run(STEP4, *options, code=1))
+
+
+def test_arguments():
+    assert "flatten, dense256, dense128, dense64, dense32, logits, cel" in " ".join(
+        run(STEP4, "--help").split()
+    )
+    assert "must be at least 1" in run(STEP3, "--batch-size", "0", code=2)
+    assert "must be a finite number above 0" in run(STEP3, "--learning-rate", "nan", code=2)
+
+
+def test_number_of_steps(capsys):
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    tutorial_support.add_arguments(parser)
+    assert tutorial_support.count_steps(parser.parse_args([]), 60000) == (586, 5120)
+    assert capsys.readouterr().out == (
+        "Steps 586 x examples per step 5120 (== 3000320 training examples, 50.00533333333333 epochs of "
+        "60000 examples)\n"
+    )
+    arguments = parser.parse_args(["--epochs", "1", "--repeat-count", "2", "--batch-size", "5"])
+    assert tutorial_support.count_steps(arguments, 330)[0] == 3
+
+
+MNIST_STEPS = 31
+TRAIN = """
+import runpy, sys
+import numpy as np
+from ipu_pipeline import session, tutorial_support
+found = {"losses": []}
+class Session(session.Session):
+    def run(self, fetch, feed_dict=None):
+        if "start" not in found:
+            super().run(session.global_variables_initializer())
+            found["start"] = self.variables
+        return super().run(fetch, feed_dict)
+import ipu_pipeline
+ipu_pipeline.Session = Session
+original = tutorial_support.train
+def train(run_step, *rest):
+    def recorded():
+        losses = run_step()
+        found["losses"].append(losses)
+        return losses
+    original(recorded, *rest)
+tutorial_support.train = train
+target, program, *sys.argv[1:] = sys.argv[1:]
+runpy.run_path(program, run_name="__main__")
+np.savez(target, losses=np.stack(found["losses"]), **found["start"])
+"""
+
+
+@pytest.fixture(scope="module")
+def mnist():
+    if datasets.DATA_DIR_VARIABLE not in os.environ:
+        pytest.skip(f"{datasets.DATA_DIR_VARIABLE} is not set")
+    return datasets.load_mnist(os.environ[datasets.DATA_DIR_VARIABLE])
+
+
+def plain_losses(start, mnist, seed):
+    """The tutorial's training in plain JAX, from the session's variables: [steps, micro-batches]."""
+    names = ["dense256", "dense128", "dense64", "dense32", "logits"]
+
+    def loss(variables, images, labels):
+        x = images.reshape(32, 784)
+        for name in names:
+            x = x @ variables[f"FCModel/{name}/dense/kernel"] + variables[f"FCModel/{name}/dense/bias"]
+            x = x if name == "logits" else jax.nn.relu(x)
+        return optax.softmax_cross_entropy_with_integer_labels(x, labels).mean()
+
+    @jax.jit
+    def step(variables, images, labels):
+        def update(variables, batches):
+            def accumulate(total, batch):
+                value, gradient = jax.value_and_grad(loss)(variables, *batch)
+                return jax.tree.map(jnp.add, total, gradient), value
+
+            zeros = jax.tree.map(jnp.zeros_like, variables)
+            total, values = jax.lax.scan(accumulate, zeros, batches)
+            return jax.tree.map(lambda v, g: v - jnp.float32(0.01) * g, variables, total), values
+
+        return jax.lax.scan(update, variables, (images, labels))
+
+    batches = iter(datasets.TrainingBatches(mnist.train_images, mnist.train_labels, 32, seed))
+    variables, found = start, []
+    for _step in range(MNIST_STEPS):
+        images, labels = zip(*(next(batches) for _ in range(160)), strict=True)
+        shape = (10, 16, 32)
+        variables, values = step(variables, np.reshape(images, (*shape, 28, 28)), np.reshape(labels, shape))
+        found.append(np.ravel(values))
+    return np.stack(found)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("program", "options"),
+    [
+        (STEP3, ("--schedule", "Grouped")),
+        (STEP4, ("--schedule", "Interleaved", "--splits", "dense128")),
+        (STEP4, ("--schedule", "Sequential", "--splits", "dense128", "dense64", "dense32")),
+    ],
+)
+def test_mnist_agrees_with_plain_jax(program, options, mnist, tmp_path):
+    seed = 4
+    target = tmp_path / "found.npz"
+    output = subprocess.run(
+        [sys.executable, "-c", TRAIN, str(target), program, *options]
+        + ["--dataset", "mnist", "--steps", str(MNIST_STEPS), "--seed", str(seed)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=300,
+        check=True,
+    ).stdout
+    with np.load(target) as archive:
+        start = {name: archive[name] for name in archive.files if name != "losses"}
+        actual = archive["losses"].mean(axis=1)
+    expected = plain_losses(start, mnist, seed).mean(axis=1)
+    printed = losses(output)
+    assert list(printed) == [0, 10, 20, 30]
+    np.testing.assert_allclose(actual[list(printed)], expected[list(printed)], rtol=1e-4)
+    np.testing.assert_allclose(list(printed.values()), expected[list(printed)], atol=6e-4)
+    assert 2.1 < printed[0] < 2.3
+    assert 0.25 < printed[10] < 0.60

@@ -1,0 +1,201 @@
+"""Devices. What touches the backend runs in a process of its own."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import jax
+import pytest
+
+import ipu_pipeline as ipu
+from ipu_pipeline.utils import SelectionOrder
+
+
+def run(code, **environment):
+    prelude = """
+        import jax, numpy as np
+        import ipu_pipeline as ipu
+        from ipu_pipeline import config
+        from jax._src import xla_bridge
+        def is_started():
+            return xla_bridge.backends_are_initialized()
+        def message(function, error):
+            try:
+                function()
+            except error as caught:
+                return str(caught)
+            raise SystemExit("no error")
+        def configure(**options):
+            made = config.IPUConfig()
+            for name, value in options.items():
+                setattr(made, name, value)
+            made.configure_ipu_system()
+            return [device.id for device in config.devices_for(0, 1)]
+        def program(num_stages):
+            queue = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
+            with ipu.scopes.ipu_scope("/device:IPU:0"):
+                return queue, ipu.ipu_compiler.compile(lambda: ipu.pipelining_ops.pipeline(
+                    [lambda x: x + 1] * num_stages, gradient_accumulation_count=1, inputs=[1.0],
+                    outfeed_queue=queue))
+        assert not is_started()
+    """
+    source = textwrap.dedent(prelude) + textwrap.dedent(code)
+    result = subprocess.run(
+        [sys.executable, "-W", "error", "-c", source],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "JAX_PLATFORMS": "cpu", **environment},
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def test_devices_are_made_as_needed():
+    run("""
+        import optax, jax.numpy as jnp
+        queue, three = program(3)
+        def stage(x):
+            with ipu.variable_scope("s"):
+                x = ipu.layers.Dropout(0.5)(x * jax.random.uniform(ipu.next_rng_key()))
+                return ipu.layers.Dense(2)(x)
+        def trained(rate):
+            return ipu.pipelining_ops.pipeline(
+                [stage, lambda x: jnp.mean(x)], gradient_accumulation_count=1, repeat_count=2,
+                inputs=[np.ones((2, 2), "float32")],
+                optimizer_function=lambda loss: ipu.pipelining_ops.OptimizerFunctionOutput(
+                    optax.adam(0.1), loss),
+                outfeed_queue=ipu.ipu_outfeed_queue.IPUOutfeedQueue()), rate * 2 + 1
+        rate = ipu.placeholder(np.float32)
+        with ipu.scopes.ipu_scope("/device:IPU:0"):
+            compiled = ipu.ipu_compiler.compile(trained, [rate])
+        session = ipu.Session()
+        assert not is_started()  # neither compile nor a session starts the backend
+        session.run(ipu.global_variables_initializer())
+        assert len(jax.devices()) == 3
+        session.run(compiled, {rate: 1})
+        session.run(three)
+        assert session.run(queue.dequeue()) == 4
+        queue, five = program(5)
+        text = message(lambda: session.run(five), RuntimeError)
+        assert "5 IPUs are needed, but JAX's CPU backend is already running with 3 device(s)" in text
+        assert "configure_ipu_system()" in text and 'jax_num_cpu_devices", 5' in text
+    """)
+
+
+def test_selection_orders_and_exact_number():
+    run("""
+        order = ipu.utils.SelectionOrder
+        assert configure(auto_select_ipus=4, selection_order=order.SNAKE) == [0, 1, 3, 2]
+        assert len(jax.devices()) == 4
+        assert configure(auto_select_ipus=4, selection_order=order.HOOF) == [0, 2, 3, 1]
+        assert configure(auto_select_ipus=4, selection_order=order.ZIGZAG) == [0, 1, 2, 3]
+        assert configure(auto_select_ipus=2) == [0, 1]
+        assert configure(select_ipus=[3, 1]) == [3, 1]
+        assert configure(auto_select_ipus=[1, 2]) == [0]
+        assert [device.id for device in config.devices_for(1, 2)] == [1, 2]
+        assert "only 2 such device(s)" in message(lambda: config.devices_for(2, 1), ValueError)
+        configure(auto_select_ipus=2)
+        queue, three = program(3)
+        text = message(lambda: ipu.Session().run(three), ValueError)
+        assert "needs 3 IPUs, but configure_ipu_system() selected 2" in text
+    """)
+
+
+def test_powers_of_two():
+    run("""
+        text = message(lambda: configure(auto_select_ipus=3), ValueError)
+        assert text.startswith("Unsupported number of IPUs requested")
+        assert "could not find an IPU device with 3 IPUs" in text
+        assert "auto_round_num_ipus = True" in text and "require_power_of_two = False" in text
+        assert not is_started()
+        assert configure(auto_select_ipus=3, require_power_of_two=False) == [0, 1, 2]
+        config.reset_ipu_configuration()
+    """)
+    run("""
+        assert configure(auto_select_ipus=3, auto_round_num_ipus=True) == [0, 1, 2, 3]
+    """)
+
+
+def test_a_count_already_set_is_not_lowered():
+    run(
+        "configure(auto_select_ipus=2); assert len(jax.devices()) == 4",
+        XLA_FLAGS="--xla_force_host_platform_device_count=4",
+    )
+    run("""
+        jax.config.update("jax_num_cpu_devices", 4)
+        configure(auto_select_ipus=2, ipu_model=True)
+        assert len(jax.devices()) == 4
+    """)
+    run(
+        "configure(auto_select_ipus=4); assert len(jax.devices()) == 4",
+        XLA_FLAGS="--xla_force_host_platform_device_count=2",
+    )
+
+
+def test_the_backend_is_running_already():
+    run("""
+        jax.devices()
+        text = message(lambda: configure(auto_select_ipus=2), RuntimeError)
+        assert "already running with 1 device(s)" in text
+        assert configure(auto_select_ipus=1) == [0]
+    """)
+
+
+def test_import_is_light():
+    run("""
+        import sys
+        heavy = {"tensorflow", "tensorflow_datasets", "orbax", "plotly", "flax", "torch"}
+        assert not heavy & set(sys.modules)
+    """)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_selection_order_is_a_permutation(size):
+    for order in SelectionOrder:
+        assert sorted(order.permute(size)) == list(range(size))
+    assert SelectionOrder.SNAKE.permute(8) == (0, 1, 3, 2, 4, 5, 7, 6)
+    assert SelectionOrder.HOOF.permute(8) == (0, 2, 4, 6, 7, 5, 3, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error", "message"),
+    [
+        ("auto_select_ipu", 2, AttributeError, "Did you mean 'auto_select_ipus'"),
+        ("auto_select_ipus", 0, ValueError, "must be a number from 1.*got 0"),
+        ("auto_select_ipus", [], ValueError, "got \\[\\]"),
+        ("auto_select_ipus", True, ValueError, "got True"),
+        ("select_ipus", [0, 0], ValueError, "different device indices"),
+        ("selection_order", "SNAKE", TypeError, "must be a utils.SelectionOrder"),
+        ("ipu_model", 1, TypeError, "must be True or False"),
+        ("allow_recompute", True, NotImplementedError, "allow_recompute: Recomputation is not built yet"),
+    ],
+)
+def test_wrong_settings(name, value, error, message):
+    config = ipu.config.IPUConfig()
+    with pytest.raises(error, match=message):
+        setattr(config, name, value)
+
+
+def test_nothing_or_too_much_selected():
+    config = ipu.config.IPUConfig()
+    with pytest.raises(ValueError, match="auto_select_ipus must be set"):
+        config.configure_ipu_system()
+    config.auto_select_ipus, config.select_ipus = 1, [0]
+    with pytest.raises(ValueError, match="not both"):
+        config.configure_ipu_system()
+    with pytest.raises(AttributeError, match="'configure_ipu_system'"):
+        config.configure_ipu_sistem()
+
+
+def test_too_few_accelerators(monkeypatch):
+    class Accelerator:
+        platform = "gpu"
+
+    monkeypatch.setattr(jax, "devices", lambda *platform: [Accelerator()])
+    config = ipu.config.IPUConfig()
+    config.auto_select_ipus = 2
+    with pytest.raises(ValueError, match="there are 1 gpu device.*IPUConfig.ipu_model = True"):
+        config.configure_ipu_system()

@@ -1,0 +1,132 @@
+import gzip
+import itertools
+import os
+import struct
+
+import numpy as np
+import pytest
+
+from ipu_pipeline import datasets
+
+
+def test_digits():
+    data = datasets.load_digits()
+    assert data.train_images.shape == (1437, 28, 28)
+    assert data.test_images.shape == (360, 28, 28)
+    assert data.train_images.dtype == data.test_images.dtype == np.float32
+    assert data.train_labels.dtype == data.test_labels.dtype == np.int32
+    images = np.concatenate([data.train_images, data.test_images])
+    assert images.min() == 0
+    assert images.max() == 1
+    assert not images[:, [0, 1, 26, 27]].any()
+    assert not images[:, :, [0, 1, 26, 27]].any()
+    inner = images[:, 2:26, 2:26].reshape(-1, 8, 3, 8, 3)
+    assert (inner == inner[:, :, :1, :, :1]).all()  # every pixel three times in each direction
+    labels = np.concatenate([data.train_labels, data.test_labels])
+    np.testing.assert_array_equal(np.bincount(labels), [178, 182, 177, 183, 181, 182, 181, 179, 174, 180])
+    again = datasets.load_digits()
+    np.testing.assert_array_equal(again.test_images, data.test_images)
+    assert np.bincount(data.test_labels).min() > 20  # shuffled
+
+
+def test_training_batches():
+    images = np.arange(10, dtype=np.float32)[:, None]
+    batches = datasets.TrainingBatches(images, np.arange(10, dtype=np.int32), 3, seed=1)
+    taken = list(itertools.islice(batches, 7))
+    for batch_images, labels in taken:
+        assert batch_images.shape == (3, 1)
+        assert labels.dtype == np.int32
+        np.testing.assert_array_equal(batch_images[:, 0], labels)
+    epoch = np.concatenate([labels for _images, labels in taken[:3]])
+    assert len(set(epoch)) == 9  # the remainder is dropped
+    assert list(epoch) != sorted(epoch)
+    np.testing.assert_array_equal(taken[3][1], taken[0][1])
+    np.testing.assert_array_equal(next(iter(batches))[1], taken[0][1])
+    other = datasets.TrainingBatches(images, np.arange(10, dtype=np.int32), 3, seed=2)
+    assert not np.array_equal(next(iter(other))[1], taken[0][1])
+    with pytest.raises(ValueError, match="from 1 to the number of examples, 10; got 11"):
+        datasets.TrainingBatches(images, np.arange(10, dtype=np.int32), 11)
+
+
+@pytest.mark.parametrize(("num_examples", "num_batches"), [(8, 2), (9, 3), (1, 1)])
+def test_evaluation_batches_cover_everything_once(num_examples, num_batches):
+    images = np.arange(num_examples, dtype=np.float32)[:, None]
+    batches = datasets.EvaluationBatches(images, np.arange(num_examples, dtype=np.int32), 4)
+    taken = list(batches)
+    assert len(taken) == len(batches) == num_batches
+    assert all(part.shape[0] == 4 for batch in taken for part in batch)
+    kept = np.concatenate([labels[mask] for _images, labels, mask in taken])
+    np.testing.assert_array_equal(kept, np.arange(num_examples))
+
+
+def write_idx(path, array):
+    header = bytes([0, 0, 8, array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape)
+    with gzip.open(path, "wb") as stream:
+        stream.write(header + array.tobytes())
+
+
+@pytest.fixture
+def mnist_folder(tmp_path, rng):
+    for prefix, count in (("train", 12), ("t10k", 5)):
+        images = rng.integers(0, 256, (count, 28, 28), dtype=np.uint8)
+        write_idx(tmp_path / f"{prefix}-images-idx3-ubyte.gz", images)
+        write_idx(tmp_path / f"{prefix}-labels-idx1-ubyte.gz", np.arange(count, dtype=np.uint8) % 10)
+    return tmp_path
+
+
+def test_mnist_from_a_folder(mnist_folder):
+    data = datasets.load_mnist(mnist_folder)
+    assert data.train_images.shape == (12, 28, 28)
+    assert data.test_labels.tolist() == [0, 1, 2, 3, 4]
+    assert data.train_images.dtype == np.float32
+    assert 0 <= data.train_images.min() < data.train_images.max() <= 1
+
+
+def test_broken_mnist(mnist_folder, tmp_path):
+    path = mnist_folder / "t10k-labels-idx1-ubyte.gz"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-10])
+    with pytest.raises(ValueError, match="t10k-labels.*not a complete gzip file"):
+        datasets.load_mnist(mnist_folder)
+    path.write_bytes(gzip.compress(b"no idx"))
+    with pytest.raises(ValueError, match="not an idx file"):
+        datasets.load_mnist(mnist_folder)
+    path.write_bytes(gzip.compress(gzip.decompress(whole)[:-1]))
+    with pytest.raises(ValueError, match="should have 5 bytes.*has 4"):
+        datasets.load_mnist(mnist_folder)
+    write_idx(path, np.zeros(6, np.uint8))
+    with pytest.raises(ValueError, match="test images of shape"):
+        datasets.load_mnist(mnist_folder)
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match="has no t10k-labels-idx1-ubyte.gz.*--data-dir"):
+        datasets.load_mnist(mnist_folder)
+
+
+def test_selection(mnist_folder, monkeypatch):
+    monkeypatch.delenv(datasets.DATA_DIR_VARIABLE, raising=False)
+    data, line = datasets.load("auto")
+    assert data.name == "digits"
+    assert "since neither --data-dir nor IPU_PIPELINE_DATA_DIR" in line
+    data, line = datasets.load("auto", str(mnist_folder))
+    assert data.name == "MNIST"
+    assert "since --data-dir gives" in line
+    with pytest.raises(ValueError, match=r"no folder was given. Give --data-dir.*--dataset digits"):
+        datasets.load("mnist")
+    monkeypatch.setenv(datasets.DATA_DIR_VARIABLE, str(mnist_folder))
+    data, line = datasets.load("auto")
+    assert data.name == "MNIST"
+    assert f"since {datasets.DATA_DIR_VARIABLE} gives" in line
+    assert datasets.load("mnist")[0].name == "MNIST"
+    assert datasets.load("digits")[0].name == "digits"
+    assert "\n" not in line
+    with pytest.raises(ValueError, match="must be auto, mnist or digits; got 'cifar'"):
+        datasets.load("cifar")
+
+
+@pytest.mark.skipif("IPU_PIPELINE_DATA_DIR" not in os.environ, reason="IPU_PIPELINE_DATA_DIR is not set")
+def test_real_mnist():
+    data = datasets.load_mnist(os.environ["IPU_PIPELINE_DATA_DIR"])
+    assert len(data.train_images) == 60_000
+    np.testing.assert_array_equal(
+        np.bincount(data.test_labels), [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
+    )

@@ -1,0 +1,148 @@
+import gc
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from ipu_pipeline.errors import OutOfRangeError
+from ipu_pipeline.ipu_infeed_queue import IPUInfeedQueue
+from ipu_pipeline.ipu_outfeed_queue import IPUOutfeedQueue
+
+
+def same(leaves):
+    return list(leaves)
+
+
+def take(queue, count):
+    get = queue.connect(same)
+    return [get()[0].item() for _ in range(count)]
+
+
+def scalars(count):
+    return [np.float32(number) for number in range(count)]
+
+
+def test_the_element_looked_at_is_not_lost_and_iterables_start_over():
+    queue = IPUInfeedQueue(scalars(4))
+    assert queue.element.shape == ()
+    assert queue.number_of_tuple_elements == 1
+    queue.initialize()
+    assert take(queue, 4) == [0, 1, 2, 3]
+    with pytest.raises(OutOfRangeError, match="ended after 4 elements"):
+        take(queue, 1)
+    queue.initialize()
+    assert take(queue, 2) == [0, 1]
+    queue.delete()
+
+
+def test_callables_sequences_and_structures():
+    class Indexed:
+        def __len__(self):
+            return 3
+
+        def __getitem__(self, index):
+            if index >= 3:
+                raise IndexError
+            return {"a": np.float32(index), "b": [1, 2.0]}
+
+    queue = IPUInfeedQueue(Indexed())
+    assert queue.number_of_tuple_elements == 3
+    assert queue.element["b"][0].dtype == np.int32
+    queue = IPUInfeedQueue(lambda: iter(scalars(2)))
+    queue.initialize()
+    assert take(queue, 2) == [0, 1]
+    queue.delete()
+
+
+def test_prefetch_depth_bounds_what_is_read_ahead():
+    read = []
+
+    def iterate():
+        for number in range(100):
+            read.append(number)
+            yield np.float32(number)
+
+    queue = IPUInfeedQueue(iterate, prefetch_depth=5)
+    queue.initialize()
+    assert take(queue, 1) == [0]
+    deadline = time.monotonic() + 5
+    while len(read) < 6 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.05)
+    assert len(read) == 6  # one taken, five ahead
+    queue.stop()
+    assert take(queue, 8) == list(range(1, 9))  # nothing is lost by stopping
+    queue.delete()
+
+
+def test_an_infeed_that_is_dropped_ends_its_thread():
+    queue = IPUInfeedQueue(lambda: iter(scalars(100)))
+    queue.initialize()
+    take(queue, 1)
+    thread = next(t for t in threading.enumerate() if t.name == "ipu-infeed")
+    del queue
+    gc.collect()
+    thread.join(timeout=5)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("depth", [0, 256, 1.5, True, "3"])
+def test_prefetch_depth(depth):
+    with pytest.raises(ValueError, match=f"prefetch_depth must be an integer from 1 to 255; got {depth!r}"):
+        IPUInfeedQueue(scalars(1), prefetch_depth=depth)
+
+
+def test_wrong_data_sets():
+    with pytest.raises(TypeError, match="it is an iterator .*a callable that returns a new iterator"):
+        IPUInfeedQueue(iter(scalars(1)))
+    with pytest.raises(TypeError, match="must be iterable, or a callable.*got int"):
+        IPUInfeedQueue(3)
+    with pytest.raises(ValueError, match="dataset is empty"):
+        _shapes = IPUInfeedQueue([]).element
+    with pytest.raises(ValueError, match="leaf of type str"):
+        _shapes = IPUInfeedQueue(["text"]).element
+
+
+def test_another_structure():
+    queue = IPUInfeedQueue([(np.float32(1), np.float32(1)), np.float32(1)])
+    queue.initialize()
+    get = queue.connect(same) if queue.element else None
+    get()
+    with pytest.raises(ValueError, match="element 1 of the dataset has the structure"):
+        get()
+    queue.delete()
+
+
+def test_the_initializer_is_read_once():
+    queue = IPUInfeedQueue(scalars(1))
+    assert queue.initializer
+    with pytest.raises(
+        ValueError, match="The IPUInfeedQueue `initializer` function can only be accessed once"
+    ):
+        assert queue.initializer
+
+
+@pytest.mark.parametrize("depth", [0, -1, 1.5, True])
+def test_outfeed_buffer_depth(depth):
+    with pytest.raises(ValueError, match="buffer_depth must be an integer of at least 1"):
+        IPUOutfeedQueue(buffer_depth=depth)
+
+
+def test_outfeed_mode():
+    with pytest.raises(TypeError, match="outfeed_mode must be an IPUOutfeedMode; got 'all'"):
+        IPUOutfeedQueue("all")
+
+
+def test_outfeed_copies_to_the_host_beyond_its_depth():
+    import jax
+    import jax.numpy as jnp
+
+    queue = IPUOutfeedQueue(buffer_depth=2)
+    queue.bind(jax.tree.structure(0), [jax.ShapeDtypeStruct((), jnp.float32)])
+    elements = [[jax.block_until_ready(jnp.float32(number))] for number in range(5)]
+    queue.extend(elements)
+    assert [type(leaves[0]) for leaves in queue._on_host] == [np.ndarray] * 3
+    assert len(queue._on_device) == 2
+    np.testing.assert_array_equal(queue.take(), range(5))
+    assert queue.take().shape == (0,)

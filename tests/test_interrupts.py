@@ -1,0 +1,86 @@
+"""Ctrl-C, in processes of their own."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from ipu_pipeline import interrupts
+
+PROGRAM = """
+    import os, signal, sys, threading, time
+    import numpy as np
+    import ipu_pipeline as ipu
+    from tests import front
+    model = front.Model(repeat_count=int(sys.argv[1]), gradient_accumulation_count=8)
+    with ipu.Session() as session:
+        session.run(model.initializer)
+        print("ready", flush=True)
+        try:
+            while True:
+                session.run(model.program, {model.rate: 0.01})
+                print("ran", flush=True)
+                session.run(model.outfeed.dequeue())
+        except KeyboardInterrupt:
+            updates = session.update_count()
+            assert not [t for t in threading.enumerate() if t.name == "ipu-infeed"]
+            assert len(session.run(model.outfeed.dequeue())) % 8 == 0
+            assert all(np.isfinite(value).all() for value in session.variables.values())
+        # The session goes on where it was.
+        count = session.update_count()
+        model.options["infeed_queue"].stop()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        thread = threading.Timer(0, lambda: None)
+        thread.start()
+        model2 = front.Model(repeat_count=2, gradient_accumulation_count=8)
+        session.run(model2.initializer)
+        assert model2.run(session).shape == (16,)
+        assert session.update_count() == count + 2
+        print("updates", updates)
+    print("ended")
+"""
+
+
+@pytest.mark.parametrize("moment", ["first compilation", "long run", "short runs"])
+def test_ctrl_c(moment):
+    repeat_count = "100000" if moment == "long run" else "2"
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(PROGRAM), repeat_count],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=os.path.dirname(os.path.dirname(__file__)),
+    )
+    try:
+        wait_for = "ran" if moment == "short runs" else "ready"
+        for line in process.stdout:
+            if line.strip() == wait_for:
+                break
+        time.sleep({"first compilation": 0.2, "long run": 4.0, "short runs": 0.3}[moment])
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 0, errors
+    assert output.splitlines()[-1] == "ended"
+    updates = int(output.splitlines()[-2].split()[1])
+    if moment != "first compilation":
+        assert updates > 0
+
+
+def test_deferred_lets_the_section_finish():
+    done = []
+    with pytest.raises(KeyboardInterrupt):
+        with interrupts.deferred():
+            signal.raise_signal(signal.SIGINT)
+            done.append("section")
+        done.append("after")
+    assert done == ["section"]
+    with interrupts.deferred():
+        pass
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)

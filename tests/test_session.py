@@ -1,0 +1,414 @@
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import ipu_pipeline as ipu
+from ipu_pipeline.engine import names, reference
+from ipu_pipeline.engine.pipeline import PipelineState
+from ipu_pipeline.errors import OutOfRangeError
+from ipu_pipeline.ipu_outfeed_queue import IPUOutfeedMode, IPUOutfeedQueue
+from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput, pipeline
+from tests import front, models
+
+
+def expected_run(model, variables, num_updates, rate=0.1, dataset=None):
+    """Losses and variables by the reference, from the session's variables."""
+    traced = model.program.pipelines[0].pipeline.traced
+    state = PipelineState(variables, None, np.int32(0), np.int32(0), jax.random.key(0))
+    iterator = (dataset or front.data())()
+    losses = []
+    for _update in range(num_updates):
+        micro_batches = [next(iterator) for _ in range(model.options["gradient_accumulation_count"])]
+        state, outputs = reference.step(
+            traced, state, micro_batches, np.float32(rate), optimizer=lambda rate, loss: optax.sgd(rate)
+        )
+        losses += outputs.losses
+    return np.array(losses), state.variables
+
+
+def test_training_equals_the_reference():
+    model = front.Model(repeat_count=2)
+    with ipu.Session(seed=3) as session:
+        session.run(ipu.global_variables_initializer())
+        start = session.variables
+        session.run(model.initializer)
+        losses = np.concatenate([model.run(session) for _ in range(2)])
+        expected_losses, expected_variables = expected_run(model, start, 4)
+        models.assert_trees_close(losses, expected_losses)
+        models.assert_trees_close(session.variables, dict(sorted(expected_variables.items())))
+        assert session.update_count() == 4
+
+
+def test_initial_values_depend_on_seed_and_name_alone():
+    def variables(stages, seed):
+        model = front.Model(computational_stages=stages)
+        with ipu.Session(seed=seed) as session:
+            session.run(ipu.global_variables_initializer())
+            return session.variables, model
+
+    def both(rate, x, labels):
+        return front.second_stage(*front.first_stage(rate, x, labels))
+
+    two, _model = variables([front.first_stage, front.second_stage], 1)
+    one, _model = variables([both], 1)
+    other, _model = variables([both], 2)
+    models.assert_trees_close(one, two, 0.0)
+    assert sorted(one) == [f"{s}/dense/{v}" for s in ("first", "second") for v in ("bias", "kernel")]
+    assert not np.array_equal(one["first/dense/kernel"], other["first/dense/kernel"])
+    key = jax.random.fold_in(jax.random.key(1), names.hash_name("first/dense/kernel"))
+    by_hand = jax.nn.initializers.glorot_uniform()(key, (12, 16), jnp.float32)
+    np.testing.assert_array_equal(one["first/dense/kernel"], by_hand)
+
+
+def test_evaluation_shares_the_trained_variables():
+    model = front.Model()
+    outfeed = IPUOutfeedQueue()
+    infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(front.data(2))
+
+    def evaluate(x, labels):
+        return front.second_stage(*front.first_stage(0.0, x, labels))[1]
+
+    evaluation = front.compile_program(
+        lambda: pipeline(
+            [evaluate], gradient_accumulation_count=2, infeed_queue=infeed, outfeed_queue=outfeed
+        )
+    )
+    with ipu.Session() as session:
+        session.run(model.initializer)
+        model.run(session)
+        session.run(infeed.initializer)
+        before = session.variables
+        session.run(evaluation)
+        losses = session.run(outfeed.dequeue())
+        models.assert_trees_close(session.variables, before, 0.0)
+        model.run(session)  # trains on
+        assert session.update_count() == 2
+    expected, _variables = expected_run(model, before, 1)
+    models.assert_trees_close(losses, expected[:2])
+
+
+def test_computing_around_pipelines():
+    """Segments run in order: a variable read after a pipeline has its new value, before it its old one."""
+    outfeeds = [IPUOutfeedQueue(), IPUOutfeedQueue()]
+
+    def stage(rate, x):
+        return rate, jnp.sum(x * ipu.get_variable("v", (), initializer=1.0))
+
+    def function(rate, x):
+        with ipu.variable_scope("model"):
+            first = pipeline(
+                [stage],
+                gradient_accumulation_count=1,
+                inputs=[rate * 2, x],
+                outfeed_queue=outfeeds[0],
+                optimizer_function=front.optimizer_function,
+                outfeed_loss=True,
+            )
+        with ipu.variable_scope("model", reuse=True):
+            between = ipu.get_variable("v") * 10
+        scope = ipu.variable_scope("model", reuse=True)
+        with scope:
+            second = pipeline(
+                [stage],
+                gradient_accumulation_count=1,
+                inputs=[rate, x + between],
+                outfeed_queue=outfeeds[1],
+                optimizer_function=front.optimizer_function,
+                outfeed_loss=True,
+            )
+            after = ipu.get_variable("v")
+        return {"ops": (first, second), "between": between, "after": after, "x": x, "seven": 7}
+
+    rate = ipu.placeholder(np.float32, name="rate")
+    x = ipu.placeholder(np.float32, (2,), name="x")
+    program = front.compile_program(function, [rate, x])
+    assert len(program.pipelines) == 2
+    with ipu.Session() as session:
+        result = session.run(program, {rate: 0.5, x: [1.0, 2.0]})
+        assert result["ops"] == (None, None)
+        assert result["between"] == -20  # v = 1 - 2*0.5*3 = -2
+        assert result["after"] == -2 - 0.5 * (3 - 40)
+        assert result["seven"] == 7
+        np.testing.assert_array_equal(result["x"], [1, 2])
+        assert session.variables["model/v"] == result["after"]
+        assert [session.run(queue.dequeue())[0] for queue in outfeeds] == [3.0, -2.0 * (3 - 40)]
+
+
+def test_optimizer_state_is_kept_by_pipeline_name():
+    def momentum(rate, loss):
+        return OptimizerFunctionOutput(optax.sgd(rate, momentum=0.9), loss)
+
+    together = front.Model(repeat_count=2, optimizer_function=momentum)
+    apart = [front.Model(optimizer_function=momentum) for _ in range(2)]
+    with ipu.Session() as one, ipu.Session() as two:
+        one.run(together.initializer)
+        together.run(one)
+        for model in apart:  # the second goes on with the first one's momentum
+            two.run(model.initializer)
+            if model is apart[1]:
+                for _skip in range(3):
+                    next_element = model.infeed.connect(lambda leaves: leaves)
+                    next_element()
+            model.run(two)
+        models.assert_trees_close(one.variables, two.variables)
+        other = front.Model()
+        two.run(other.initializer)
+        with pytest.raises(ValueError, match=r"optimizer state of another structure.*'Pipeline'.*trace"):
+            other.run(two)
+
+
+def test_no_infeed_and_lists_of_fetches():
+    outfeed = IPUOutfeedQueue()
+    program = front.compile_program(
+        lambda: pipeline(
+            [lambda x: x + 1, lambda x: x * 2],
+            gradient_accumulation_count=2,
+            inputs=[np.float32([1, 2])],
+            outfeed_queue=outfeed,
+        )
+    )
+    with ipu.Session() as session:
+        nothing, values = session.run([program, outfeed.dequeue()])
+        assert nothing is None
+        np.testing.assert_array_equal(values, [[4, 6], [4, 6]])
+
+
+def test_assigned_variables_and_execution_counts():
+    outfeed = IPUOutfeedQueue()
+
+    def stage(x):
+        count = ipu.get_variable("count", (), "int32", 0, trainable=False)
+        ipu.assign("count", count + 1)
+        return count, jax.random.uniform(ipu.next_rng_key())
+
+    program = front.compile_program(
+        lambda: pipeline(
+            [stage], gradient_accumulation_count=3, repeat_count=2, inputs=[1.0], outfeed_queue=outfeed
+        )
+    )
+    with ipu.Session() as session:
+        session.run(program)
+        counts, noise = session.run(outfeed.dequeue())
+        np.testing.assert_array_equal(counts, range(6))
+        assert len(np.unique(noise)) == 6
+        assert session.variables["count"] == 6
+        session.run(ipu.global_variables_initializer())
+        assert session.variables["count"] == 0
+        session.run(program)
+        _counts, again = session.run(outfeed.dequeue())
+        np.testing.assert_array_equal(again, noise)
+
+
+def test_load_and_variables_are_copies():
+    model = front.Model()
+    with ipu.Session() as session:
+        session.load({"first/dense/bias": np.full(16, 5, "float32")})
+        session.run(model.initializer)
+        taken = session.variables
+        assert list(taken) == ["first/dense/bias"]
+        model.run(session, rate=1e-9)
+        np.testing.assert_allclose(session.variables["first/dense/bias"], 5, rtol=1e-6)
+        kept = session.variables
+        model.run(session)
+        assert not np.array_equal(kept["second/dense/bias"], session.variables["second/dense/bias"])
+        with pytest.raises(ValueError, match=r"first/dense/bias has shape \(16,\); the value has \(3,\)"):
+            session.load({"first/dense/bias": np.zeros(3)})
+
+
+def test_end_of_data_in_a_run_keeps_completed_updates():
+    dataset = front.data(3 * 2 + 2)  # two updates and two of three micro-batches
+    model = front.Model(dataset, repeat_count=5)
+    with ipu.Session() as session:
+        session.run(ipu.global_variables_initializer())
+        start = session.variables
+        session.run(model.initializer)
+        with pytest.raises(OutOfRangeError, match="ended after 8 elements"):
+            session.run(model.program, {model.rate: 0.1})
+        assert not [t for t in threading.enumerate() if t.name == "ipu-infeed"]
+        expected_losses, expected_variables = expected_run(model, start, 2, dataset=dataset)
+        models.assert_trees_close(session.variables, dict(sorted(expected_variables.items())))
+        models.assert_trees_close(session.run(model.outfeed.dequeue()), expected_losses)
+        assert session.update_count() == 2
+        with pytest.raises(OutOfRangeError):
+            session.run(model.program, {model.rate: 0.1})
+        session.run(model.initializer)
+        with pytest.raises(OutOfRangeError):
+            session.run(model.program, {model.rate: 0.1})
+        assert session.update_count() == 4
+
+
+class CorruptedError(Exception):
+    pass
+
+
+def test_an_exception_in_the_dataset_reaches_the_caller():
+    def iterate():
+        yield from front.data(4)()
+        raise CorruptedError("record 4")
+
+    model = front.Model(iterate)
+    with ipu.Session() as session:
+        session.run(model.initializer)
+        model.run(session)
+        with pytest.raises(CorruptedError, match="record 4") as error:
+            model.run(session)
+        assert error.traceback[-1].name == "iterate"
+        assert session.update_count() == 1
+        assert not [t for t in threading.enumerate() if t.name == "ipu-infeed"]
+
+
+def test_a_ragged_batch():
+    def iterate():
+        yield from front.data(4)()
+        yield from front.data(1, size=3)()
+
+    model = front.Model(iterate)
+    with ipu.Session() as session:
+        session.run(model.initializer)
+        model.run(session)
+        with pytest.raises(
+            ValueError, match=r"element 4 .*float32\[3, 12\].*float32\[4, 12\].*drop_remainder"
+        ):
+            model.run(session)
+
+
+def test_nan_is_not_an_error():
+    model = front.Model()
+    with ipu.Session() as session:
+        session.run(model.initializer)
+        model.run(session, rate=np.inf)
+        assert np.isnan(model.run(session)).any()
+        assert session.update_count() == 2
+
+
+def test_uninitialised_deleted_and_closed():
+    model = front.Model()
+    session = ipu.Session()
+    with pytest.raises(RuntimeError, match=r"has not been initialized.*infeed_queue.initializer"):
+        model.run(session)
+    session.run(model.initializer)
+    model.run(session)
+    session.run(model.infeed.deleter)
+    with pytest.raises(RuntimeError, match="ended by its `deleter`"):
+        model.run(session)
+    session.run(model.initializer)
+    model.run(session)
+    session.close()
+    assert not [t for t in threading.enumerate() if t.name == "ipu-infeed"]
+    with pytest.raises(RuntimeError, match="closed Session"):
+        model.run(session)
+    assert "first/dense/bias" in session.variables
+
+
+@pytest.mark.parametrize(
+    ("feed", "error", "message"),
+    [
+        ({}, ValueError, "You must feed a value for placeholder 'rate'"),
+        ({"rate": [1.0, 2.0]}, ValueError, r"Cannot feed value of shape \(2,\) for placeholder 'rate'"),
+        ({"rate": "fast"}, ValueError, "placeholder 'rate'"),
+        ({"rate": 1j}, ValueError, "does not fit float32"),
+        ({"rate": 0.1, "other": 1.0}, ValueError, "'other'.*is not an input of this program.*'rate'"),
+        ({"rate": 0.1, "text": 1.0}, TypeError, "keys must be placeholders"),
+    ],
+)
+def test_feed_dict_errors(feed, error, message):
+    model = front.Model()
+    keys = {"rate": model.rate, "other": ipu.placeholder(np.float32, name="other"), "text": "text"}
+    with ipu.Session() as session, pytest.raises(error, match=message):
+        session.run(model.program, {keys[name]: value for name, value in feed.items()})
+
+
+def test_wrong_fetches_and_seeds():
+    with pytest.raises(TypeError, match="fetch must be a compiled program"):
+        ipu.Session().run(front.first_stage)
+    with pytest.raises(TypeError, match="seed must be an integer"):
+        ipu.Session(seed="1")
+    for method in ("save", "restore"):
+        with pytest.raises(NotImplementedError, match=f"Session.{method}"):
+            getattr(ipu.Session(), method)("path")
+
+
+def test_outfeed_modes_and_structures():
+    def run(last_stage, mode=IPUOutfeedMode.ALL, runs=1):
+        outfeed = IPUOutfeedQueue(mode)
+        program = front.compile_program(
+            lambda: pipeline(
+                [last_stage], gradient_accumulation_count=2, inputs=[np.float32(3)], outfeed_queue=outfeed
+            )
+        )
+        operation = outfeed.dequeue()
+        with ipu.Session() as session:
+            for _run in range(runs):
+                session.run(program)
+            return session.run(operation)
+
+    np.testing.assert_array_equal(run(lambda x: x * 2), [6, 6])
+    assert run(lambda x: x * 2, runs=4).shape == (8,)
+    assert run(lambda x: x * 2, runs=0).shape == (0,)
+    pair = run(lambda x: (x, x[None]))
+    assert isinstance(pair, list)
+    assert [value.shape for value in pair] == [(2,), (2, 1)]
+    assert run(lambda x: {"a": x})["a"].shape == (2,)
+    assert run(lambda x: x * 2, IPUOutfeedMode.LAST) == 6
+    with pytest.raises(ValueError, match="mode LAST and nothing has been enqueued"):
+        run(lambda x: x * 2, IPUOutfeedMode.LAST, runs=0)
+
+
+def test_dequeue_before_compile_and_its_warning():
+    outfeed = IPUOutfeedQueue()
+    with pytest.warns(UserWarning, match="wait_for_completion=True"):
+        operation = outfeed.dequeue(wait_for_completion=True)
+    with ipu.Session() as session, pytest.raises(ValueError, match="before any program"):
+        session.run(operation)
+
+
+def test_an_infeed_goes_from_one_program_to_another_without_losing_elements():
+    seen = []
+
+    def program(mapping):
+        outfeed = IPUOutfeedQueue()
+        compiled = front.compile_program(
+            lambda: pipeline(
+                [lambda x: x, lambda x: x * 1],
+                gradient_accumulation_count=2,
+                infeed_queue=infeed,
+                outfeed_queue=outfeed,
+                device_mapping=mapping,
+            )
+        )
+        return compiled, outfeed
+
+    infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(lambda: iter(np.arange(100, dtype="float32")))
+    programs = [program([0, 1]), program([1, 0])]
+    with ipu.Session() as session:
+        session.run(infeed.initializer)
+        for turn in range(6):
+            compiled, outfeed = programs[turn % 2]
+            session.run(compiled)
+            seen += list(session.run(outfeed.dequeue()))
+    assert seen == list(range(12))
+
+
+def test_repeats_and_runs_compile_nothing_new():
+    compiled = []
+
+    def listen(event, duration, **_details):
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(duration)
+
+    model = front.Model(repeat_count=3)
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        with ipu.Session() as session:
+            session.run(model.initializer)
+            model.run(session)
+            compiled.clear()
+            for _run in range(3):
+                model.run(session)
+            assert compiled == []
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)

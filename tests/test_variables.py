@@ -1,0 +1,174 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ipu_pipeline import engine, layers
+from ipu_pipeline.engine import names
+from ipu_pipeline.engine.variables import initial_value
+
+
+def trace(function):
+    """The specifications of the variables that a stage asks for."""
+    pipeline = engine.Pipeline([function], num_micro_batches=1)
+    pipeline.trace(np.zeros((2, 3), "float32"))
+    return pipeline.variables
+
+
+def test_scopes_nest_and_reopen():
+    def stage(x):
+        with engine.variable_scope("a"), engine.variable_scope("b/c"):
+            engine.get_variable("v", ())
+        with engine.variable_scope("a"):
+            engine.get_variable("v", ())
+        return x
+
+    assert list(trace(stage)) == ["a/b/c/v", "a/v"]
+
+
+def test_a_variable_that_exists_needs_reuse():
+    def without(x):
+        for _time in range(2):
+            with engine.variable_scope("a"):
+                x += engine.get_variable("v", ())
+        return x
+
+    with pytest.raises(ValueError, match=r"Variable a/v already exists.*reuse=True"):
+        trace(without)
+
+    def with_reuse(x):
+        with engine.variable_scope("a"):
+            x += engine.get_variable("v", (), initializer=2.0)
+        with engine.variable_scope("a", reuse=True):
+            return x + engine.get_variable("v") * engine.get_variable("v", ())
+
+    assert list(trace(with_reuse)) == ["a/v"]
+
+    def with_another_shape(x):
+        engine.get_variable("v", ())
+        with names.absolute_scope("", reuse=True):
+            return x + engine.get_variable("v", (3,))
+
+    with pytest.raises(ValueError, match=r"Trying to share variable v, but specified shape \(3,\)"):
+        trace(with_another_shape)
+
+
+def value_of(*arguments, seed=0, **options):
+    def stage(x):
+        engine.get_variable(*arguments, **options)
+        return x
+
+    (spec,) = trace(stage).values()
+    return initial_value(spec, jax.random.key(seed)), spec
+
+
+def test_initial_values():
+    matrix, _spec = value_of("m", (4, 5))
+    limit = np.sqrt(6 / 9)
+    assert np.abs(matrix).max() <= limit
+    assert np.unique(matrix).size == 20
+    assert not np.array_equal(matrix, value_of("m", (4, 5), seed=1)[0])
+    assert not np.array_equal(matrix, value_of("n", (4, 5))[0])
+    np.testing.assert_array_equal(value_of("b", (5,))[0], np.zeros(5, "float32"))
+    np.testing.assert_array_equal(value_of("c", (2,), initializer=3)[0], [3, 3])
+    np.testing.assert_array_equal(value_of("d", initializer=[1.0, 2.0])[0], [1, 2])
+    counter, spec = value_of("i", (), jnp.int32)
+    assert counter.dtype == jnp.int32
+    assert not spec.trainable
+    key = jax.random.fold_in(jax.random.key(0), names.hash_name("u"))
+    np.testing.assert_array_equal(
+        value_of("u", (3,), initializer=jax.nn.initializers.normal())[0],
+        jax.nn.initializers.normal()(key, (3,), jnp.float32),
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        (("",), {}, "name must be a non-empty string"),
+        (("a//b", ()), {}, "without empty parts"),
+        (("v",), {}, r"Shape of a new variable \(v\) must be fully defined"),
+        (("v", (-1,)), {}, "non-negative integers"),
+        (("v", (None, 2)), {}, "non-negative integers"),
+        (("v", (), "text"), {}, "'text' is not a dtype"),
+        (("v", (), "float64"), {}, "jax_enable_x64"),
+        (("v", (3,)), {"initializer": [1.0, 2.0]}, r"array of shape \(2,\), but shape=\(3,\)"),
+    ],
+)
+def test_wrong_variables(arguments, options, message):
+    with pytest.raises(ValueError, match=message):
+        value_of(*arguments, **options)
+
+
+def test_an_initializer_with_another_result():
+    with pytest.raises(ValueError, match=r"variable v must return float32\[3\]; it returned float32\[1\]"):
+        value_of("v", (3,), initializer=lambda key, shape, dtype: jnp.zeros(1))
+
+
+def test_assign_errors():
+    def stage(x):
+        engine.get_variable("trained", ())
+        engine.get_variable("kept", (), trainable=False)
+        with engine.variable_scope("s"):
+            engine.assign("kept", jnp.float32(1))  # by its full name
+        return x
+
+    trace(stage)
+    for name, value, message in [
+        ("missing", 1.0, "there is no variable 'missing'.*There are: trained, kept"),
+        ("trained", 1.0, "trained is trainable"),
+        ("kept", np.zeros(2, "float32"), r"kept is float32\[\], but the value is float32\[2\]"),
+        ("kept", 1, r"kept is float32\[\], but the value is int32\[\]"),
+    ]:
+
+        def wrong(x, name=name, value=value):
+            stage(x)
+            engine.assign(name, value)
+            return x
+
+        with pytest.raises(ValueError, match=message):
+            trace(wrong)
+
+
+def test_reading_after_assigning():
+    def stage(x):
+        v = engine.get_variable("v", (), initializer=1.0, trainable=False)
+        engine.assign("v", v + 1)
+        with names.absolute_scope("", reuse=True):
+            return v, engine.get_variable("v")
+
+    pipeline = engine.Pipeline([stage], num_micro_batches=2)
+    state = pipeline.init(jax.random.key(0), np.float32(0))
+    state, outputs = pipeline.step(state, [np.float32(0)] * 2)
+    assert [tuple(map(float, pair)) for pair in outputs.outputs] == [(1, 2), (2, 3)]
+    assert state.variables["v"] == 3
+
+
+@pytest.mark.parametrize("function", ["get_variable", "next_rng_key", "assign"])
+def test_outside_of_a_program(function):
+    arguments = {"get_variable": ("v", ()), "next_rng_key": (), "assign": ("v", 1.0)}[function]
+    with pytest.raises(RuntimeError, match=f"{function} was called outside of a program"):
+        getattr(engine, function)(*arguments)
+
+
+@pytest.mark.parametrize("name", ["", "a//b", "/a", 3])
+def test_wrong_scopes(name):
+    with pytest.raises(ValueError, match="variable_scope: name must be"), engine.variable_scope(name):
+        pass
+    with pytest.raises(ValueError, match="use_resource"), engine.variable_scope("a", use_resource=False):
+        pass
+
+
+def layer_names(stages):
+    pipeline = engine.Pipeline(stages, num_micro_batches=1)
+    pipeline.trace(np.zeros((2, 3), "float32"))
+    return sorted(name for name in pipeline.variables if name.endswith("kernel"))
+
+
+def test_layer_names_do_not_depend_on_the_split():
+    def dense(x):
+        return layers.Dense(3)(x)
+
+    together = layer_names([lambda x: dense(dense(dense(x)))])
+    assert together == ["dense/kernel", "dense_1/kernel", "dense_2/kernel"]
+    assert layer_names([dense, dense, dense]) == together
