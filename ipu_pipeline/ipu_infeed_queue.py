@@ -69,6 +69,7 @@ class IPUInfeedQueue:
         self._peeked: tuple[Any, Iterator[Any]] | None = None
         self._element: Any = None
         self._feeder: _Feeder | None = None
+        self._finalizer: weakref.finalize[..., IPUInfeedQueue] | None = None
         self._is_initializer_taken = False
         self._deleted = False
 
@@ -125,7 +126,9 @@ class IPUInfeedQueue:
             iterator = self._iterate()
         self._feeder = _Feeder(iterator, element, self._prefetch_depth)
         self._deleted = False
-        weakref.finalize(self, self._feeder.stop)
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        self._finalizer = weakref.finalize(self, self._feeder.stop)  # also when Python ends
 
     def delete(self) -> None:
         """Ends the infeed; it can be initialized again."""

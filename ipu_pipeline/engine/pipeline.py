@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -194,7 +195,7 @@ class Pipeline:
         self._programs: tuple[StagePrograms, ...] = ()
         self._updates: updates.Updates | None = None
         self._executor: Executor | None = None
-        self._placed: PipelineState | None = None
+        self._placed: weakref.ref[PipelineState] | None = None  # the last state that is known to be placed
         self.timetable = schedules.timetable(
             schedule, len(stages), num_micro_batches, mapping, loss is not None
         )
@@ -433,7 +434,7 @@ class Pipeline:
                 execution_count=execution_count,
                 key=state.key,
             )
-        self._placed = new_state
+        self._placed = weakref.ref(new_state)
         return new_state
 
     def place(self, state: PipelineState) -> PipelineState:
@@ -442,7 +443,7 @@ class Pipeline:
         Raises:
           ValueError: a variable is missing, or has another shape or dtype.
         """
-        if state is self._placed:
+        if self._placed is not None and state is self._placed():
             return state
         for name, spec in self.variables.items():
             value = state.variables.get(name)
