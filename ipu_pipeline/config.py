@@ -10,6 +10,7 @@ import contextlib
 import difflib
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,18 +18,29 @@ import jax
 
 from ipu_pipeline.utils import SelectionOrder
 
-__all__ = ["IPUConfig", "devices_for", "require_ipus", "reset_ipu_configuration"]
+__all__ = [
+    "IPUConfig",
+    "devices_for",
+    "is_selected",
+    "reset_ipu_configuration",
+    "select_automatically",
+]
 
 
 @dataclass
 class _System:
-    """The selected devices, per TensorFlow device (`/device:IPU:<n>`), in the order that stages take."""
+    """The selected devices.
+
+    Attributes:
+      groups: per TensorFlow device (`/device:IPU:<n>`), in the order that stages take them.
+      is_automatic: whether nobody configured it, so that it grows with what programs need.
+    """
 
     groups: list[list[Any]]
+    is_automatic: bool
 
 
 _system: _System | None = None
-_required: dict[int, int] = {}  # ordinal of the TensorFlow device -> IPUs that programs need
 _NOT_BUILT = {"allow_recompute": "Recomputation"}
 
 
@@ -114,9 +126,8 @@ class IPUConfig:
             chosen = [
                 available[start : start + number] for start, number in zip(starts, reserved, strict=True)
             ]
-        _system = _System(
-            [[group[index] for index in self.selection_order.permute(len(group))] for group in chosen]
-        )
+        groups = [[group[index] for index in self.selection_order.permute(len(group))] for group in chosen]
+        _system = _System(groups, is_automatic=False)
 
     def _check_power_of_two(self, number: int) -> int:
         """How many IPUs to take for a wanted number."""
@@ -144,26 +155,50 @@ _DEFAULTS: dict[str, Any] = {
 }
 
 
-def require_ipus(ordinal: int, number: int) -> None:
-    """Notes that a program on `/device:IPU:<ordinal>` needs so many IPUs."""
-    _required[ordinal] = max(number, _required.get(ordinal, 0))
+def select_automatically(needs: Iterable[tuple[int, int]]) -> None:
+    """Selects devices for programs, unless a system was configured; what is selected already stays.
+
+    Args:
+      needs: for each program the n of its `/device:IPU:<n>`, and how many IPUs it needs.
+
+    Raises:
+      ValueError: there are fewer accelerators.
+      RuntimeError: JAX's CPU backend is running already, with fewer devices.
+    """
+    global _system
+    if _system is not None and not _system.is_automatic:
+        return
+    groups = [] if _system is None else [list(group) for group in _system.groups]
+    wanted = [len(group) for group in groups]
+    for ordinal, number in needs:
+        wanted += [1] * (ordinal + 1 - len(wanted))
+        wanted[ordinal] = max(wanted[ordinal], number)
+    if wanted == [len(group) for group in groups]:
+        return
+    used = [device for group in groups for device in group]
+    free = [device for device in _find_devices(sum(wanted), ipu_model=False) if device not in used]
+    groups += [[] for _ in range(len(wanted) - len(groups))]
+    for group, number in zip(groups, wanted, strict=True):
+        num_missing = number - len(group)
+        group += free[:num_missing]
+        free = free[num_missing:]
+    _system = _System(groups, is_automatic=True)
+
+
+def is_selected() -> bool:
+    """Whether devices have been selected, in whatever way."""
+    return _system is not None
 
 
 def devices_for(ordinal: int, number: int) -> list[Any]:
     """The JAX devices of `/device:IPU:<ordinal>`, at least `number` of them.
 
-    Without a configured system this selects what all programs compiled so far need.
-
     Raises:
       ValueError: the configured system has fewer, or there are fewer accelerators.
       RuntimeError: JAX's CPU backend is running already, with fewer devices.
     """
-    if _system is None:
-        counts = [_required.get(index, 1) for index in range(max([ordinal, *_required]) + 1)]
-        counts[ordinal] = max(counts[ordinal], number)
-        start = sum(counts[:ordinal])
-        available = _find_devices(sum(counts), ipu_model=False)
-        return available[start : start + counts[ordinal]]
+    select_automatically([(ordinal, number)])
+    assert _system is not None
     if ordinal >= len(_system.groups):
         raise ValueError(
             f"The program is placed on /device:IPU:{ordinal}, but the configured system has only "
@@ -179,10 +214,9 @@ def devices_for(ordinal: int, number: int) -> list[Any]:
 
 
 def reset_ipu_configuration() -> None:
-    """Forgets the configured system and what programs need, as if nothing had been configured."""
+    """Forgets the selected devices, as if nothing had been configured."""
     global _system
     _system = None
-    _required.clear()
 
 
 def _find_devices(number: int, ipu_model: bool) -> list[Any]:

@@ -6,6 +6,7 @@ import gzip
 import importlib.resources
 import os
 import struct
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,10 +76,11 @@ class TrainingBatches:
           images: float32 [examples, ...].
           labels: int32 [examples].
           batch_size: examples per batch.
-          seed: of the order.
+          seed: of the order, at least 0.
 
         Raises:
-          ValueError: there are fewer examples than one batch needs, or `batch_size` is below 1.
+          ValueError: there are fewer examples than one batch needs, or an argument is too
+            small.
         """
         if not 1 <= batch_size <= len(images):
             raise ValueError(
@@ -87,6 +89,8 @@ class TrainingBatches:
         self._images = images
         self._labels = labels
         self._batch_size = batch_size
+        if seed < 0:
+            raise ValueError(f"seed must be at least 0; got {seed}.")
         self._seed = seed
 
     def __iter__(self) -> Iterator[tuple[NDArray[np.float32], NDArray[np.int32]]]:
@@ -232,7 +236,7 @@ def _read_idx(path: Path) -> NDArray[Any]:
     try:
         with gzip.open(path) as stream:
             content = stream.read()
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise ValueError(f"MNIST: {path} is not a complete gzip file: {error}.") from error
     if len(content) < 4 or content[:3] != b"\0\0\x08":
         raise ValueError(f"MNIST: {path} is not an idx file of unsigned bytes.")

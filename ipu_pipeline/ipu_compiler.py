@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +16,8 @@ from ipu_pipeline.scopes import current_ipu_device
 
 __all__ = ["compile", "compiled_programs"]
 
-_programs: weakref.WeakSet[Program] = weakref.WeakSet()
+_programs: weakref.WeakValueDictionary[int, Program] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
 
 
 def compile(fn: Callable[..., Any], inputs: Sequence[Any] | None = None) -> Program:
@@ -49,13 +51,13 @@ def compile(fn: Callable[..., Any], inputs: Sequence[Any] | None = None) -> Prog
     elif not isinstance(inputs, (list, tuple)):
         inputs = [inputs]
     program = build_program(fn, [_check_input(index, value) for index, value in enumerate(inputs)], device)
-    _programs.add(program)
+    _programs[next(_numbers)] = program
     return program
 
 
 def compiled_programs() -> list[Program]:
-    """The programs that are still in use."""
-    return list(_programs)
+    """The programs that are still in use, in the order in which they were compiled."""
+    return [program for _number, program in sorted(_programs.items())]
 
 
 def _check_input(index: int, value: Any) -> Placeholder | np.ndarray[Any, Any]:

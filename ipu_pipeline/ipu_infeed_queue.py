@@ -6,15 +6,19 @@ import collections
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ipu_pipeline.engine.pipeline import as_shape, trees_equal
 from ipu_pipeline.errors import OutOfRangeError
+from ipu_pipeline.placeholders import cast_exactly
 
 __all__ = ["IPUInfeedQueue", "InfeedOperation"]
+
+_JOIN_SECONDS = 0.5
 
 Place = Callable[[Sequence[Any]], Sequence[Any]]
 
@@ -117,7 +121,8 @@ class IPUInfeedQueue:
 
     def initialize(self) -> None:
         """Starts over at the beginning of the data set."""
-        self.stop()
+        if self._feeder is not None:
+            self._feeder.discard()
         element = self.element
         if self._peeked is not None:
             (first, iterator), self._peeked = self._peeked, None
@@ -132,7 +137,8 @@ class IPUInfeedQueue:
 
     def delete(self) -> None:
         """Ends the infeed; it can be initialized again."""
-        self.stop()
+        if self._feeder is not None:
+            self._feeder.discard()
         self._feeder = None
         self._deleted = True
 
@@ -140,6 +146,18 @@ class IPUInfeedQueue:
         """Ends the thread. What was fetched is kept, and the next `connect` goes on from there."""
         if self._feeder is not None:
             self._feeder.stop()
+
+    def check_initialized(self) -> None:
+        """Raises if the infeed cannot be connected.
+
+        Raises:
+          RuntimeError: it was not initialized, or was ended by its deleter.
+        """
+        if self._feeder is None:
+            state = "was ended by its `deleter`" if self._deleted else "has not been initialized"
+            raise RuntimeError(
+                f"The infeed {state}. Run its initializer first: session.run(infeed_queue.initializer)."
+            )
 
     def connect(self, place: Place) -> Callable[[], Sequence[Any]]:
         """Starts the thread.
@@ -154,11 +172,8 @@ class IPUInfeedQueue:
         Raises:
           RuntimeError: the infeed was not initialized.
         """
-        if self._feeder is None:
-            state = "was ended by its `deleter`" if self._deleted else "has not been initialized"
-            raise RuntimeError(
-                f"The infeed {state}. Run its initializer first: session.run(infeed_queue.initializer)."
-            )
+        self.check_initialized()
+        assert self._feeder is not None
         self._feeder.start(place)
         return self._feeder.get
 
@@ -168,92 +183,108 @@ class IPUInfeedQueue:
         return iter(made)
 
 
+class _Entry(NamedTuple):
+    """An element that was fetched: as it came, and placed by `place`. Or an error, after the last one."""
+
+    leaves: Sequence[Any]
+    placed: Sequence[Any]
+    place: Place
+    error: BaseException | None
+
+
 class _Feeder:
-    """The thread and its buffer, for one pass over the data."""
+    """The thread and its buffer, for one pass over the data.
+
+    Whether a thread runs is known from `_is_running`, which the thread itself clears, under the lock that
+    everyone takes to read it. It is never joined for long: a data set that hangs holds up nobody else, and
+    the thread, a daemon, ends when it wakes up or goes on if it is wanted again.
+    """
 
     def __init__(self, iterator: Iterator[Any], element: Any, depth: int) -> None:
         self._iterator = iterator
         self._shapes, self._tree = jax.tree.flatten(element)
-
         self._depth = depth
-        self._place: Place | None = None
         self._number = 0
-        # Entries are (leaves, placed), or (None, exception), which is the last one.
-        self._buffer: collections.deque[tuple[Any, Any]] = collections.deque()
         self._condition = threading.Condition()
+        # What follows is read and written with the condition held.
+        self._buffer: collections.deque[_Entry] = collections.deque()
+        self._place: Place | None = None
         self._thread: threading.Thread | None = None
-        self._stopping = False
+        self._is_running = False
+        self._is_stopping = False
 
     def start(self, place: Place) -> None:
-        if self._thread is not None and self._thread.is_alive() and self._place == place:
-            return
-        self.stop()
-        if self._place != place:  # another program reads on: what was fetched goes to its devices
+        with self._condition:
             self._place = place
-            entries = list(self._buffer)
-            self._buffer.clear()
-            for leaves, placed in entries:
-                self._buffer.append((leaves, placed if leaves is None else place(leaves)))
-        self._stopping = False
-        self._thread = threading.Thread(target=self._run, name="ipu-infeed", daemon=True)
-        self._thread.start()
+            self._is_stopping = False
+            if not self._is_running and not self._has_ended():
+                self._is_running = True
+                self._thread = threading.Thread(target=self._run, name="ipu-infeed", daemon=True)
+                self._thread.start()
 
     def stop(self) -> None:
-        thread = self._thread
-        if thread is None:
-            return
         with self._condition:
-            self._stopping = True
+            self._is_stopping = True
             self._condition.notify_all()
-        if thread is not threading.current_thread():
-            thread.join(timeout=10.0)  # longer only if the data set itself hangs; it is a daemon
-        if not thread.is_alive():
-            self._thread = None
+            thread = self._thread if self._is_running else None
+            self._thread = None  # joined once at most
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout=_JOIN_SECONDS)
+
+    def discard(self) -> None:
+        self.stop()
+        with self._condition:
+            self._buffer.clear()
+            self._iterator = iter(())
 
     def get(self) -> Sequence[Any]:
         with self._condition:
             while not self._buffer:
+                assert self._is_running
                 self._condition.wait()
-            leaves, placed = self._buffer[0]
-            if leaves is None:  # stays in the buffer: whoever asks again gets the same answer
-                self._raise(placed)
-            self._buffer.popleft()
-            self._condition.notify_all()
-        result: Sequence[Any] = placed
-        return result
+            entry = self._buffer[0]
+            place = self._place
+            if entry.error is None:  # an error stays: whoever asks again gets the same answer
+                self._buffer.popleft()
+                self._condition.notify_all()
+        if entry.error is not None:
+            raise entry.error
+        assert place is not None
+        # Fetched ahead for another program, an element goes to this one's devices now.
+        return entry.placed if entry.place == place else place(entry.leaves)
 
-    def _raise(self, error: BaseException) -> NoReturn:
-        raise error
+    def _has_ended(self) -> bool:
+        return bool(self._buffer) and self._buffer[-1].error is not None
 
     def _run(self) -> None:
         while True:
             with self._condition:
-                while len(self._buffer) >= self._depth and not self._stopping:
+                while len(self._buffer) >= self._depth and not self._is_stopping:
                     self._condition.wait()
-                if self._stopping or (self._buffer and self._buffer[-1][0] is None):
+                if self._is_stopping or self._has_ended():
+                    self._is_running = False
                     return
-            entry = self._fetch()
+                place = self._place
+            assert place is not None
+            entry = self._fetch(place)
             with self._condition:
                 self._buffer.append(entry)
                 self._condition.notify_all()
-                if entry[0] is None:
-                    return
 
-    def _fetch(self) -> tuple[Any, Any]:
-        assert self._place is not None
+    def _fetch(self, place: Place) -> _Entry:
         try:
-            element = next(self._iterator)
-            leaves = self._check(element)
+            leaves = self._check(next(self._iterator))
             self._number += 1
-            return leaves, self._place(leaves)
+            return _Entry(leaves, place(leaves), place, None)
         except StopIteration:
-            return None, OutOfRangeError(
+            error: BaseException = OutOfRangeError(
                 f"The infeed's data ended after {self._number} elements, before the run had all the "
                 "micro-batches that it needs. Completed weight updates stand. Repeat the dataset, or run "
                 "the initializer to start over."
             )
-        except BaseException as error:  # whatever the data set raises belongs to the caller of `run`
-            return None, error
+        except BaseException as raised:  # whatever the data set raises belongs to the caller of `run`
+            error = raised
+        return _Entry((), (), place, error)
 
     def _check(self, element: Any) -> list[Any]:
         leaves, tree = jax.tree.flatten(element)
@@ -262,7 +293,9 @@ class _Feeder:
             raise ValueError(f"{what} has the structure {tree}, and the first one has {self._tree}.")
         arrays = []
         for leaf, expected in zip(leaves, self._shapes, strict=True):
-            array = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
+            array: Any = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
+            if array.dtype.kind in "iu" and as_shape(array).dtype != array.dtype:
+                array = cast_exactly(array, expected.dtype, what)  # int64, without JAX's 64-bit mode
             shape = as_shape(array)
             if shape.shape != expected.shape or shape.dtype != expected.dtype:
                 raise ValueError(
@@ -276,9 +309,10 @@ class _Feeder:
 
 def _leaf_shape(leaf: Any) -> jax.ShapeDtypeStruct:
     array = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
-    if array.dtype.kind in "OUSMm":
+    is_key = jnp.issubdtype(array.dtype, jax.dtypes.extended)
+    if is_key or array.dtype.kind in "OUSMm":
         raise ValueError(
-            f"IPUInfeedQueue: elements must be pytrees of numeric arrays; one has a leaf of type "
+            "IPUInfeedQueue: elements must be pytrees of numeric arrays; one has a leaf of type "
             f"{type(leaf).__name__} (dtype {array.dtype})."
         )
     return as_shape(array)

@@ -22,9 +22,7 @@ from ipu_pipeline.placeholders import Placeholder
 from ipu_pipeline.program import (
     Operation,
     PipelineCall,
-    ProgramBuilder,
     current_builder,
-    run_pipeline_p,
 )
 
 __all__ = ["OptimizerFunctionOutput", "PipelineSchedule", "pipeline"]
@@ -171,6 +169,11 @@ def pipeline(
             "pipelining_ops.pipeline must be called in a function that ipu_compiler.compile traces, "
             "within an ipu_scope; here it is not placed on an IPU device."
         )
+    if names.is_in_stage():
+        raise RuntimeError(
+            "pipelining_ops.pipeline was called within a computational stage; pipelines do not nest. Call "
+            "it in the compiled function, or make its stages stages of the outer pipeline."
+        )
     input_leaves, input_tree = _check_inputs(inputs)
 
     optimizer = None if optimizer_function is None else _Optimizer(optimizer_function)
@@ -190,7 +193,6 @@ def pipeline(
     element = None if infeed_queue is None else infeed_queue.element
     input_avals = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in input_leaves]
     engine_pipeline.trace(element, *jax.tree.unflatten(input_tree, input_avals))
-    _connect_outfeed(engine_pipeline, outfeed_queue, outfeed_loss, builder)
     call = PipelineCall(
         name=name or "Pipeline",
         pipeline=engine_pipeline,
@@ -199,7 +201,8 @@ def pipeline(
         outfeed_queue=outfeed_queue,
         outfeeds_loss=outfeed_loss,
     )
-    run_pipeline_p.bind(*input_leaves, call=call)
+    _check_outfeed(call)
+    builder.add(call, input_leaves)
     return Operation(call.name)
 
 
@@ -368,31 +371,16 @@ def _as_array(index: int, leaf: Any) -> Any:
     return array.astype(jax.dtypes.canonicalize_dtype(array.dtype))
 
 
-def _connect_outfeed(
-    engine_pipeline: Pipeline,
-    outfeed_queue: IPUOutfeedQueue | None,
-    outfeed_loss: bool,
-    builder: ProgramBuilder,
-) -> None:
-    traced = engine_pipeline.traced
-    if outfeed_loss:
-        tree, avals = jax.tree.structure(0), traced.loss_avals
-    else:
-        tree, avals = traced.output_tree, traced.output_avals
-    if outfeed_queue is None:
-        if avals:
-            described = ", ".join(f"{aval.dtype.name}{list(aval.shape)}" for aval in avals)
-            raise ValueError(
-                f"The last computational stage has tensor outputs: {described}, but no outfeed_queue has "
-                "been provided."
-            )
-        return
-    if not avals:
+def _check_outfeed(call: PipelineCall) -> None:
+    _tree, avals = call.outfed
+    if call.outfeed_queue is None and avals:
+        described = ", ".join(f"{aval.dtype.name}{list(aval.shape)}" for aval in avals)
+        raise ValueError(
+            f"The last computational stage has tensor outputs: {described}, but no outfeed_queue has "
+            "been provided."
+        )
+    if call.outfeed_queue is not None and not avals:
         warnings.warn(
             "outfeed_queue will stay empty since the last computational stage returns nothing.",
             stacklevel=3,
         )
-    if outfeed_queue in builder.outfeed_queues:
-        raise ValueError("An IPUOutfeedQueue can be enqueued to only once in a program; it is twice.")
-    builder.outfeed_queues.append(outfeed_queue)
-    outfeed_queue.bind(tree, avals)

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
-__all__ = ["Placeholder", "placeholder"]
+__all__ = ["Placeholder", "cast_exactly", "placeholder"]
 
 
 class Placeholder:
@@ -63,13 +63,47 @@ class Placeholder:
             raise ValueError(
                 f"Cannot feed value of shape {array.shape} for {self!r}, which has shape {self.shape}."
             )
-        is_exact = np.can_cast(array.dtype, self.dtype, "same_kind")
-        if not is_exact and not (array.dtype.kind in "iuf" and self.dtype.kind == "V"):
-            raise ValueError(
-                f"Cannot feed a value of dtype {array.dtype.name} for {self!r}: it does not fit "
-                f"{self.dtype.name}."
-            )
-        return array.astype(self.dtype)
+        return cast_exactly(array, self.dtype, f"The value fed to {self!r}")
+
+
+def _refuse(self: Placeholder, *arguments: Any) -> NoReturn:
+    del arguments
+    self.refuse_capture()
+
+
+# Whatever a number or an array can do, a placeholder cannot: the error then names it.
+_OPERATORS = """
+    add sub mul matmul truediv floordiv mod divmod pow and or xor lshift rshift
+    radd rsub rmul rmatmul rtruediv rfloordiv rmod rdivmod rpow rand ror rxor rlshift rrshift
+    neg pos abs invert lt le gt ge bool int float complex index len iter getitem
+"""
+for _operator in _OPERATORS.split():
+    setattr(Placeholder, f"__{_operator}__", _refuse)
+
+
+def cast_exactly(array: np.ndarray[Any, Any], dtype: Any, what: str) -> np.ndarray[Any, Any]:
+    """The array in another dtype, if that holds its values.
+
+    Args:
+      array: any array.
+      dtype: to cast to. Integers and booleans must be kept exactly; floating-point numbers are rounded,
+        and take integers; complex numbers fit complex dtypes only.
+      what: what errors call the array.
+
+    Returns:
+      A new array.
+
+    Raises:
+      ValueError: the values do not fit.
+    """
+    dtype = np.dtype(dtype)
+    is_numeric = array.dtype.kind in "biufcV" and array.dtype.names is None
+    if is_numeric and not (array.dtype.kind == "c" and dtype.kind != "c"):
+        with np.errstate(all="ignore"):
+            cast = array.astype(dtype)
+        if dtype.kind not in "biu" or np.array_equal(cast, array):
+            return cast
+    raise ValueError(f"{what}, of dtype {array.dtype}, does not fit {dtype.name}.")
 
 
 _count = 0

@@ -62,13 +62,27 @@ class PipelineCall:
     outfeed_queue: IPUOutfeedQueue | None
     outfeeds_loss: bool
 
+    @property
+    def optimizer_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes and dtypes of the optimizer's state by path; empty without training."""
+        updates = self.pipeline.updates
+        return {} if updates is None else {leaf.path: leaf.aval for leaf in updates.state_leaves}
+
+    @property
+    def outfed(self) -> tuple[Any, tuple[jax.ShapeDtypeStruct, ...]]:
+        """The structure of what is enqueued per micro-batch, and shapes and dtypes of its leaves."""
+        traced = self.pipeline.traced
+        if self.outfeeds_loss:
+            return jax.tree.structure(0), traced.loss_avals
+        return traced.output_tree, traced.output_avals
+
 
 run_pipeline_p = jex_core.Primitive("run_pipeline")
 
 
 @run_pipeline_p.def_abstract_eval
-def _run_pipeline_abstract(*inputs: Any, call: PipelineCall) -> jax.core.ShapedArray:
-    del inputs, call
+def _run_pipeline_abstract(*inputs: Any, index: int) -> jax.core.ShapedArray:
+    del inputs, index  # the position in ProgramBuilder.calls; JAX's caches keep parameters for long
     return jax.core.ShapedArray((), np.dtype(np.int32))  # nobody reads it; a marker needs a result
 
 
@@ -80,13 +94,40 @@ class ProgramBuilder:
       ipu_device: the number in `/device:IPU:<n>`.
       names: the names that the program gives out.
       inputs: what the function was given, as (value, name).
-      outfeed_queues: those that are enqueued to.
+      calls: the pipelines.
     """
 
     ipu_device: int
     names: names.ProgramNames = field(default_factory=names.ProgramNames)
     inputs: list[tuple[Any, str]] = field(default_factory=list)
-    outfeed_queues: list[IPUOutfeedQueue] = field(default_factory=list)
+    calls: list[PipelineCall] = field(default_factory=list)
+
+    def add(self, call: PipelineCall, inputs: Sequence[Any]) -> None:
+        """Adds a pipeline at this point of the program.
+
+        Args:
+          call: the pipeline.
+          inputs: the leaves of its inputs.
+
+        Raises:
+          ValueError: it enqueues to the outfeed of another one; or has its name and another structure of
+            optimizer state.
+        """
+        for other in self.calls:
+            if call.outfeed_queue is not None and call.outfeed_queue is other.outfeed_queue:
+                raise ValueError(
+                    "An IPUOutfeedQueue can be enqueued to only once in a program; pipelines "
+                    f"{other.name!r} and {call.name!r} both do."
+                )
+            shapes, other_shapes = call.optimizer_shapes, other.optimizer_shapes
+            trains_both = call.pipeline.updates is not None and other.pipeline.updates is not None
+            if call.name == other.name and trains_both and shapes != other_shapes:
+                raise ValueError(
+                    f"Two pipelines of the program are named {call.name!r}, under which optimizer state is "
+                    "kept, but their optimizer states have different structures. Give one another `name`."
+                )
+        self.calls.append(call)
+        run_pipeline_p.bind(*inputs, index=len(self.calls) - 1)
 
     def describe_input(self, value: Any) -> str | None:
         """The name of a value that the function was given."""
@@ -150,7 +191,6 @@ class Program:
         self._result_tree = result_tree
         self._result_atoms = list(result_atoms)
         self._constants = dict(constants)
-        config.require_ipus(ipu_device, self.num_ipus)
 
     @property
     def ipu_device(self) -> int:
@@ -181,42 +221,34 @@ class Program:
             found.update((spec.name, spec) for spec in specs)
         return found
 
-    def run(self, session: Session, feed_dict: Mapping[Any, Any]) -> Any:
+    def run(self, session: Session, feed_dict: Mapping[Placeholder, Any]) -> Any:
         """Runs the program; see `Session.run`."""
         values = dict(self._constants)
         for var, value in zip(self._input_vars, self._feed(feed_dict), strict=True):
             values[var] = value
+        infeeds = [call.infeed_queue for call in self.pipelines if call.infeed_queue is not None]
+        for infeed in infeeds:
+            infeed.check_initialized()
         devices = config.devices_for(self._ipu_device, self.num_ipus)
         row = placement.make_rows(devices, (0,))[0]
-        feeds = {call: session.start_feed(call, devices) for call in self.pipelines}
         try:
             for step in self._steps:
                 if isinstance(step, tuple):
                     call, atoms = step
-                    leaves = [_read(values, atom) for atom in atoms]
-                    session.run_pipeline(call, leaves, feeds[call])
+                    session.run_pipeline(call, [_read(values, atom) for atom in atoms], devices)
                 else:
                     for var, spec in step.reads.items():
                         values[var] = session.variable(spec)
                     arguments = placement.put_host_copies([values[v] for v in step.arguments], row)
                     values.update(zip(step.results, step.function(*arguments), strict=True))
         except BaseException:
-            for call in self.pipelines:
-                if call.infeed_queue is not None:
-                    call.infeed_queue.stop()
+            for infeed in infeeds:
+                infeed.stop()
             raise
         results = [None if atom is None else np.array(_read(values, atom)) for atom in self._result_atoms]
         return self._result_tree.unflatten(results)
 
-    def _feed(self, feed_dict: Mapping[Any, Any]) -> list[Any]:
-        for key in feed_dict:
-            if not isinstance(key, Placeholder):
-                raise TypeError(f"feed_dict: keys must be placeholders; got {key!r}.")
-            if key not in self._inputs:
-                raise ValueError(
-                    f"feed_dict: {key!r} is not an input of this program. Its inputs are: "
-                    f"{', '.join(repr(known) for known in self.placeholders) or 'none'}."
-                )
+    def _feed(self, feed_dict: Mapping[Placeholder, Any]) -> list[Any]:
         fed = []
         for value in self._inputs:
             if not isinstance(value, Placeholder):
@@ -287,13 +319,16 @@ def build_program(
         return markers(equation, atoms, inline)
 
     flat = jaxprs.flatten(closed_jaxpr, rule)
+    for call in builder.calls:
+        if call.outfeed_queue is not None:
+            call.outfeed_queue.bind(*call.outfed)
     tree, is_operation = result
     outputs = iter(flat.outputs)
     return Program(
         ipu_device,
         inputs,
         flat.inputs,
-        _make_steps(flat, reads),
+        _make_steps(flat, reads, builder.calls),
         tree,
         [None if operation else next(outputs) for operation in is_operation],
         flat.constants,
@@ -301,19 +336,19 @@ def build_program(
 
 
 def _make_steps(
-    flat: jaxprs.FlatJaxpr, reads: Sequence[dict[VariableSpec, Any]]
+    flat: jaxprs.FlatJaxpr, reads: Sequence[dict[VariableSpec, Any]], calls: Sequence[PipelineCall]
 ) -> list[_Segment | tuple[PipelineCall, list[Any]]]:
     runs: list[list[Any]] = [[]]
-    calls: list[Any] = []
+    markers: list[Any] = []
     for equation in flat.equations:
         if equation.primitive is run_pipeline_p:
-            calls.append(equation)
+            markers.append(equation)
             runs.append([])
         else:
             runs[-1].append(equation)
     steps: list[_Segment | tuple[PipelineCall, list[Any]]] = []
     for index, run in enumerate(runs):
-        later = [*calls[index:], *(equation for rest in runs[index + 1 :] for equation in rest)]
+        later = [*markers[index:], *(equation for rest in runs[index + 1 :] for equation in rest)]
         wanted = [atom for equation in later for atom in equation.invars] + list(flat.outputs)
         used = {atom for atom in wanted if not isinstance(atom, jex_core.Literal)}
         results = [var for equation in run for var in equation.outvars if var in used]
@@ -322,8 +357,8 @@ def _make_steps(
         results += [var for var in read_here if var in used]
         if results or any(equation.effects for equation in run):
             steps.append(_make_segment(flat, run, results, read_here))
-        if index < len(calls):
-            steps.append((calls[index].params["call"], list(calls[index].invars)))
+        if index < len(markers):
+            steps.append((calls[markers[index].params["index"]], list(markers[index].invars)))
     return steps
 
 

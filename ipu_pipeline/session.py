@@ -16,6 +16,7 @@ from ipu_pipeline.engine.pipeline import PipelineState
 from ipu_pipeline.engine.variables import VariableSpec, initial_value
 from ipu_pipeline.ipu_infeed_queue import InfeedOperation, IPUInfeedQueue
 from ipu_pipeline.ipu_outfeed_queue import OutfeedOperation
+from ipu_pipeline.placeholders import Placeholder, cast_exactly
 from ipu_pipeline.program import PipelineCall, Program
 
 __all__ = ["InitializerOperation", "Session", "global_variables_initializer"]
@@ -76,9 +77,12 @@ class Session:
 
         Raises:
           TypeError: the seed is not an integer.
+          ValueError: it does not fit 64 bits.
         """
         if not isinstance(seed, (int, np.integer)) or isinstance(seed, bool):
             raise TypeError(f"Session: seed must be an integer; got {seed!r}.")
+        if not -(2**63) <= seed < 2**63:
+            raise ValueError(f"Session: seed must fit 64 bits; got {seed}.")
         self._seed = int(seed)
         self._key: Any = None
         self._state = _State()
@@ -138,7 +142,7 @@ class Session:
                     raise ValueError(
                         f"load: variable {name} has shape {known.shape}; the value has {array.shape}."
                     )
-                array = array.astype(known.dtype)
+                array = cast_exactly(array, known.dtype, f"load: the value of variable {name}")
             loaded[name] = array
         variables = {**self._state.variables, **loaded}
         self._state = dataclasses.replace(self._state, variables=variables)
@@ -172,28 +176,40 @@ class Session:
         """
         if self._is_closed:
             raise RuntimeError("Attempted to use a closed Session.")
-        if isinstance(fetch, (list, tuple)):
-            return [self.run(one, feed_dict) for one in fetch]
-        if isinstance(fetch, Program):
-            return fetch.run(self, feed_dict or {})
-        if isinstance(fetch, InfeedOperation):
-            if fetch.starts:
-                self._infeeds[fetch.queue] = None
-                fetch.queue.initialize()
-            else:
-                fetch.queue.delete()
-                self._infeeds.pop(fetch.queue, None)
-            return None
-        if isinstance(fetch, OutfeedOperation):
-            return fetch.queue.take()
-        if isinstance(fetch, InitializerOperation):
+        fetches, tree = jax.tree.flatten(fetch, is_leaf=lambda node: not isinstance(node, (list, tuple)))
+        for one in fetches:
+            if not isinstance(one, (Program, InfeedOperation, OutfeedOperation, InitializerOperation)):
+                raise TypeError(
+                    "Session.run: fetch must be a compiled program, an infeed's initializer, what an "
+                    "outfeed's dequeue() returned, global_variables_initializer(), or a list of them; got "
+                    f"{type(one).__name__}."
+                )
+        feeds = feed_dict or {}
+        _check_feeds([one for one in fetches if isinstance(one, Program)], feeds)
+        needs_devices = any(isinstance(one, (Program, InitializerOperation)) for one in fetches)
+        if needs_devices and not config.is_selected():
+            programs = ipu_compiler.compiled_programs()
+            config.select_automatically([(program.ipu_device, program.num_ipus) for program in programs])
+        values = [
+            one.run(self, feeds) if isinstance(one, Program) else self._run_operation(one)
+            for one in fetches
+        ]
+        result = jax.tree.unflatten(tree, values)
+        return list(result) if isinstance(result, tuple) else result
+
+    def _run_operation(self, operation: Any) -> Any:
+        if isinstance(operation, InitializerOperation):
             self._initialize()
             return None
-        raise TypeError(
-            "Session.run: fetch must be a compiled program, an infeed's initializer, what an outfeed's "
-            "dequeue() returned, global_variables_initializer(), or a list of them; got "
-            f"{type(fetch).__name__}."
-        )
+        if isinstance(operation, OutfeedOperation):
+            return operation.queue.take()
+        if operation.starts:
+            self._infeeds[operation.queue] = None
+            operation.queue.initialize()
+        else:
+            operation.queue.delete()
+            self._infeeds.pop(operation.queue, None)
+        return None
 
     # For programs.
 
@@ -208,6 +224,8 @@ class Session:
             value = initial_value(spec, self._get_key())
             variables = {**self._state.variables, spec.name: value}
             self._state = dataclasses.replace(self._state, variables=variables)
+        if isinstance(value, np.ndarray) and value.shape == spec.shape:  # loaded, and not used yet
+            value = cast_exactly(value, spec.dtype, f"The value loaded for variable {spec.name}")
         if value.shape != spec.shape or value.dtype != spec.dtype:
             raise ValueError(
                 f"Variable {spec.name} is {spec.dtype.name}{list(spec.shape)} in this program, but the "
@@ -215,21 +233,13 @@ class Session:
             )
         return value
 
-    def start_feed(self, call: PipelineCall, devices: Sequence[Any]) -> Callable[[], Sequence[Any]]:
-        """What gives the pipeline its next micro-batch."""
-        executor = call.pipeline.prepare(devices)
-        if call.infeed_queue is None:
-            return tuple
-        return call.infeed_queue.connect(executor.place_element)
-
-    def run_pipeline(
-        self,
-        call: PipelineCall,
-        input_leaves: Sequence[Any],
-        next_element: Callable[[], Sequence[Any]],
-    ) -> None:
+    def run_pipeline(self, call: PipelineCall, input_leaves: Sequence[Any], devices: Sequence[Any]) -> None:
         """Runs a pipeline `repeat_count` times. The session's state changes after each."""
         pipeline = call.pipeline
+        executor = pipeline.prepare(devices)
+        next_element: Callable[[], Sequence[Any]] = tuple
+        if call.infeed_queue is not None:
+            next_element = call.infeed_queue.connect(executor.place_element)
         state = pipeline.place(self._make_pipeline_state(call))
         for _repeat in range(call.repeat_count):
             accumulated = pipeline.accumulate(state, next_element, input_leaves)
@@ -253,7 +263,7 @@ class Session:
         updates = call.pipeline.updates
         optimizer_state = None
         if updates is not None:
-            shapes = {leaf.path: leaf.aval for leaf in updates.state_leaves}
+            shapes = call.optimizer_shapes
             if record.optimizer is not None:
                 if record.optimizer.shapes != shapes:
                     different = sorted(
@@ -282,10 +292,9 @@ class Session:
         record = self._state.pipelines.get(call.name, _PipelineRecord())
         updates = call.pipeline.updates
         if updates is not None:
-            shapes = {leaf.path: leaf.aval for leaf in updates.state_leaves}
             record = dataclasses.replace(
                 record,
-                optimizer=_OptimizerState(shapes, state.optimizer_state),
+                optimizer=_OptimizerState(call.optimizer_shapes, state.optimizer_state),
                 update_count=int(state.update_count),
             )
         record = dataclasses.replace(record, execution_count=int(state.execution_count))
@@ -295,14 +304,31 @@ class Session:
         )
 
     def _initialize(self) -> None:
-        programs = ipu_compiler.compiled_programs()
-        for program in programs:
-            config.devices_for(program.ipu_device, program.num_ipus)  # before anything starts JAX
-        specs = {name: spec for program in programs for name, spec in program.variables.items()}
+        specs: dict[str, VariableSpec] = {}
+        unclear = set()  # names that programs use for different variables: whichever runs first says
+        for program in ipu_compiler.compiled_programs():
+            for name, spec in program.variables.items():
+                known = specs.setdefault(name, spec)
+                if (known.shape, known.dtype) != (spec.shape, spec.dtype):
+                    unclear.add(name)
         key = self._get_key()
-        self._state = _State({name: initial_value(spec, key) for name, spec in specs.items()})
+        self._state = _State(
+            {name: initial_value(spec, key) for name, spec in specs.items() if name not in unclear}
+        )
 
     def _get_key(self) -> Any:
         if self._key is None:
             self._key = jax.random.key(self._seed)
         return self._key
+
+
+def _check_feeds(programs: Sequence[Program], feed_dict: Mapping[Any, Any]) -> None:
+    known = dict.fromkeys(placeholder for program in programs for placeholder in program.placeholders)
+    for key in feed_dict:
+        if not isinstance(key, Placeholder):
+            raise TypeError(f"feed_dict: keys must be placeholders; got {key!r}.")
+        if key not in known:
+            raise ValueError(
+                f"feed_dict: {key!r} is not an input of this program. Inputs are: "
+                f"{', '.join(repr(placeholder) for placeholder in known) or 'none'}."
+            )

@@ -26,6 +26,7 @@ __all__ = [
     "positive_float",
     "positive_int",
     "schedule_of",
+    "seed",
     "train",
 ]
 
@@ -45,6 +46,14 @@ def positive_float(text: str) -> float:
     value = float(text)
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"must be a finite number above 0; got {text}")
+    return value
+
+
+def seed(text: str) -> int:
+    """An argument that must be an integer from 0 that fits 63 bits."""
+    value = int(text)
+    if not 0 <= value < 2**63:
+        raise argparse.ArgumentTypeError(f"must be from 0 to 2**63-1; got {text}")
     return value
 
 
@@ -92,7 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser, repeat_count: int = 10) -> No
         help="The pipeline schedule.",
     )
     parser.add_argument(
-        "--seed", type=int, default=0, help="Of the initial variables and the order of the examples."
+        "--seed", type=seed, default=0, help="Of the initial variables and the order of the examples."
     )
 
 

@@ -146,3 +146,37 @@ def test_outfeed_copies_to_the_host_beyond_its_depth():
     assert len(queue._on_device) == 2
     np.testing.assert_array_equal(queue.take(), range(5))
     assert queue.take().shape == (0,)
+
+
+def test_a_slow_data_set_holds_up_nobody():
+    """A thread that is in the data set while it is stopped goes on when the infeed is wanted again."""
+    wake = threading.Event()
+
+    def iterate():
+        for number in range(50):
+            if number == 5:
+                wake.wait(20)
+            yield np.float32(number)
+
+    queue = IPUInfeedQueue(iterate)
+    queue.initialize()
+    assert take(queue, 5) == [0, 1, 2, 3, 4]
+    started = time.monotonic()
+    queue.stop()
+    queue.stop()
+    assert time.monotonic() - started < 2
+    get = queue.connect(same)
+    threading.Timer(0.2, wake.set).start()
+    assert [get()[0].item() for _ in range(5)] == [5, 6, 7, 8, 9]
+    assert sum(thread.name == "ipu-infeed" for thread in threading.enumerate()) == 1
+    queue.delete()
+    queue.initialize()
+    assert take(queue, 2) == [0, 1]
+    queue.delete()
+
+
+def test_elements_that_are_random_keys():
+    import jax
+
+    with pytest.raises(ValueError, match="must be pytrees of numeric arrays"):
+        _shapes = IPUInfeedQueue([jax.random.key(0)]).element

@@ -3,6 +3,7 @@
 import inspect
 import time
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -188,15 +189,65 @@ def test_captured_values():
             lambda given: pipeline([lambda given=given * 2: given + 1], gradient_accumulation_count=1),
             inputs=[rate],
         )
-    with pytest.raises(ValueError, match="Trying to capture the tensor rate"):
-        with_stage(lambda given: jnp.sin(rate))
+    uses = [jnp.sin, jnp.asarray, np.asarray, float, bool, lambda x: -x, lambda x: 2 * x, lambda x: x > 1]
+    uses += [lambda x: optax.sgd(x).init({}), lambda x: jnp.where(True, x, 1), lambda x: x, np.negative]
+    uses += [lambda x: jax.lax.mul(np.float32(1), x), lambda x: jax.jit(jnp.sin)(x), lambda x: x[0]]
+    for use in uses:
+        with pytest.raises(ValueError, match="Trying to capture the tensor rate"):
+            with_stage(lambda given, use=use: use(rate))
     with pytest.raises(ValueError, match="Trying to capture the tensor rate"):
         front.compile_program(lambda: pipeline([lambda x: x], gradient_accumulation_count=1, inputs=[rate]))
 
 
-def test_a_pipeline_in_a_loop():
-    import jax
+def test_a_pipeline_in_a_stage():
+    def stage(x):
+        pipeline([lambda x: None], gradient_accumulation_count=1, inputs=[x])
+        return x
 
+    with pytest.raises(RuntimeError, match="within a computational stage; pipelines do not nest"):
+        front.compile_program(lambda: pipeline([stage], gradient_accumulation_count=1, inputs=[1.0]))
+
+
+def test_two_structures_of_optimizer_state_under_one_name():
+    def train(optimizer, scope):
+        def stage():
+            with ipu.variable_scope(scope):
+                return jnp.sum(ipu.get_variable("v", (2,)))
+
+        pipeline(
+            [stage],
+            gradient_accumulation_count=1,
+            optimizer_function=lambda loss: OptimizerFunctionOutput(optimizer, loss),
+            outfeed_queue=ipu.ipu_outfeed_queue.IPUOutfeedQueue(),
+        )
+
+    def function():
+        train(optax.sgd(0.1), "a")
+        train(optax.adam(0.1), "b")
+
+    with pytest.raises(ValueError, match="Two pipelines of the program are named 'Pipeline'"):
+        front.compile_program(function)
+
+
+def test_an_outfeed_is_bound_by_what_compiled():
+    queue = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
+
+    def compile_one(stages):
+        def function():
+            pipeline(stages, gradient_accumulation_count=1, inputs=[1.0], outfeed_queue=queue)
+            if len(stages) == 1:
+                raise KeyError("wrong")
+
+        return front.compile_program(function)
+
+    with pytest.raises(KeyError):
+        compile_one([lambda x: (x, x)])
+    compile_one([lambda x: x, lambda x: x])
+    with pytest.raises(ValueError, match="holds elements of one structure"):
+        compile_one([lambda x: x, lambda x: (x, x)])
+
+
+def test_a_pipeline_in_a_loop():
     def function(x):
         def body(carry, _element):
             pipeline([lambda x: None], gradient_accumulation_count=1, inputs=[carry])

@@ -206,7 +206,7 @@ def test_assigned_variables_and_execution_counts():
 def test_load_and_variables_are_copies():
     model = front.Model()
     with ipu.Session() as session:
-        session.load({"first/dense/bias": np.full(16, 5, "float32")})
+        session.load({"first/dense/bias": [5] * 16})
         session.run(model.initializer)
         taken = session.variables
         assert list(taken) == ["first/dense/bias"]
@@ -215,6 +215,10 @@ def test_load_and_variables_are_copies():
         kept = session.variables
         model.run(session)
         assert not np.array_equal(kept["second/dense/bias"], session.variables["second/dense/bias"])
+        with pytest.raises(
+            ValueError, match="of variable first/dense/bias, of dtype complex128, does not fit"
+        ):
+            session.load({"first/dense/bias": np.zeros(16, complex)})
         with pytest.raises(ValueError, match=r"first/dense/bias has shape \(16,\); the value has \(3,\)"):
             session.load({"first/dense/bias": np.zeros(3)})
 
@@ -310,6 +314,7 @@ def test_uninitialised_deleted_and_closed():
         ({}, ValueError, "You must feed a value for placeholder 'rate'"),
         ({"rate": [1.0, 2.0]}, ValueError, r"Cannot feed value of shape \(2,\) for placeholder 'rate'"),
         ({"rate": "fast"}, ValueError, "placeholder 'rate'"),
+        ({"rate": [[1], [1, 2]]}, ValueError, "is not an array"),
         ({"rate": 1j}, ValueError, "does not fit float32"),
         ({"rate": 0.1, "other": 1.0}, ValueError, "'other'.*is not an input of this program.*'rate'"),
         ({"rate": 0.1, "text": 1.0}, TypeError, "keys must be placeholders"),
@@ -412,3 +417,139 @@ def test_repeats_and_runs_compile_nothing_new():
             assert compiled == []
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_integers_that_do_not_fit():
+    for dtype, good, bad in [
+        ("uint8", 3, 300),
+        ("int32", -7, 2**40),
+        ("int8", 127, 128),
+        ("int32", 2.0, 2.5),
+    ]:
+        placeholder = ipu.placeholder(dtype, name="number")
+        program = front.compile_program(lambda number: number + 1, [placeholder])
+        with ipu.Session() as session:
+            session.run(program, {placeholder: good})
+            with pytest.raises(ValueError, match=f"placeholder 'number'.*does not fit {dtype}"):
+                session.run(program, {placeholder: bad})
+    infeed = ipu.ipu_infeed_queue.IPUInfeedQueue([np.int64(1), np.int64(2**40)])
+    outfeed = IPUOutfeedQueue()
+    program = front.compile_program(
+        lambda: pipeline(
+            [lambda x: x], gradient_accumulation_count=1, infeed_queue=infeed, outfeed_queue=outfeed
+        )
+    )
+    with ipu.Session() as session:
+        session.run(infeed.initializer)
+        session.run(program)
+        assert session.run(outfeed.dequeue()) == [1]
+        with pytest.raises(ValueError, match="element 1 of the dataset.*does not fit int32"):
+            session.run(program)
+
+
+def test_constant_inputs_beside_placeholders():
+    rate = ipu.placeholder(np.float32, name="rate")
+    program = front.compile_program(lambda a, b: a * b, [np.ones(3, "float32"), rate])
+    with ipu.Session() as session:
+        np.testing.assert_array_equal(session.run(program, {rate: 2}), [2, 2, 2])
+
+
+def test_one_infeed_in_two_pipelines():
+    outfeeds = [IPUOutfeedQueue(), IPUOutfeedQueue()]
+    infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(
+        lambda: iter([{"a": np.float32(n), "b": np.float32(100 + n)} for n in range(20)])
+    )
+
+    def function():
+        for name, outfeed in zip("ab", outfeeds, strict=True):
+            pipeline(
+                [lambda a, b, name=name: {"a": a, "b": b}[name] * 2],
+                gradient_accumulation_count=2,
+                infeed_queue=infeed,
+                outfeed_queue=outfeed,
+            )
+
+    program = front.compile_program(function)
+    with ipu.Session() as session:
+        session.run(infeed.initializer)
+        for start in (0, 4):
+            session.run(program)
+            first, second = session.run([queue.dequeue() for queue in outfeeds])
+            np.testing.assert_array_equal(first, [2 * start, 2 * start + 2])
+            np.testing.assert_array_equal(second, [2 * (102 + start), 2 * (103 + start)])
+
+
+def test_a_list_is_checked_before_anything_runs():
+    model = front.Model()
+    scaled = front.compile_program(lambda: np.float32(2))
+    with ipu.Session() as session:
+        session.run(model.initializer)
+        for wrong in (None, "text"):
+            with pytest.raises(TypeError, match="fetch must be"):
+                session.run([model.program, wrong], {model.rate: 0.1})
+        assert session.update_count() == 0
+        assert session.run([model.program, (scaled,)], {model.rate: 0.1}) == [None, (2.0,)]
+
+
+def test_programs_with_the_same_names_and_other_shapes():
+    def program(size):
+        return front.compile_program(lambda: ipu.get_variable("v", (size,), initializer=1.0) * 2)
+
+    programs = [program(2), program(3)]
+    for chosen in programs:
+        with ipu.Session() as session:
+            session.run(ipu.global_variables_initializer())
+            assert set(session.run(chosen)) == {2.0}
+        with pytest.raises(RuntimeError, match="closed"):
+            session.run(chosen)
+
+
+def test_a_dropped_program_frees_its_memory():
+    import gc
+
+    def train():
+        model = front.Model(
+            optimizer_function=lambda rate, loss: OptimizerFunctionOutput(optax.adam(rate), loss)
+        )
+        with ipu.Session() as session:
+            session.run(model.initializer)
+            model.run(session)
+
+    def count():
+        gc.collect()
+        return sum(array.nbytes for array in jax.live_arrays())
+
+    train()
+    before = count()
+    for _time in range(3):
+        train()
+    assert count() - before < 1000  # a few scalars that JAX keeps
+
+
+def test_configuring_after_a_run_moves_the_program():
+    model = front.Model()
+    with ipu.Session() as session:
+        session.run(model.initializer)
+        model.run(session)
+        config = ipu.config.IPUConfig()
+        config.select_ipus = [5, 3]
+        config.configure_ipu_system()
+        model.run(session)
+        places = {name: value.devices() for name, value in session._state.variables.items()}
+    assert places["first/dense/kernel"] == {jax.devices()[5]}
+    assert places["second/dense/kernel"] == {jax.devices()[3]}
+
+
+def test_a_bigger_program_compiled_later_does_not_disturb():
+    small = front.Model()
+    with ipu.Session() as session:
+        session.run(small.initializer)
+        small.run(session)
+        stages = [lambda x: x] * 20
+        queue = IPUOutfeedQueue()
+        big = front.compile_program(
+            lambda: pipeline(stages, gradient_accumulation_count=1, inputs=[1.0], outfeed_queue=queue)
+        )
+        small.run(session)
+        with pytest.raises(RuntimeError, match="20 IPUs are needed"):
+            session.run(big)

@@ -25,6 +25,7 @@ __all__ = [
     "current_scope",
     "frame",
     "hash_name",
+    "is_in_stage",
     "is_reusing",
     "join",
     "variable_scope",
@@ -99,6 +100,12 @@ def current_frame(wanted_by: str) -> Frame:
             "function that is given to ipu_compiler.compile."
         )
     return current
+
+
+def is_in_stage() -> bool:
+    """Whether a stage is being traced."""
+    current = _frame.get()
+    return current is not None and current.is_stage
 
 
 def current_scope() -> str:

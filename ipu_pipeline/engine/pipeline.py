@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ipu_pipeline.engine import differentiation, names, placement, schedules, updates
@@ -86,13 +87,16 @@ class Stage:
         paths_and_shapes, tree = jax.tree_util.tree_flatten_with_path(shapes)
         scope = self.name or f"stage{index}"
 
-        def initializer(place: int) -> Any:
-            if not callable(parameters):
-                return jax.tree.leaves(parameters)[place]
+        # JAX's caches keep an initializer for long; they should not keep a model's weights with it.
+        reference = weakref.ref(self)
 
+        def initializer(place: int) -> Any:
             def initialize(key: Any, shape: Any, dtype: Any) -> Any:
                 del shape, dtype  # they are those of the leaf
-                return jax.tree.leaves(parameters(key))[place]
+                stage = reference()
+                assert stage is not None
+                made = stage.parameters(key) if callable(stage.parameters) else stage.parameters
+                return jnp.array(jax.tree.leaves(made)[place])  # a copy, as updates may take its memory
 
             return initialize
 
@@ -280,29 +284,36 @@ class Pipeline:
         """The executor; made at the first call, which starts JAX's backend.
 
         Args:
-          devices: the JAX device of each IPU; by default those given to the pipeline.
+          devices: the JAX device of each IPU; by default those of the call before, or those given to the
+            pipeline. With other devices than before everything is compiled again, for them.
         """
-        if self._executor is None:
-            devices = devices or self._devices
-            if devices is None:
-                devices = jax.devices()
-            if len(devices) < self.num_ipus:
-                raise ValueError(
-                    f"The pipeline needs {self.num_ipus} devices, one per IPU of device_mapping, but "
-                    f"there are {len(devices)}. On a CPU, "
-                    f'jax.config.update("jax_num_cpu_devices", {self.num_ipus}) before the first use of '
-                    "JAX makes more."
-                )
-            self._executor = Executor(
-                self.traced,
-                self._programs,
-                self._updates,
-                placement.make_rows(devices, self._mapping),
-                self.timetable,
-                self._num_micro_batches,
-                self._donate,
+        if self._executor is not None and (devices is None or self._has_devices(devices)):
+            return self._executor
+        if devices is None:
+            devices = jax.devices() if self._devices is None else self._devices
+        if len(devices) < self.num_ipus:
+            raise ValueError(
+                f"The pipeline needs {self.num_ipus} devices, one per IPU of device_mapping, but there are "
+                f"{len(devices)}. On a CPU, before the first use of JAX, "
+                f'jax.config.update("jax_num_cpu_devices", {self.num_ipus}) makes more.'
             )
+        self._devices = list(devices)
+        self._placed = None
+        self._executor = Executor(
+            self.traced,
+            self._programs,
+            self._updates,
+            placement.make_rows(devices, self._mapping),
+            self.timetable,
+            self._num_micro_batches,
+            self._donate,
+        )
         return self._executor
+
+    def _has_devices(self, devices: Sequence[Any]) -> bool:
+        known = self._devices
+        assert known is not None
+        return all(ipu < len(devices) and devices[ipu] == known[ipu] for ipu in self._mapping)
 
     def init(self, key: Any, micro_batch: Any, *inputs: Any) -> PipelineState:
         """The state at the start of training.
