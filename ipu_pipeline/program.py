@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from jax.extend import core as jex_core
 from ipu_pipeline import config
 from ipu_pipeline.engine import hoisting, jaxprs, names, placement
 from ipu_pipeline.engine.pipeline import Pipeline
-from ipu_pipeline.engine.variables import VariableSpec
+from ipu_pipeline.engine.variables import VariableSpec, fresh_trace
 from ipu_pipeline.ipu_infeed_queue import IPUInfeedQueue
 from ipu_pipeline.ipu_outfeed_queue import IPUOutfeedQueue
 from ipu_pipeline.placeholders import Placeholder
@@ -294,7 +295,18 @@ def build_program(
         value.aval if isinstance(value, Placeholder) else jax.ShapeDtypeStruct(value.shape, value.dtype)
         for value in inputs
     ]
-    closed_jaxpr = jax.make_jaxpr(traced)(*avals)
+    try:
+        with fresh_trace():
+            closed_jaxpr = jax.make_jaxpr(traced)(*avals)
+    except TypeError as error:
+        # Most uses of a placeholder raise its own error; JAX's innermost functions look at types only.
+        if Placeholder.__name__ not in str(error):
+            raise
+        named = re.search(r"placeholder '([^']*)'", f"{error.__cause__}")
+        raise ValueError(
+            f"Trying to capture the tensor {named.group(1) if named else 'of a placeholder'}. Give "
+            "placeholders to ipu_compiler.compile in `inputs`, and use what the function gets for them."
+        ) from error
     reads: list[dict[VariableSpec, Any]] = [{}]  # one entry per segment
 
     def read(spec: VariableSpec) -> Any:
@@ -305,7 +317,7 @@ def build_program(
     def refuse(*arguments: Any) -> Any:
         raise AssertionError(f"assign and next_rng_key refuse to work here: {arguments}")
 
-    markers = hoisting.marker_rule("the compiled function", read, refuse, refuse)
+    markers = hoisting.marker_rule("the compiled function", builder.names, read, refuse, refuse)
 
     def rule(equation: Any, atoms: list[Any], inline: jaxprs.InlineFunction) -> list[Any] | None:
         if equation.primitive is run_pipeline_p:

@@ -85,6 +85,28 @@ def test_nothing_computed_from_weights_alone_is_stored(stage, stored, rng):
     models.assert_trees_close(actual.variables, expected.variables, tolerance)
 
 
+def transposed_in_a_scan(x):
+    def body(carry, w):
+        return jnp.tanh(carry @ w.T), None
+
+    return jax.lax.scan(body, x, kernel("stack", (3, WIDTH, WIDTH)))[0]
+
+
+def test_a_scan_over_layers_stores_no_weights(rng):
+    """Its backward needs w.T of every layer, which does not depend on the data."""
+    stages = [lambda x: x @ kernel("first"), transposed_in_a_scan, mean_square]
+    pipeline = trace(stages)
+    shapes = [aval.shape for aval in pipeline.programs[1].residuals]
+    assert (3, WIDTH, WIDTH) not in shapes
+    micro_batches = [(rng.normal(size=(BATCH, WIDTH)).astype("float32"),) for _ in range(2)]
+    state = pipeline.init(jax.random.key(0), micro_batches[0])
+    expected, _outputs = reference.step(
+        pipeline.traced, models.on_one_device(state), micro_batches, optimizer=optax.sgd(0.1)
+    )
+    actual, _outputs = pipeline.step(state, micro_batches)
+    models.assert_trees_close(actual.variables, expected.variables)
+
+
 def test_an_assigned_variable_that_the_backward_needs_is_stored_as_it_was(rng):
     def stage(x):
         scale = engine.get_variable("scale", (WIDTH,), initializer=2.0, trainable=False)

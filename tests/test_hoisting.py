@@ -76,7 +76,7 @@ def cached(x):
 
 
 def in_cached_jit(x):
-    return jnp.sin(cached(x)) + cached(x)
+    return jnp.sin(cached(x)) + x
 
 
 def in_vmap_and_grad(x):
@@ -173,3 +173,52 @@ def test_a_variable_in_a_custom_rule_is_refused():
     function.defjvp(lambda primals, tangents: (function(*primals), tangents[0]))
     with pytest.raises(ValueError, match=r"inside the body of custom_jvp_call"):
         trace_stage(lambda x: function(x))
+
+
+@jax.jit
+def cached_noise(x):
+    return x + jax.random.uniform(engine.next_rng_key(), x.shape)
+
+
+@pytest.mark.parametrize(
+    ("stage", "what"),
+    [
+        (lambda x: cached(cached(x)), "variable cached"),
+        (lambda x: cached_noise(cached_noise(x)), "a random key"),
+    ],
+)
+def test_a_trace_that_jax_uses_twice_is_refused(stage, what):
+    with pytest.raises(
+        ValueError, match=f"{what} was asked for in a function that JAX has traced once and used"
+    ):
+        trace_stage(stage)
+
+
+@jax.jit
+def moving_mean(x):
+    engine.assign("mean", jnp.mean(x))
+    return x
+
+
+def test_cached_functions_in_several_stages_and_pipelines():
+    """Each stage traces them anew: names and keys are those of the call, not of an earlier one."""
+
+    def make(scopes):
+        def stage(scope):
+            def call(x):
+                with engine.variable_scope(scope):
+                    engine.get_variable("mean", (), trainable=False)
+                    return moving_mean(cached_noise(cached(x)))
+
+            return call
+
+        pipeline = engine.Pipeline([stage(scope) for scope in scopes], num_micro_batches=1)
+        state = pipeline.init(jax.random.key(0), np.zeros((3, WIDTH), "float32"))
+        state, outputs = pipeline.step(state, [np.zeros((3, WIDTH), "float32")])
+        assert sorted(state.variables) == sorted(f"{s}/{v}" for s in scopes for v in ("cached", "mean"))
+        assert all(state.variables[f"{scope}/mean"] != 0 for scope in scopes)
+        return outputs.outputs[0]
+
+    make("ab")
+    first, second = make("b"), make("c")
+    assert not np.array_equal(first, second)

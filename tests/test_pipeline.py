@@ -1,5 +1,7 @@
 """engine.Pipeline: its arguments, its state, and models that are not a plain chain."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -77,6 +79,137 @@ def test_integers_booleans_constants_and_stages_without_variables(rng):
     _state, outputs = run_both(pipeline, micro_batches)
     np.testing.assert_array_equal(outputs.outputs[2][1], np.arange(3))
     np.testing.assert_array_equal(outputs.outputs[2][2], micro_batches[2][1] % 2 == 0)
+
+
+@pytest.mark.parametrize("mapping", [(0, 1, 2), (0, 0, 0)])
+def test_a_value_passed_on_twice_gets_the_sum_of_its_gradients(mapping, rng):
+    stages = [
+        lambda x: x * engine.get_variable("w", (), initializer=1.0),
+        lambda y: (y, {"again": y, "and": (y,)}),
+        lambda a, rest: a + 10 * rest["again"] + 100 * rest["and"][0],
+    ]
+    pipeline = make(stages, count=1, optimizer=optax.sgd(1.0), device_mapping=mapping)
+    state = pipeline.init(jax.random.key(0), np.float32(1))
+    state, outputs = pipeline.step(state, [np.float32(1)])
+    assert outputs.losses == [111]
+    assert state.variables["w"] == 1 - 111
+
+
+def test_adam_on_one_ipu_with_donation(rng):
+    """Both updates read the same step counter, so neither may take its memory."""
+    micro_batches = models.mlp_batches(rng, 4)
+    pipelines = [
+        make(models.mlp_stages(2), optimizer=optax.adam(0.1), donate=donate, device_mapping=[0, 0])
+        for donate in (False, True)
+    ]
+    states = [pipeline.init(jax.random.key(0), micro_batches[0]) for pipeline in pipelines]
+    for _update in range(3):
+        states = [p.step(s, micro_batches)[0] for p, s in zip(pipelines, states, strict=True)]
+    models.assert_trees_close(states[1].variables, states[0].variables, 0.0)
+    assert states[1].optimizer_state[0].count == 3
+
+
+def test_printing_gradients(rng, capfd):
+    @jax.custom_vjp
+    def printing(x):
+        return x
+
+    def backward(_residual, gradient):
+        jax.debug.print("gradient of {} numbers", gradient.size)
+        return (gradient,)
+
+    printing.defvjp(lambda x: (x, None), backward)
+
+    def first_stage(x):
+        jax.debug.print("forward")
+        return printing(models.dense("a", 6, x))
+
+    pipeline = make([first_stage, lambda x: jnp.mean(models.dense("b", 2, x) ** 2)])
+    micro_batches = arrays(rng, 4, (3, 6))
+    state = pipeline.init(jax.random.key(0), micro_batches[0])
+    state, _outputs = pipeline.step(state, micro_batches)
+    jax.block_until_ready(state)
+    jax.effects_barrier()
+    printed = capfd.readouterr().out
+    assert printed.count("gradient of 18 numbers") == 4
+    assert printed.count("forward") == 4
+
+
+def test_stopped_gradients_across_stages(rng):
+    def halved(x):
+        return jax.lax.while_loop(lambda c: jnp.sum(c**2) > 1, lambda c: c * 0.5, x)  # no reverse mode
+
+    def stage0(x):
+        y = models.dense("a", 6, x)
+        return y, jax.lax.stop_gradient(y)
+
+    run_both(
+        make([stage0, lambda y, z: jnp.mean(models.dense("b", 6, y) * halved(z))]),
+        arrays(rng, 4, (3, 6)),
+    )
+
+
+def test_steps_at_the_same_time_and_within_each_other(rng):
+    pipeline = make(models.mlp_stages(2))
+    micro_batches = models.mlp_batches(rng, 4)
+    states = [pipeline.init(jax.random.key(seed), micro_batches[0]) for seed in range(2)]
+    expected = [pipeline.step(state, micro_batches)[0].variables for state in states]
+
+    def nested():
+        for number, micro_batch in enumerate(micro_batches):
+            if number == 2:
+                inner, _outputs = pipeline.step(states[1], micro_batches)
+                models.assert_trees_close(inner.variables, expected[1], 0.0)
+            yield micro_batch
+
+    outer, _outputs = pipeline.step(states[0], nested())
+    models.assert_trees_close(outer.variables, expected[0], 0.0)
+
+
+def test_a_state_of_numpy_arrays_is_copied(rng):
+    def stage(x):
+        return x * engine.get_variable("kept", (64,), trainable=False)
+
+    pipeline = engine.Pipeline([stage], num_micro_batches=1)
+    x = np.ones(64, "float32")
+    state = pipeline.init(jax.random.key(0), x)
+    host = np.zeros(80, "float32")
+    host = host[(-host.ctypes.data % 64) // 4 :][:64]  # aligned, so that JAX would share it
+    host[:] = 3
+    state, _outputs = pipeline.step(dataclasses.replace(state, variables={"kept": host}), [x])
+    host[:] = 7
+    np.testing.assert_array_equal(state.variables["kept"], np.full(64, 3, "float32"))
+
+
+def test_inputs_among_the_outputs(rng):
+    pipeline = engine.Pipeline([lambda c, x: (x, c), lambda x, c: (x, c)], num_micro_batches=2)
+    constant = np.arange(3.0)
+    state = pipeline.init(jax.random.key(0), np.float32(1), constant)
+    _state, outputs = pipeline.step(state, [np.float32(1)] * 2, constant)
+    constant[:] = 7
+    for x, c in outputs.outputs:
+        assert isinstance(c, jax.Array)
+        assert c.dtype == np.float32
+        np.testing.assert_array_equal(c, [0, 1, 2])
+        assert x == 1
+
+
+def test_a_failed_trace_can_be_repeated():
+    losses = iter([lambda x: x, jnp.sum])
+    pipeline = make([stage_with_variable], loss=lambda x: next(losses)(x))
+    x = np.zeros(3, "float32")
+    with pytest.raises(ValueError, match="loss must be a scalar"):
+        pipeline.trace(x)
+    pipeline.trace(x)
+
+
+def test_an_optimizer_that_captures_a_traced_value():
+    def function(rate):
+        pipeline = make([stage_with_variable], loss=jnp.sum, optimizer=lambda x: optax.sgd(rate))
+        pipeline.trace(np.zeros(3, "float32"))
+
+    with pytest.raises(ValueError, match="Trying to capture the tensor a computed value.*in the optimizer"):
+        jax.make_jaxpr(function)(np.float32(1))
 
 
 def test_a_loss_made_by_an_earlier_stage(rng):
@@ -321,7 +454,9 @@ def stage_with_variable(x):
     ("options", "error", "message"),
     [
         ({"stages": []}, ValueError, "at least one function"),
-        ({"num_micro_batches": 0}, ValueError, "num_micro_batches must be at least 1; got 0"),
+        ({"num_micro_batches": 0}, ValueError, "num_micro_batches must be an integer of at least 1; got 0"),
+        ({"num_micro_batches": 2.0}, ValueError, "must be an integer of at least 1; got 2.0"),
+        ({"trained": "v"}, ValueError, "trained must be a collection of full names; got the string 'v'"),
         ({"optimizer": None}, ValueError, "go together"),
         ({"device_mapping": [0, 1]}, ValueError, "each of the 1 stages"),
         ({"device_mapping": [-1]}, ValueError, "one number from 0"),
@@ -389,3 +524,9 @@ def test_an_error_in_a_stage_names_it():
     with pytest.raises(TypeError) as error:
         make([stage_with_variable, broken]).trace(np.zeros((2, 3), "float32"))
     assert "This happened while tracing stage 1 (broken) on float32[2, 3]." in error.value.__notes__
+
+
+def test_init_with_a_raw_key():
+    pipeline = engine.Pipeline([stage_with_variable], num_micro_batches=1)
+    with pytest.raises(ValueError, match=r"key must be a random key from jax.random.key"):
+        pipeline.init(np.zeros(2, "uint32"), np.float32(1))

@@ -215,9 +215,7 @@ def test_load_and_variables_are_copies():
         kept = session.variables
         model.run(session)
         assert not np.array_equal(kept["second/dense/bias"], session.variables["second/dense/bias"])
-        with pytest.raises(
-            ValueError, match="of variable first/dense/bias, of dtype complex128, does not fit"
-        ):
+        with pytest.raises(ValueError, match="of dtype complex128, does not fit"):
             session.load({"first/dense/bias": np.zeros(16, complex)})
         with pytest.raises(ValueError, match=r"first/dense/bias has shape \(16,\); the value has \(3,\)"):
             session.load({"first/dense/bias": np.zeros(3)})

@@ -81,7 +81,8 @@ class _Joint:
     trained: tuple[int, ...]
 
     def is_backward(self, equation: Any) -> bool:
-        return any(var in self.backward_vars for var in equation.outvars)
+        atoms = (*equation.outvars, *equation.invars)
+        return any(not _is_literal(atom) and atom in self.backward_vars for atom in atoms)
 
 
 def _find_differentiable(traced: TracedPipeline, trained: Collection[str]) -> set[Source]:
@@ -98,7 +99,8 @@ def _find_differentiable(traced: TracedPipeline, trained: Collection[str]) -> se
         ]
         depending = set(roots)
         for equation in stage.flat.equations:
-            if any(not _is_literal(atom) and atom in depending for atom in equation.invars):
+            is_stopped = equation.primitive.name == "stop_gradient"
+            if not is_stopped and any(not _is_literal(a) and a in depending for a in equation.invars):
                 depending.update(
                     var for var in equation.outvars if jnp.issubdtype(var.aval.dtype, jnp.inexact)
                 )
@@ -275,7 +277,7 @@ def _split(joint: _Joint, reduction: Reduction) -> StagePrograms:
         for equation in joint.flat.equations
         if not joint.is_backward(equation)
         for var in equation.outvars
-        if var in data_vars
+        if var in data_vars or equation.effects  # what prints is not done again
     }
     backward_labels = {
         var: value

@@ -12,7 +12,7 @@ the schedule has the forward; a backward with nothing to compute is no dispatch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -38,6 +38,7 @@ class Template:
     """One program, ready for dispatch.
 
     Attributes:
+      index: its place among the plan's templates.
       function: the jitted program.
       row: where it runs.
       num_arguments: how many there are.
@@ -52,9 +53,9 @@ class Template:
       stores: (result, slot).
       transfers: (row, results, slots).
       releases: slots that nobody reads afterwards.
-      arguments: the arguments that stay the same during a step, filled in; others are None.
     """
 
+    index: int
     function: Callable[..., list[Any]]
     row: Row
     num_arguments: int
@@ -69,7 +70,6 @@ class Template:
     stores: tuple[tuple[int, int], ...] = ()
     transfers: tuple[tuple[Row, tuple[int, ...], tuple[int, ...]], ...] = ()
     releases: tuple[int, ...] = ()
-    arguments: list[Any] = field(default_factory=list)
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,6 +142,7 @@ def make_plan(
     templates: dict[tuple[ActionKind, int], Template] = {}
     for number, (kind, index, program) in enumerate(order):
         template = _make_template(traced, rows, index, program, slots)
+        template.index = number
         template.loads = loads[number]
         template.releases = tuple(slot for slot, last in last_use.items() if last == number)
         templates[kind, index] = template
@@ -221,12 +222,14 @@ def _make_template(
                         send(place, slots["value", source, target], target)
             elif value.kind is ValueKind.INPUT_COTANGENT:
                 source = stage.inputs[value.index]
-                send(place, slots["cotangent", source, index], rows[source.stage])
+                if ("cotangent", source, index) in slots:
+                    send(place, slots["cotangent", source, index], rows[source.stage])
 
     input_sources = [
         (place, stage.inputs[program.arguments[place].index]) for place in places(ValueKind.INPUT)
     ]
     return Template(
+        index=-1,
         function=_jit(program, row),
         row=row,
         num_arguments=len(program.arguments),

@@ -79,15 +79,18 @@ class Executor:
         self._update_functions: list[Callable[..., list[Any]]] = []
         self._init_functions: list[Callable[..., list[Any]]] = []
         if updates is not None:
-            self._update_functions = [_jit_update(program, donate) for program in updates.updates]
-            self._init_functions = [_jit_update(program, False) for program in updates.inits]
+            self._update_functions = [_jit_update(program, donate, updates) for program in updates.updates]
+            self._init_functions = [_jit_update(program, False, updates) for program in updates.inits]
 
     def place_variables(self, variables: Mapping[str, Any]) -> dict[str, Any]:
-        """The variables, each on its stage's row."""
+        """Those of the variables that the pipeline has, each on its stage's row.
+
+        They share no memory with NumPy arrays that are given.
+        """
         placed: dict[str, Any] = {}
         for index, stage in enumerate(self._traced.stages):
-            names = [spec.name for spec in stage.variables]
-            arrays = placement.put([variables[name] for name in names], self._rows[index])
+            names = [spec.name for spec in stage.variables if spec.name in variables]
+            arrays = placement.put_host_copies([variables[name] for name in names], self._rows[index])
             placed.update(zip(names, arrays, strict=True))
         return placed
 
@@ -95,7 +98,7 @@ class Executor:
         """The leaves of the optimizer's state, each on its stage's row."""
         assert self._updates is not None
         return [
-            placement.put([leaf], self._rows[self._home(known.stage)])[0]
+            placement.put_host_copies([leaf], self._rows[self._home(known.stage)])[0]
             for known, leaf in zip(self._updates.state_leaves, leaves, strict=True)
         ]
 
@@ -135,7 +138,7 @@ class Executor:
           What the micro-batches gave, still being computed.
         """
         accumulators = self._take_accumulators()
-        self._prepare(variables, key, execution_count, inputs)
+        prepared, placed_inputs = self._prepare(variables, key, execution_count, inputs)
         values: list[Any] = [None] * self._num_micro_batches
         outputs: list[list[Any]] = [[] for _ in values]
         assigned: dict[str, Any] = {}
@@ -147,7 +150,7 @@ class Executor:
                 slots = values[micro_batch] = [None] * self.plan.num_slots
                 for slot, array in zip(feed_slots, next_element(), strict=True):
                     slots[slot] = array
-            arguments = template.arguments.copy()
+            arguments = prepared[template.index].copy()
             names = template.accumulators
             for place, name in enumerate(names):
                 arguments[place] = accumulators[name]
@@ -168,10 +171,10 @@ class Executor:
                 assigned[name] = results[place]
                 for argument, read in template.variables:
                     if read == name:
-                        template.arguments[argument] = results[place]
+                        prepared[template.index][argument] = results[place]
             if template is last_forward:
                 outputs[micro_batch] = [
-                    slots[number] if kind == "slot" else inputs[number]
+                    slots[number] if kind == "slot" else placed_inputs[last_forward.row, number]
                     for kind, number in self.plan.collected
                 ]
             for slot in template.releases:
@@ -283,24 +286,36 @@ class Executor:
 
     def _prepare(
         self, variables: Mapping[str, Any], key: Any, execution_count: int, inputs: Sequence[Any]
-    ) -> None:
-        """Fills in the arguments that stay the same during a step."""
-        placed_inputs: dict[tuple[Row, int], Any] = {}
+    ) -> tuple[list[list[Any]], dict[tuple[Row, int], Any]]:
+        """What stays the same during a step.
+
+        Returns:
+          Per template its arguments, None where they differ by micro-batch; and the inputs by row and
+          position, where they are needed.
+        """
+        wanted = {(t.row, position): None for t in self.plan.templates for _place, position in t.inputs}
+        last_row = self.plan.last_forward.row
+        wanted.update(
+            {(last_row, position): None for kind, position in self.plan.collected if kind == "input"}
+        )
+        placed = {
+            (row, position): placement.put_host_copies([inputs[position]], row)[0]
+            for row, position in wanted
+        }
+        prepared = []
         for template in self.plan.templates:
             row = template.row
             arguments: list[Any] = [None] * template.num_arguments
             for place, name in template.variables:
                 arguments[place] = variables[name]
             for place, position in template.inputs:
-                if (row, position) not in placed_inputs:
-                    (array,) = placement.put_host_copies([inputs[position]], row)
-                    placed_inputs[row, position] = array
-                arguments[place] = placed_inputs[row, position]
+                arguments[place] = placed[row, position]
             for place in template.keys:
                 (arguments[place],) = placement.put([key], row)
             for place in template.execution_counts:
                 (arguments[place],) = placement.put([np.int32(execution_count)], row)
-            template.arguments = arguments
+            prepared.append(arguments)
+        return prepared, placed
 
     def _constant(self, number: int, row: Row) -> Any:
         """An int32 scalar on a row, made once."""
@@ -311,13 +326,18 @@ class Executor:
         return known
 
 
-def _jit_update(program: UpdateProgram, donate: bool) -> Callable[..., list[Any]]:
-    """Jits an update. It donates the accumulators, and with `donate` all else that it returns anew."""
-    donated = tuple(
-        place
-        for place, value in enumerate(program.arguments)
-        if value in program.results and (donate or value.kind == UpdateKind.GRADIENT)
-    )
+def _jit_update(program: UpdateProgram, donate: bool, updates: Updates) -> Callable[..., list[Any]]:
+    """Jits an update. It donates the accumulators, and with `donate` what else it returns anew."""
+
+    def is_donated(value: UpdateValue) -> bool:
+        if value not in program.results:
+            return False
+        if value.kind == UpdateKind.STATE and updates.state_leaves[value.key].stage is None:
+            # Replicated: another stage on the same IPU may read the same array.
+            return donate and len(updates.stages) == 1
+        return donate or value.kind == UpdateKind.GRADIENT
+
+    donated = tuple(place for place, value in enumerate(program.arguments) if is_donated(value))
 
     def function(*arguments: Any) -> list[Any]:
         return program.function(*arguments)

@@ -16,8 +16,8 @@ from typing import Any, TypeAlias
 import jax
 from jax.extend import core as jex_core
 
-from ipu_pipeline.engine import jaxprs
-from ipu_pipeline.engine.keys import micro_batch_key_p
+from ipu_pipeline.engine import jaxprs, names
+from ipu_pipeline.engine.keys import key_aval, micro_batch_key_p
 from ipu_pipeline.engine.variables import VariableSpec, assign_variable_p, read_variable_p
 
 __all__ = ["MARKERS", "Hoisted", "contains", "hoist", "marker_rule", "variable_input"]
@@ -46,19 +46,21 @@ class Hoisted:
     uses_key: bool
 
 
-def hoist(closed_jaxpr: Any, place: str) -> Hoisted:
+def hoist(closed_jaxpr: Any, place: str, program_names: names.ProgramNames) -> Hoisted:
     """Takes the markers out of a traced function.
 
     Args:
       closed_jaxpr: the function's `ClosedJaxpr`.
       place: what errors call the function.
+      program_names: the names of the program that the function is part of.
 
     Returns:
       The function without markers.
 
     Raises:
       ValueError: a marker stands where it cannot be reached: anything inside a function with custom
-        derivatives or another primitive with a body, an assignment inside a loop or conditional.
+        derivatives or another primitive with a body, an assignment inside a loop or conditional. Or a
+        variable or key stands in a function whose trace JAX has used twice.
     """
     reads: dict[VariableSpec, Any] = {}  # the input that holds the value at the start
     latest: dict[VariableSpec, Any] = {}  # the atom that holds the value at this point
@@ -72,7 +74,7 @@ def hoist(closed_jaxpr: Any, place: str) -> Hoisted:
 
     def key() -> Any:
         if not key_inputs:
-            key_inputs.append(jex_core.Var(micro_batch_key_p.abstract_eval()[0]))
+            key_inputs.append(jex_core.Var(key_aval()))
         return key_inputs[0]
 
     def write(spec: VariableSpec, value: Any) -> None:
@@ -80,7 +82,7 @@ def hoist(closed_jaxpr: Any, place: str) -> Hoisted:
         latest[spec] = value
         assigned[spec] = None
 
-    flat = jaxprs.flatten(closed_jaxpr, marker_rule(place, read, key, write))
+    flat = jaxprs.flatten(closed_jaxpr, marker_rule(place, program_names, read, key, write))
     flat = jaxprs.FlatJaxpr(
         [*reads.values(), *key_inputs, *flat.inputs],
         flat.equations,
@@ -97,6 +99,7 @@ def variable_input(spec: VariableSpec) -> Any:
 
 def marker_rule(
     place: str,
+    program_names: names.ProgramNames,
     read: Callable[[VariableSpec], Any],
     key: Callable[[], Any],
     write: Callable[[VariableSpec, Any], None],
@@ -105,6 +108,7 @@ def marker_rule(
 
     Args:
       place: what errors call the function.
+      program_names: the names of the program that it is part of.
       read: returns the atom that holds a variable's value.
       key: returns the atom that holds the micro-batch's random key.
       write: told the atom that holds a variable's new value.
@@ -113,17 +117,30 @@ def marker_rule(
       The rule. It raises what `hoist` raises.
     """
 
+    def check_new(serial: int, what: str) -> None:
+        if serial in program_names.markers:
+            raise ValueError(
+                f"{place}: {what} was asked for in a function that JAX has traced once and used twice, "
+                "as it does with jax.jit, jax.checkpoint and scan bodies that are called again. Both calls "
+                "would get the same. Give each call a function of its own (lambda x: f(x)), or ask outside "
+                "of it; a stage needs no jax.jit inside, it is jitted as a whole."
+            )
+        program_names.markers.add(serial)
+
     def rule(equation: Any, inputs: list[Any], inline: jaxprs.InlineFunction) -> list[Any] | None:
         if equation.primitive is read_variable_p:
-            return [read(equation.params["spec"])]
+            spec = equation.params["spec"]
+            check_new(equation.params["serial"], f"variable {spec.name}")
+            return [read(spec)]
         if equation.primitive is micro_batch_key_p:
+            check_new(equation.params["serial"], "a random key")
             return [key()]
         if equation.primitive is assign_variable_p:
             write(equation.params["spec"], inputs[0])
             return list(equation.outvars)
         if not contains(equation, MARKERS):
             return None
-        rebuilt = _rebuild(equation, place)
+        rebuilt = _rebuild(equation, place, program_names)
         arguments = [read(spec) for spec in rebuilt.variables]
         arguments += [key()] if rebuilt.uses_key else []
         outputs = inline(rebuilt.closed_jaxpr, arguments + inputs)
@@ -154,7 +171,7 @@ class _Rebuilt:
     uses_key: bool
 
 
-def _rebuild(equation: Any, place: str) -> _Rebuilt:
+def _rebuild(equation: Any, place: str, program_names: names.ProgramNames) -> _Rebuilt:
     name = equation.primitive.name
     params = equation.params
     call: Callable[[list[Body], list[Any]], list[Any]]
@@ -173,7 +190,7 @@ def _rebuild(equation: Any, place: str) -> _Rebuilt:
             f"{place}: get_variable, next_rng_key or assign is called inside the body of {name}, where "
             "it cannot be reached. Call it outside and pass the value in as an argument."
         )
-    hoisted = [hoist(body, place) for body in bodies]
+    hoisted = [hoist(body, place, program_names) for body in bodies]
     assigned = {spec: None for body in hoisted for spec in body.assigned}
     if assigned and name not in _CHECKPOINTS:
         raise ValueError(
@@ -195,7 +212,7 @@ def _rebuild(equation: Any, place: str) -> _Rebuilt:
         return call([body_function(body) for body in hoisted], list(inputs))
 
     shared_avals = [jax.ShapeDtypeStruct(spec.shape, spec.dtype) for spec in variables]
-    shared_avals += [jaxprs.aval_struct(micro_batch_key_p.abstract_eval()[0])] * uses_key
+    shared_avals += [jaxprs.aval_struct(key_aval())] * uses_key
     input_avals = [jaxprs.aval_struct(atom.aval) for atom in equation.invars]
     closed_jaxpr = jax.make_jaxpr(call_rebuilt)(*shared_avals, *input_avals)
     return _Rebuilt(closed_jaxpr, variables, tuple(assigned), uses_key)

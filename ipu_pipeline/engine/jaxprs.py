@@ -6,12 +6,13 @@ custom rules stay with the equations that they belong to.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import jax
 from jax.extend import core as jex_core
+from jax.interpreters import partial_eval
 
 __all__ = [
     "Atom",
@@ -27,6 +28,7 @@ __all__ = [
     "flatten",
     "is_inlined",
     "map_atoms",
+    "substitute",
 ]
 
 # jax.extend.core carries no type annotations, so to the type checker these are Any; the names are for
@@ -155,13 +157,54 @@ def map_atoms(known: dict[Var, Atom], atoms: Iterable[Atom]) -> list[Atom]:
     return [atom if isinstance(atom, jex_core.Literal) else known[atom] for atom in atoms]
 
 
+def substitute(flat: FlatJaxpr, replaced: Mapping[Var, Var]) -> FlatJaxpr:
+    """The jaxpr with variables read in place of others.
+
+    Args:
+      flat: the jaxpr.
+      replaced: variable -> the one to read instead; inputs that are replaced by others disappear.
+    """
+
+    def read(atoms: Iterable[Atom]) -> list[Atom]:
+        return [a if isinstance(a, jex_core.Literal) else replaced.get(a, a) for a in atoms]
+
+    return FlatJaxpr(
+        [var for var in flat.inputs if replaced.get(var, var) is var],
+        [equation.replace(invars=read(equation.invars)) for equation in flat.equations],
+        read(flat.outputs),
+        flat.constants,
+    )
+
+
 def dependents(flat: FlatJaxpr, roots: Iterable[Var]) -> set[Var]:
-    """All variables whose value depends on one of `roots`, the roots included."""
+    """All variables whose value depends on one of `roots`, the roots included.
+
+    A scan's outputs are looked at one by one: those that its body computes without the roots do not
+    depend on them.
+    """
     found = set(roots)
     for equation in flat.equations:
-        if any(not isinstance(atom, jex_core.Literal) and atom in found for atom in equation.invars):
-            found.update(equation.outvars)
+        if _reads(equation, found):
+            outputs = equation.outvars
+            if len(outputs) > 1 and equation.primitive.name == "scan":
+                outputs = [
+                    var for place, var in enumerate(outputs) if _reads(_reduce(equation, {place}), found)
+                ]
+            found.update(outputs)
     return found
+
+
+def _reads(equation: Equation | None, variables: Collection[Var]) -> bool:
+    return equation is not None and any(
+        not isinstance(atom, jex_core.Literal) and atom in variables for atom in equation.invars
+    )
+
+
+def _reduce(equation: Equation, places: Collection[int]) -> Equation | None:
+    """The equation without the outputs that are not at `places`, and without what only they need."""
+    rule = partial_eval.dce_rules[equation.primitive]
+    _used_inputs, reduced = rule([place in places for place in range(len(equation.outvars))], equation)
+    return reduced
 
 
 def extract(
@@ -193,6 +236,11 @@ def extract(
             equation.effects and keep_effects_of is not None and keep_effects_of(equation)
         )
         computed += reversed(equation.outvars)
+        if is_kept and equation.primitive.name == "scan" and any(v not in needed for v in made):
+            places = {
+                place for place, var in enumerate(equation.outvars) if var in needed and var not in given
+            }
+            equation = _reduce(equation, places) or equation
         if is_kept:
             kept.append(equation)
             needed.update(atom for atom in equation.invars if not isinstance(atom, jex_core.Literal))

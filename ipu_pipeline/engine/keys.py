@@ -14,15 +14,17 @@ import numpy as np
 from jax.extend import core as jex_core
 
 from ipu_pipeline.engine import names
+from ipu_pipeline.engine.variables import serial_numbers
 
-__all__ = ["micro_batch_key", "micro_batch_key_p", "next_rng_key"]
+__all__ = ["key_aval", "micro_batch_key", "micro_batch_key_p", "next_rng_key"]
 
 micro_batch_key_p = jex_core.Primitive("micro_batch_key")
 
 
 @micro_batch_key_p.def_abstract_eval  # type: ignore[untyped-decorator]  # jax.extend has no annotations
-def _key_abstract() -> Any:
-    return jax.core.ShapedArray((), jax.eval_shape(jax.random.key, 0).dtype)
+def _key_abstract(*, serial: int) -> Any:
+    del serial
+    return key_aval()
 
 
 def next_rng_key() -> jax.Array:
@@ -40,8 +42,14 @@ def next_rng_key() -> jax.Array:
     scope = names.current_scope()
     number = current.names.key_counts.get(scope, 0)
     current.names.key_counts[scope] = number + 1
-    key = jax.random.fold_in(micro_batch_key_p.bind(), np.uint32(names.hash_name(scope)))
+    marker = micro_batch_key_p.bind(serial=next(serial_numbers))
+    key = jax.random.fold_in(marker, np.uint32(names.hash_name(scope)))
     return jax.random.fold_in(key, np.uint32(number))
+
+
+def key_aval() -> Any:
+    """Shape and dtype of a random key."""
+    return jax.core.ShapedArray((), jax.eval_shape(jax.random.key, 0).dtype)
 
 
 def micro_batch_key(key: jax.Array, execution_count: jax.Array, micro_batch: jax.Array) -> jax.Array:

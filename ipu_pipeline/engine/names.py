@@ -28,6 +28,7 @@ __all__ = [
     "is_in_stage",
     "is_reusing",
     "join",
+    "unchanged_on_error",
     "variable_scope",
 ]
 
@@ -40,17 +41,40 @@ class ProgramNames:
       variables: full name -> the variable's specification.
       layer_counts: (scope, kind of layer) -> how many there are.
       key_counts: scope -> how many random keys were drawn in it.
+      markers: serial numbers of the variables and keys that were found in traced functions.
     """
 
     variables: dict[str, VariableSpec] = field(default_factory=dict)
     layer_counts: dict[tuple[str, str], int] = field(default_factory=dict)
     key_counts: dict[str, int] = field(default_factory=dict)
+    markers: set[int] = field(default_factory=set)
 
     def layer_name(self, scope: str, kind: str) -> str:
         """The next name for a layer of this kind: `dense`, `dense_1`, ..."""
         count = self.layer_counts.get((scope, kind), 0)
         self.layer_counts[scope, kind] = count + 1
         return kind if count == 0 else f"{kind}_{count}"
+
+
+@contextlib.contextmanager
+def unchanged_on_error(program_names: ProgramNames) -> Iterator[None]:
+    """Takes back the names that a `with` block gave out if it ends in an error."""
+    kept = [
+        (collection, collection.copy())
+        for collection in (
+            program_names.variables,
+            program_names.layer_counts,
+            program_names.key_counts,
+            program_names.markers,
+        )
+    ]
+    try:
+        yield
+    except BaseException:
+        for collection, before in kept:
+            collection.clear()
+            collection.update(before)  # type: ignore[arg-type]  # each is updated with its own copy
+        raise
 
 
 @dataclass(frozen=True, eq=False)

@@ -170,8 +170,13 @@ class Pipeline:
         """
         if not stages:
             raise ValueError("stages must have at least one function; got none.")
-        if num_micro_batches < 1:
-            raise ValueError(f"num_micro_batches must be at least 1; got {num_micro_batches}.")
+        is_integer = isinstance(num_micro_batches, (int, np.integer)) and num_micro_batches is not True
+        if not is_integer or num_micro_batches < 1:
+            raise ValueError(
+                f"num_micro_batches must be an integer of at least 1; got {num_micro_batches}."
+            )
+        if isinstance(trained, str):
+            raise ValueError(f"trained must be a collection of full names; got the string {trained!r}.")
         if (loss is None) != (optimizer is None):
             raise ValueError("loss and optimizer go together: give both to train, none for forwards only.")
         mapping = tuple(range(len(stages)) if device_mapping is None else device_mapping)
@@ -258,27 +263,30 @@ class Pipeline:
                     f"{known}, and now got {(element, input_shapes)}."
                 )
             return
-        traced = stage_tracing.trace(
-            self._functions,
-            element,
-            input_shapes,
-            self._loss,
-            self._program_names,
-            self._describe_capture,
-        )
-        trained: dict[str, VariableSpec] = {}
-        if self._optimizer is not None:
-            trained = self._find_trained(traced)
-            self._updates = updates.trace_updates(
-                self._optimizer,
-                trained,
-                traced.owners,
-                traced.output_tree,
-                traced.output_avals,
-                self._reduction,
+        with names.unchanged_on_error(self._program_names):
+            traced = stage_tracing.trace(
+                self._functions,
+                element,
+                input_shapes,
+                self._loss,
+                self._program_names,
+                self._describe_capture,
             )
-        self._programs = differentiation.build(traced, trained, self._reduction)
-        self._traced = traced
+            trained: dict[str, VariableSpec] = {}
+            traced_updates = None
+            if self._optimizer is not None:
+                trained = self._find_trained(traced)
+                traced_updates = updates.trace_updates(
+                    self._optimizer,
+                    trained,
+                    traced.owners,
+                    traced.output_tree,
+                    traced.output_avals,
+                    self._reduction,
+                    self._describe_capture,
+                )
+            self._programs = differentiation.build(traced, trained, self._reduction)
+        self._updates, self._traced = traced_updates, traced
 
     def prepare(self, devices: Sequence[Any] | None = None) -> Executor:
         """The executor; made at the first call, which starts JAX's backend.
@@ -326,11 +334,16 @@ class Pipeline:
         Returns:
           The state, its leaves on the devices of their stages.
         """
+        if not (hasattr(key, "dtype") and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
+            raise ValueError(
+                f"init: key must be a random key from jax.random.key; got {type(key).__name__}. "
+                "jax.random.wrap_key_data makes one of a raw key."
+            )
         self.trace(micro_batch, *inputs)
         executor = self.prepare()
-        variables = executor.place_variables(
-            {name: initial_value(spec, key) for name, spec in self.variables.items()}
-        )
+        variables: dict[str, Any] = {}
+        for name, spec in self.variables.items():  # one at a time: together they may not fit one device
+            variables |= executor.place_variables({name: initial_value(spec, key)})
         return PipelineState(
             variables=variables,
             optimizer_state=self.init_optimizer_state(variables),
@@ -523,9 +536,7 @@ class Pipeline:
 
 
 def as_shape(value: Any) -> jax.ShapeDtypeStruct:
-    """The shape and dtype that a value has as a JAX array; a `ShapeDtypeStruct` stays as it is."""
-    if isinstance(value, jax.ShapeDtypeStruct):
-        return value
+    """The shape and dtype that a value has as a JAX array; likewise for a `ShapeDtypeStruct`."""
     if not hasattr(value, "dtype"):
         value = np.asarray(value)
     return jax.ShapeDtypeStruct(tuple(value.shape), jax.dtypes.canonicalize_dtype(value.dtype))

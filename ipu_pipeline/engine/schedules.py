@@ -354,6 +354,11 @@ def _check_complete(
         for position, action in enumerate(row):
             if action is None:
                 continue
+            if not isinstance(action, Action):
+                raise ScheduleError(
+                    f"Schedule: a slot must hold an Action or None; slot {position} of IPU {ipu} holds "
+                    f"{action!r}."
+                )
             fault = None
             key = (action.kind, action.stage)
             if key not in next_micro_batch or not 0 <= action.micro_batch < num_micro_batches:

@@ -17,9 +17,17 @@ import jax.numpy as jnp
 from jax.extend import core as jex_core
 
 from ipu_pipeline.engine import hoisting, jaxprs, names
-from ipu_pipeline.engine.variables import VariableSpec
+from ipu_pipeline.engine.variables import VariableSpec, fresh_trace
 
-__all__ = ["Source", "StageFunction", "TracedPipeline", "TracedStage", "as_arguments", "trace"]
+__all__ = [
+    "Source",
+    "StageFunction",
+    "TracedPipeline",
+    "TracedStage",
+    "as_arguments",
+    "check_captures",
+    "trace",
+]
 
 StageFunction: TypeAlias = "Callable[..., Any]"
 
@@ -47,7 +55,7 @@ class TracedStage:
       variables: the variables that it reads or assigns.
       assigned: those that it assigns.
       uses_key: whether it draws random keys.
-      inputs: where its inputs come from.
+      inputs: where its inputs come from, each source once.
       outputs: where its outputs come from; those of kind "output" with its own index are its own.
       output_avals: their shapes and dtypes.
     """
@@ -218,29 +226,36 @@ def _trace_stage(
             return list(result_leaves)
 
     try:
-        closed_jaxpr = jax.make_jaxpr(call)(*leaves)
+        with fresh_trace():
+            closed_jaxpr = jax.make_jaxpr(call)(*leaves)
     except Exception as error:
         shapes = ", ".join(_describe(aval) for aval in leaves) or "no arguments"
         error.add_note(f"This happened while tracing {frame.place} on {shapes}.")
         raise
-    _check_captures(closed_jaxpr, frame.place, describe_capture)
-    hoisted = hoisting.hoist(closed_jaxpr, frame.place)
+    check_captures(closed_jaxpr, frame.place, describe_capture)
+    hoisted = hoisting.hoist(closed_jaxpr, frame.place, frame.names)
+    flat = hoisted.flat
+    num_first = len(hoisted.variables) + hoisted.uses_key
+    source_of = dict(zip(flat.inputs[num_first:], sources, strict=True))
+    # A value that is passed twice is one input.
+    first_with: dict[Source, Any] = {}
+    for var, source in source_of.items():
+        first_with.setdefault(source, var)
+    flat = jaxprs.substitute(flat, {var: first_with[source] for var, source in source_of.items()})
     num_outputs = len(closed_jaxpr.jaxpr.outvars)
-    input_vars = hoisted.flat.inputs[len(hoisted.variables) + hoisted.uses_key :]
-    source_of = dict(zip(input_vars, sources, strict=True))
     outputs = tuple(
         Source("output", position, index)
         if isinstance(atom, jex_core.Literal)
         else source_of.get(atom, Source("output", position, index))
-        for position, atom in enumerate(hoisted.flat.outputs[:num_outputs])
+        for position, atom in enumerate(flat.outputs[:num_outputs])
     )
     stage = TracedStage(
         place=frame.place,
-        flat=hoisted.flat,
+        flat=flat,
         variables=hoisted.variables,
         assigned=hoisted.assigned,
         uses_key=hoisted.uses_key,
-        inputs=tuple(sources),
+        inputs=tuple(first_with),
         outputs=outputs,
         output_avals=tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in closed_jaxpr.out_avals),
     )
@@ -284,9 +299,19 @@ def _check_loss(value: Any) -> None:
         raise ValueError(f"The loss must be a floating-point number, but it is {value.dtype.name}.")
 
 
-def _check_captures(
+def check_captures(
     closed_jaxpr: Any, place: str, describe_capture: Callable[[Any], str | None] | None
 ) -> None:
+    """Raises if a traced function uses a traced value from outside.
+
+    Args:
+      closed_jaxpr: the function's.
+      place: what errors call it.
+      describe_capture: the name of a value, or None.
+
+    Raises:
+      ValueError: it does.
+    """
     captured = [value for value in closed_jaxpr.consts if isinstance(value, jax.core.Tracer)]
     if captured:
         known = [describe_capture(value) if describe_capture else None for value in captured]
@@ -295,7 +320,7 @@ def _check_captures(
             for name, value in zip(known, captured, strict=True)
         )
         raise ValueError(
-            f"Trying to capture the tensor {described} in {place}. A stage may only use its arguments: "
+            f"Trying to capture the tensor {described} in {place}, which may only use its arguments: "
             "pass the value through `inputs` or the infeed, and on through the stages in between."
         )
 

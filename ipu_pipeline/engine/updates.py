@@ -22,7 +22,7 @@ from jax.extend import core as jex_core
 
 from ipu_pipeline.engine import jaxprs
 from ipu_pipeline.engine.programs import Reduction
-from ipu_pipeline.engine.stages import as_arguments
+from ipu_pipeline.engine.stages import as_arguments, check_captures
 from ipu_pipeline.engine.variables import VariableSpec
 
 __all__ = [
@@ -109,6 +109,7 @@ def trace_updates(
     output_tree: Any,
     output_avals: Sequence[jax.ShapeDtypeStruct],
     reduction: Reduction,
+    describe_capture: Callable[[Any], str | None] | None = None,
 ) -> Updates:
     """Traces an optimizer. It does not start a JAX backend.
 
@@ -121,12 +122,14 @@ def trace_updates(
       output_tree: structure of what the last stage returns.
       output_avals: shapes and dtypes of its leaves.
       reduction: MEAN divides the accumulators by the number of micro-batches.
+      describe_capture: the name of a value from outside, for the error about capturing it.
 
     Returns:
       The programs.
 
     Raises:
       TypeError: the optimizer is no Optax transformation.
+      ValueError: it uses a traced value from outside.
       NotImplementedError: the update of one stage's variables depends on another stage's.
     """
     parameter_avals = {name: jax.ShapeDtypeStruct(spec.shape, spec.dtype) for name, spec in trained.items()}
@@ -189,9 +192,12 @@ def trace_updates(
             parameter_avals, parameter_avals, state_avals, output_avals, count_aval
         )
 
-    stages = tuple(sorted({owners[name] for name in trained}))
+    for jaxpr in (init_jaxpr, update_jaxpr):
+        check_captures(jaxpr, "the optimizer", describe_capture)
+    trained_owners = {name: owners[name] for name in trained}
+    stages = tuple(sorted(set(trained_owners.values())))
     state_leaves = tuple(
-        StateLeaf(jax.tree_util.keystr(path), aval, _leaf_owner(path, owners))
+        StateLeaf(jax.tree_util.keystr(path), aval, _leaf_owner(path, trained_owners))
         for path, aval in zip(paths, state_avals, strict=True)
     )
     sorted_names = sorted(trained)  # the order in which JAX flattens a dict
@@ -221,7 +227,7 @@ def trace_updates(
 
 
 def _leaf_owner(path: Sequence[Any], owners: Mapping[str, int]) -> int | None:
-    for entry in path:
+    for entry in reversed(path):
         if isinstance(entry, jax.tree_util.DictKey) and entry.key in owners:
             return owners[entry.key]
     return None

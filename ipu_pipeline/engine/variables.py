@@ -7,6 +7,8 @@ only, and a cached trace of an inner `jax.jit` function keeps its variables.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -23,9 +25,11 @@ __all__ = [
     "VariableSpec",
     "assign",
     "assign_variable_p",
+    "fresh_trace",
     "get_variable",
     "initial_value",
     "read_variable_p",
+    "serial_numbers",
 ]
 
 Initializer: TypeAlias = "Callable[[jax.Array, tuple[int, ...], Any], jax.Array]"
@@ -53,12 +57,26 @@ class VariableSpec:
         return f"{self.name}: {self.dtype.name}{list(self.shape)}"
 
 
+# JAX caches the traces of inner functions. A function that asks for variables or keys must be traced
+# again in every stage, so each stage is traced in a context of its own, which the caches respect. Within
+# one stage a trace that is used twice shows by the serial numbers of its markers.
+_stage_trace = jax.make_user_context(None)
+serial_numbers = itertools.count()
+
+
+def fresh_trace() -> contextlib.AbstractContextManager[None]:
+    """A context in which inner functions are traced anew."""
+    context: contextlib.AbstractContextManager[None] = _stage_trace(next(serial_numbers))
+    return context
+
+
 read_variable_p = jex_core.Primitive("read_variable")
 assign_variable_p = jex_core.Primitive("assign_variable")
 
 
 @read_variable_p.def_abstract_eval  # type: ignore[untyped-decorator]  # jax.extend has no annotations
-def _read_abstract(*, spec: VariableSpec) -> jax.core.ShapedArray:
+def _read_abstract(*, spec: VariableSpec, serial: int) -> jax.core.ShapedArray:
+    del serial
     return jax.core.ShapedArray(spec.shape, spec.dtype)
 
 
@@ -117,7 +135,7 @@ def get_variable(
                 f"Trying to share variable {full_name}, but specified shape {wanted_shape} and dtype "
                 f"{np.dtype(dtype).name}, and found shape {spec.shape} and dtype {spec.dtype.name}."
             )
-    value: jax.Array = read_variable_p.bind(spec=spec)
+    value: jax.Array = read_variable_p.bind(spec=spec, serial=next(serial_numbers))
     return value
 
 
