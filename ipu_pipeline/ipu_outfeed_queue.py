@@ -6,7 +6,7 @@ import collections
 import enum
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -95,6 +95,10 @@ class IPUOutfeedQueue:
                     leaf.copy_to_host_async()
         while len(self._on_device) > self._buffer_depth and all(map(_is_ready, self._on_device[0])):
             self._on_host.append([np.asarray(leaf) for leaf in self._on_device.popleft()])
+
+    def enqueue(self, value: Any) -> NoReturn:
+        """Not built yet: pipelines enqueue by themselves; it comes with loops."""
+        raise NotImplementedError("IPUOutfeedQueue.enqueue: loops that enqueue are not built yet.")
 
     def dequeue(self, wait_for_completion: bool = False) -> OutfeedOperation:
         """The operation that empties the queue; may be asked for before the program is compiled.

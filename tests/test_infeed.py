@@ -180,3 +180,8 @@ def test_elements_that_are_random_keys():
 
     with pytest.raises(ValueError, match="must be pytrees of numeric arrays"):
         _shapes = IPUInfeedQueue([jax.random.key(0)]).element
+
+
+def test_enqueue_is_not_built_yet():
+    with pytest.raises(NotImplementedError, match="IPUOutfeedQueue.enqueue"):
+        IPUOutfeedQueue().enqueue(1.0)
