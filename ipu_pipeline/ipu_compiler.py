@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ipu_pipeline.placeholders import Placeholder
+from ipu_pipeline.placeholders import Placeholder, cast_exactly
 from ipu_pipeline.program import Program, build_program
 from ipu_pipeline.scopes import current_ipu_device
 
@@ -72,4 +72,4 @@ def _check_input(index: int, value: Any) -> Placeholder | np.ndarray[Any, Any]:
             f"ipu_compiler.compile: inputs[{index}] must be a placeholder or an array; got "
             f"{type(value).__name__}."
         )
-    return array.astype(jax.dtypes.canonicalize_dtype(array.dtype))
+    return cast_exactly(array, jax.dtypes.canonicalize_dtype(array.dtype), f"inputs[{index}]")

@@ -212,11 +212,12 @@ class _Feeder:
         self._thread: threading.Thread | None = None
         self._is_running = False
         self._is_stopping = False
+        self._is_given_up = False
 
     def start(self, place: Place) -> None:
         with self._condition:
             self._place = place
-            self._is_stopping = False
+            self._is_stopping = self._is_given_up = False
             if not self._is_running and not self._has_ended():
                 self._is_running = True
                 self._thread = threading.Thread(target=self._run, name="ipu-infeed", daemon=True)
@@ -226,9 +227,10 @@ class _Feeder:
         with self._condition:
             self._is_stopping = True
             self._condition.notify_all()
-            thread = self._thread if self._is_running else None
-            self._thread = None  # joined once at most
-        if thread is not None and thread is not threading.current_thread():
+            is_worth_waiting = self._is_running and not self._is_given_up
+            self._is_given_up = True  # waited for once, until it is wanted again
+            thread = self._thread
+        if is_worth_waiting and thread is not None and thread is not threading.current_thread():
             thread.join(timeout=_JOIN_SECONDS)
 
     def discard(self) -> None:
@@ -240,7 +242,8 @@ class _Feeder:
     def get(self) -> Sequence[Any]:
         with self._condition:
             while not self._buffer:
-                assert self._is_running
+                if not self._is_running:
+                    raise RuntimeError("The infeed was stopped, by its deleter or its session's end.")
                 self._condition.wait()
             entry = self._buffer[0]
             place = self._place
@@ -263,6 +266,7 @@ class _Feeder:
                     self._condition.wait()
                 if self._is_stopping or self._has_ended():
                     self._is_running = False
+                    self._condition.notify_all()
                     return
                 place = self._place
             assert place is not None

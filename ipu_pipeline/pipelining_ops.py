@@ -18,7 +18,7 @@ from ipu_pipeline.engine.pipeline import Pipeline
 from ipu_pipeline.gradient_accumulation import GradientAccumulationReductionMethod
 from ipu_pipeline.ipu_infeed_queue import IPUInfeedQueue
 from ipu_pipeline.ipu_outfeed_queue import IPUOutfeedQueue
-from ipu_pipeline.placeholders import Placeholder
+from ipu_pipeline.placeholders import Placeholder, cast_exactly
 from ipu_pipeline.program import (
     Operation,
     PipelineCall,
@@ -368,7 +368,7 @@ def _as_array(index: int, leaf: Any) -> Any:
     array = np.asarray(leaf)
     if array.dtype.kind in "OUSMm":
         raise TypeError(f"inputs: leaf {index} must be an array; got {type(leaf).__name__}.")
-    return array.astype(jax.dtypes.canonicalize_dtype(array.dtype))
+    return cast_exactly(array, jax.dtypes.canonicalize_dtype(array.dtype), f"inputs: leaf {index}")
 
 
 def _check_outfeed(call: PipelineCall) -> None:

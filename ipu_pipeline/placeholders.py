@@ -63,7 +63,7 @@ class Placeholder:
             raise ValueError(
                 f"Cannot feed value of shape {array.shape} for {self!r}, which has shape {self.shape}."
             )
-        return cast_exactly(array, self.dtype, f"The value fed to {self!r}")
+        return cast_exactly(array, self.aval.dtype, f"The value fed to {self!r}")
 
 
 def _refuse(self: Placeholder, *arguments: Any) -> NoReturn:

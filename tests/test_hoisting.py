@@ -41,6 +41,13 @@ def in_cond(x):
     return jax.lax.cond(jnp.sum(x) > 0, lambda x: x @ variable("yes"), lambda x: x @ variable("no"), x)
 
 
+def in_both_branches(x):
+    def function(x):
+        return x @ variable("shared")
+
+    return jax.lax.cond(jnp.sum(x) > 0, function, function, x)
+
+
 def in_switch(x):
     branches = [lambda x: x @ variable("a"), lambda x: x, lambda x: x * 2 @ variable("b")]
     return jax.lax.switch(jnp.int32(jnp.abs(jnp.sum(x)) * 10) % 3, branches, x)
@@ -90,6 +97,7 @@ def in_vmap_and_grad(x):
         in_scan,
         in_nested_scan,
         in_cond,
+        in_both_branches,
         in_switch,
         in_while,
         in_checkpoint,

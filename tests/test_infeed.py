@@ -169,7 +169,10 @@ def test_a_slow_data_set_holds_up_nobody():
     threading.Timer(0.2, wake.set).start()
     assert [get()[0].item() for _ in range(5)] == [5, 6, 7, 8, 9]
     assert sum(thread.name == "ipu-infeed" for thread in threading.enumerate()) == 1
-    queue.delete()
+    queue.delete()  # waits for the thread, which is healthy again
+    assert not [thread for thread in threading.enumerate() if thread.name == "ipu-infeed"]
+    with pytest.raises(RuntimeError, match="The infeed was stopped"):
+        get()
     queue.initialize()
     assert take(queue, 2) == [0, 1]
     queue.delete()

@@ -517,6 +517,21 @@ def _again():
         return engine.get_variable("v", ())
 
 
+def test_a_custom_rule_that_uses_a_value_of_the_stage():
+    def stage(x):
+        y = x * 2
+
+        @jax.custom_vjp
+        def scaled(v):
+            return v * y
+
+        scaled.defvjp(lambda v: (v * y, None), lambda _residual, g: (g * y,))
+        return scaled(models.dense("a", 6, x))
+
+    with pytest.raises(ValueError, match=r"stage 0 \(stage\): a function with custom derivatives"):
+        make([stage, lambda x: jnp.mean(x)]).trace(np.zeros((3, 6), "float32"))
+
+
 def test_an_error_in_a_stage_names_it():
     def broken(x):
         return x @ jnp.ones((7, 7))

@@ -430,6 +430,18 @@ def test_integers_that_do_not_fit():
             session.run(program, {placeholder: good})
             with pytest.raises(ValueError, match=f"placeholder 'number'.*does not fit {dtype}"):
                 session.run(program, {placeholder: bad})
+    wide = ipu.placeholder(np.int64, name="number")
+    program = front.compile_program(lambda number: number, [wide])
+    with ipu.Session() as session:
+        assert session.run(program, {wide: 5}).dtype == np.int32
+        with pytest.raises(ValueError, match="does not fit int32"):
+            session.run(program, {wide: 2**40})
+    with pytest.raises(ValueError, match=r"inputs\[0\].*does not fit int32"):
+        front.compile_program(lambda x: x, [np.int64(2**40)])
+    with pytest.raises(ValueError, match="inputs: leaf 0.*does not fit int32"):
+        front.compile_program(
+            lambda: pipeline([lambda x: None], gradient_accumulation_count=1, inputs=[np.int64(2**40)])
+        )
     infeed = ipu.ipu_infeed_queue.IPUInfeedQueue([np.int64(1), np.int64(2**40)])
     outfeed = IPUOutfeedQueue()
     program = front.compile_program(

@@ -14,7 +14,8 @@ are not computed at all.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -209,7 +210,7 @@ def _differentiate(
         (pulled,) = pull_back([sums[position] for position in differentiated_outputs])
         return [*outputs, *pulled]
 
-    flat = jaxprs.flatten(jax.make_jaxpr(joint)(*avals))
+    flat = jaxprs.flatten(_trace_joint(joint, avals, stage.place))
     backward_vars = jaxprs.dependents(flat, flat.inputs[len(arguments) :])
     num_results = len(stage.outputs) + len(stage.assigned)
     pulled = [
@@ -230,6 +231,20 @@ def _differentiate(
         backward_vars=backward_vars,
         trained=trained_positions,
     )
+
+
+def _trace_joint(joint: Callable[..., list[Any]], avals: Sequence[Any], place: str) -> Any:
+    closed_jaxpr = None
+    with contextlib.suppress(jax.errors.UnexpectedTracerError):
+        closed_jaxpr = jax.make_jaxpr(joint)(*avals)
+    # A derivative rule is run here, after the stage was traced: the stage's values are gone.
+    if closed_jaxpr is None or any(isinstance(c, jax.core.Tracer) for c in closed_jaxpr.consts):
+        raise ValueError(
+            f"{place}: a function with custom derivatives (jax.custom_vjp, jax.custom_jvp, "
+            "jax.custom_gradient) uses a value of the stage that is not among its arguments. Pass it as an "
+            "argument."
+        )
+    return closed_jaxpr
 
 
 def _received_cotangents(

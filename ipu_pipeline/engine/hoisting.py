@@ -190,7 +190,11 @@ def _rebuild(equation: Any, place: str, program_names: names.ProgramNames) -> _R
             f"{place}: get_variable, next_rng_key or assign is called inside the body of {name}, where "
             "it cannot be reached. Call it outside and pass the value in as an argument."
         )
-    hoisted = [hoist(body, place, program_names) for body in bodies]
+    by_body: dict[int, Hoisted] = {}  # branches may be the same function, traced once
+    for body in bodies:
+        if id(body) not in by_body:
+            by_body[id(body)] = hoist(body, place, program_names)
+    hoisted = [by_body[id(body)] for body in bodies]
     assigned = {spec: None for body in hoisted for spec in body.assigned}
     if assigned and name not in _CHECKPOINTS:
         raise ValueError(

@@ -2,7 +2,7 @@
 
 `get_variable` leaves a marker equation in the jaxpr that is being traced, and `assign` another. What
 traces the function (`stages`) turns the markers into inputs and outputs. A function is so traced once
-only, and a cached trace of an inner `jax.jit` function keeps its variables.
+only.
 """
 
 from __future__ import annotations
