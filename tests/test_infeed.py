@@ -164,7 +164,7 @@ def test_a_slow_data_set_holds_up_nobody():
     started = time.monotonic()
     queue.stop()
     queue.stop()
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 10  # and not the 20 s that the data set takes
     get = queue.connect(same)
     threading.Timer(0.2, wake.set).start()
     assert [get()[0].item() for _ in range(5)] == [5, 6, 7, 8, 9]
