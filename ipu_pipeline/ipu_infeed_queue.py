@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_pipeline.engine.pipeline import as_shape, trees_equal
+from ipu_pipeline.engine.shapes import as_shape, trees_equal
 from ipu_pipeline.errors import OutOfRangeError
 from ipu_pipeline.placeholders import cast_exactly
 

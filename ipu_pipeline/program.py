@@ -1,4 +1,7 @@
-"""A compiled program: an ordered list of jitted segments and pipelines."""
+"""A compiled program: an ordered list of jitted segments and pipelines.
+
+Over 400 lines, since how a function becomes segments and how they run are two sides of one thing.
+"""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from ipu_pipeline import config, interrupts, ipu_compiler
-from ipu_pipeline.engine.pipeline import PipelineState
+from ipu_pipeline.engine.state import PipelineState
 from ipu_pipeline.engine.variables import VariableSpec, initial_value
 from ipu_pipeline.ipu_infeed_queue import InfeedOperation, IPUInfeedQueue
 from ipu_pipeline.ipu_outfeed_queue import OutfeedOperation

@@ -8,7 +8,7 @@ import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline.engine import names, reference
-from ipu_pipeline.engine.pipeline import PipelineState
+from ipu_pipeline.engine.state import PipelineState
 from ipu_pipeline.errors import OutOfRangeError
 from ipu_pipeline.ipu_outfeed_queue import IPUOutfeedMode, IPUOutfeedQueue
 from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput, pipeline

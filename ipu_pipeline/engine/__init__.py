@@ -3,9 +3,11 @@
 from ipu_pipeline.engine.errors import OutOfRangeError
 from ipu_pipeline.engine.keys import next_rng_key
 from ipu_pipeline.engine.names import variable_scope
-from ipu_pipeline.engine.pipeline import Pipeline, PipelineState, Stage, StepOutputs
+from ipu_pipeline.engine.pipeline import Pipeline
+from ipu_pipeline.engine.plain_stages import Stage
 from ipu_pipeline.engine.programs import Reduction
 from ipu_pipeline.engine.schedules import Action, ActionKind, ScheduleError, Timetable
+from ipu_pipeline.engine.state import PipelineState, StepOutputs
 from ipu_pipeline.engine.variables import assign, get_variable
 
 __all__ = [

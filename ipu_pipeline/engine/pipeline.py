@@ -1,11 +1,13 @@
-"""The engine's public call: a pipeline of stage functions, with the state going in and coming out."""
+"""The engine's public call: a pipeline of stage functions, with the state going in and coming out.
+
+Over 400 lines, half of which describe arguments.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -16,105 +18,13 @@ from ipu_pipeline.engine import differentiation, names, placement, schedules, up
 from ipu_pipeline.engine import stages as stage_tracing
 from ipu_pipeline.engine.errors import OutOfRangeError
 from ipu_pipeline.engine.executor import Accumulated, Executor
+from ipu_pipeline.engine.plain_stages import Stage
 from ipu_pipeline.engine.programs import Reduction, StagePrograms
-from ipu_pipeline.engine.variables import VariableSpec, get_variable, initial_value
+from ipu_pipeline.engine.shapes import as_shape, check_like
+from ipu_pipeline.engine.state import PipelineState, StepOutputs
+from ipu_pipeline.engine.variables import VariableSpec, initial_value
 
-__all__ = ["Pipeline", "PipelineState", "Stage", "StepOutputs", "as_shape", "trees_equal"]
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class PipelineState:
-    """Everything that training changes, a pytree.
-
-    Attributes:
-      variables: full name -> array.
-      optimizer_state: what the optimizer's `init` returns for the trained variables, a flat dict. None
-        without training, and until the first step if it depends on what the last stage returns.
-      update_count: int32 scalar, weight updates so far.
-      execution_count: int32 scalar, steps so far, those without training included; random keys are
-        folded from it.
-      key: the random key that all others are folded from.
-    """
-
-    variables: dict[str, Any]
-    optimizer_state: Any
-    update_count: Any
-    execution_count: Any
-    key: Any
-
-
-@dataclass(frozen=True)
-class StepOutputs:
-    """What a step returns besides the new state.
-
-    Attributes:
-      outputs: what the last stage returned, a list with one entry per micro-batch.
-      losses: the loss of each micro-batch, scalars; empty without training.
-    """
-
-    outputs: list[Any]
-    losses: list[Any]
-
-
-class Stage:
-    """A stage that is a plain function of parameters and inputs, without named variables.
-
-    Example:
-      Stage(lambda parameters, x: x @ parameters["w"], {"w": numpy.ones((4, 2), "float32")})
-    """
-
-    def __init__(self, function: Callable[..., Any], parameters: Any, name: str | None = None) -> None:
-        """Wraps the function.
-
-        Args:
-          function: `function(parameters, *inputs) -> outputs`.
-          parameters: a pytree of arrays, the values at the start; or a function from a random key to one.
-          name: the scope of its variables, one per leaf, named by the leaf's path. None: `stage<index>`.
-        """
-        self.function = function
-        self.parameters = parameters
-        self.name = name
-        self.__name__ = name or getattr(function, "__name__", "stage")
-
-    def with_variables(self, index: int) -> stage_tracing.StageFunction:
-        """The stage as a function whose parameters are variables."""
-        parameters = self.parameters
-        if callable(parameters):
-            shapes = jax.eval_shape(parameters, jax.eval_shape(jax.random.key, 0))
-        else:
-            shapes = jax.tree.map(as_shape, parameters)
-        paths_and_shapes, tree = jax.tree_util.tree_flatten_with_path(shapes)
-        scope = self.name or f"stage{index}"
-
-        # JAX's caches keep an initializer for long; they should not keep a model's weights with it.
-        reference = weakref.ref(self)
-
-        def initializer(place: int) -> Any:
-            def initialize(key: Any, shape: Any, dtype: Any) -> Any:
-                del shape, dtype  # they are those of the leaf
-                stage = reference()
-                assert stage is not None
-                made = stage.parameters(key) if callable(stage.parameters) else stage.parameters
-                return jnp.array(jax.tree.leaves(made)[place])  # a copy, as updates may take its memory
-
-            return initialize
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with names.variable_scope(scope):
-                leaves = [
-                    get_variable(
-                        jax.tree_util.keystr(path, simple=True, separator="/") or "parameter",
-                        leaf.shape,
-                        leaf.dtype,
-                        initializer(place),
-                    )
-                    for place, (path, leaf) in enumerate(paths_and_shapes)
-                ]
-            return self.function(jax.tree.unflatten(tree, leaves), *args, **kwargs)
-
-        call.__name__ = str(self.__name__)
-        return call
+__all__ = ["Pipeline"]
 
 
 class Pipeline:
@@ -495,11 +405,11 @@ class Pipeline:
         Raises:
           ValueError: structure, shape or dtype differ.
         """
-        return _check_like(element, self.traced.element, f"Micro-batch {number}")
+        return check_like(element, self.traced.element, f"Micro-batch {number}")
 
     def check_inputs(self, inputs: Sequence[Any]) -> list[Any]:
         """The leaves of the inputs, checked likewise."""
-        return _check_like(tuple(inputs), self.traced.inputs, "The inputs")
+        return check_like(tuple(inputs), self.traced.inputs, "The inputs")
 
     def _find_trained(self, traced: stage_tracing.TracedPipeline) -> dict[str, VariableSpec]:
         wanted = self._trained() if callable(self._trained) else self._trained
@@ -535,35 +445,6 @@ class Pipeline:
         return f"The data ended after {number} of the {self._num_micro_batches} micro-batches of a step."
 
 
-def as_shape(value: Any) -> jax.ShapeDtypeStruct:
-    """The shape and dtype that a value has as a JAX array; likewise for a `ShapeDtypeStruct`."""
-    if not hasattr(value, "dtype"):
-        value = np.asarray(value)
-    return jax.ShapeDtypeStruct(tuple(value.shape), jax.dtypes.canonicalize_dtype(value.dtype))
-
-
-def trees_equal(first: Any, second: Any) -> bool:
-    """Whether two structures of pytrees are the same."""
-    return bool(first == second)
-
-
 def _chain(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
     yield first
     yield from rest
-
-
-def _check_like(value: Any, expected: Any, what: str) -> list[Any]:
-    leaves, tree = jax.tree.flatten(value)
-    expected_leaves, expected_tree = jax.tree.flatten(expected)
-    if not trees_equal(tree, expected_tree):
-        raise ValueError(f"{what} must have the structure {expected_tree}; got {tree}.")
-    for leaf, known in zip(leaves, expected_leaves, strict=True):
-        shape = as_shape(leaf)
-        if shape.shape != known.shape or shape.dtype != known.dtype:
-            raise ValueError(
-                f"{what} must have the shape and dtype of the first one, "
-                f"{known.dtype.name}{list(known.shape)}; got {shape.dtype.name}{list(shape.shape)}. "
-                "Sizes are fixed: drop the remainder of a data set that does not fill its last batch "
-                "(drop_remainder)."
-            )
-    return leaves

@@ -1,5 +1,7 @@
 """Schedules: counts in, immutable actions out, and the checker that proves them. No JAX here.
 
+Over 400 lines, since the schedules and the checker that proves them are read together.
+
 A schedule is one row of slots per IPU. A slot holds an `Action` or, in a lock-step schedule, None for
 a time-step in which the IPU waits. `check` follows the rows and returns a `Timetable`: when every
 action runs, how many micro-batches each stage holds at most, and one global order of the actions.

@@ -1,0 +1,45 @@
+"""What goes into a step and comes out of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+__all__ = ["PipelineState", "StepOutputs"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PipelineState:
+    """Everything that training changes, a pytree.
+
+    Attributes:
+      variables: full name -> array.
+      optimizer_state: what the optimizer's `init` returns for the trained variables, a flat dict. None
+        without training, and until the first step if it depends on what the last stage returns.
+      update_count: int32 scalar, weight updates so far.
+      execution_count: int32 scalar, steps so far, those without training included; random keys are
+        folded from it.
+      key: the random key that all others are folded from.
+    """
+
+    variables: dict[str, Any]
+    optimizer_state: Any
+    update_count: Any
+    execution_count: Any
+    key: Any
+
+
+@dataclass(frozen=True)
+class StepOutputs:
+    """What a step returns besides the new state.
+
+    Attributes:
+      outputs: what the last stage returned, a list with one entry per micro-batch.
+      losses: the loss of each micro-batch, scalars; empty without training.
+    """
+
+    outputs: list[Any]
+    losses: list[Any]
