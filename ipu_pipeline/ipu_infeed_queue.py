@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_pipeline.engine.shapes import as_shape, trees_equal
+from ipu_pipeline.engine.shapes import as_shape, check_like
 from ipu_pipeline.errors import OutOfRangeError
 from ipu_pipeline.placeholders import cast_exactly
 
@@ -202,7 +202,7 @@ class _Feeder:
 
     def __init__(self, iterator: Iterator[Any], element: Any, depth: int) -> None:
         self._iterator = iterator
-        self._shapes, self._tree = jax.tree.flatten(element)
+        self._element = element
         self._depth = depth
         self._number = 0
         self._condition = threading.Condition()
@@ -291,24 +291,16 @@ class _Feeder:
         return _Entry((), (), place, error)
 
     def _check(self, element: Any) -> list[Any]:
-        leaves, tree = jax.tree.flatten(element)
         what = f"IPUInfeedQueue: element {self._number} of the dataset"
-        if not trees_equal(tree, self._tree):
-            raise ValueError(f"{what} has the structure {tree}, and the first one has {self._tree}.")
-        arrays = []
-        for leaf, expected in zip(leaves, self._shapes, strict=True):
+
+        def as_array(leaf: Any) -> Any:
             array: Any = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
-            if array.dtype.kind in "iu" and as_shape(array).dtype != array.dtype:
-                array = cast_exactly(array, expected.dtype, what)  # int64, without JAX's 64-bit mode
-            shape = as_shape(array)
-            if shape.shape != expected.shape or shape.dtype != expected.dtype:
-                raise ValueError(
-                    f"{what} has an array of {shape.dtype.name}{list(shape.shape)}, and the first "
-                    f"element has {expected.dtype.name}{list(expected.shape)} there. Shapes are static: "
-                    "batch the dataset with drop_remainder=True, or pad its last batch."
-                )
-            arrays.append(array)
-        return arrays
+            dtype = as_shape(array).dtype
+            if array.dtype.kind in "iu" and dtype != array.dtype:
+                array = cast_exactly(array, dtype, what)  # int64, without JAX's 64-bit mode
+            return array
+
+        return check_like(jax.tree.map(as_array, element), self._element, what)
 
 
 def _leaf_shape(leaf: Any) -> jax.ShapeDtypeStruct:

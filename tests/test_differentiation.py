@@ -22,6 +22,18 @@ def trace(stages, element=None, loss=lambda loss: loss, **options):
     return pipeline
 
 
+def assert_step_equals_reference(pipeline, rng, tolerance=1e-5):
+    """One update of a pipeline without labels; returns the new state."""
+    micro_batches = [(rng.normal(size=(BATCH, WIDTH)).astype("float32"),) for _ in range(2)]
+    state = pipeline.init(jax.random.key(0), micro_batches[0])
+    expected, _outputs = reference.step(
+        pipeline.traced, models.on_one_device(state), micro_batches, optimizer=optax.sgd(0.1)
+    )
+    actual, _outputs = pipeline.step(state, micro_batches)
+    models.assert_trees_close(actual.variables, expected.variables, tolerance)
+    return actual
+
+
 def num_bytes(avals):
     return sum(int(np.prod(aval.shape)) * aval.dtype.itemsize for aval in avals)
 
@@ -74,15 +86,9 @@ def test_nothing_computed_from_weights_alone_is_stored(stage, stored, rng):
     stages = [stage, mean_square]
     pipeline = trace(stages)
     assert num_bytes(pipeline.programs[0].residuals) == stored
-    micro_batches = [(rng.normal(size=(BATCH, WIDTH)).astype("float32"),) for _ in range(2)]
-    state = pipeline.init(jax.random.key(0), micro_batches[0])
-    expected, _outputs = reference.step(
-        pipeline.traced, models.on_one_device(state), micro_batches, optimizer=optax.sgd(0.1)
-    )
-    actual, _outputs = pipeline.step(state, micro_batches)
     # XLA may leave roundings to bfloat16 out where it fuses, which the reference's single steps cannot.
     tolerance = 1e-2 if stage is bfloat16_cast else 1e-5
-    models.assert_trees_close(actual.variables, expected.variables, tolerance)
+    assert_step_equals_reference(pipeline, rng, tolerance)
 
 
 def transposed_in_a_scan(x):
@@ -98,13 +104,7 @@ def test_a_scan_over_layers_stores_no_weights(rng):
     pipeline = trace(stages)
     shapes = [aval.shape for aval in pipeline.programs[1].residuals]
     assert (3, WIDTH, WIDTH) not in shapes
-    micro_batches = [(rng.normal(size=(BATCH, WIDTH)).astype("float32"),) for _ in range(2)]
-    state = pipeline.init(jax.random.key(0), micro_batches[0])
-    expected, _outputs = reference.step(
-        pipeline.traced, models.on_one_device(state), micro_batches, optimizer=optax.sgd(0.1)
-    )
-    actual, _outputs = pipeline.step(state, micro_batches)
-    models.assert_trees_close(actual.variables, expected.variables)
+    assert_step_equals_reference(pipeline, rng)
 
 
 def test_an_assigned_variable_that_the_backward_needs_is_stored_as_it_was(rng):
@@ -116,13 +116,7 @@ def test_an_assigned_variable_that_the_backward_needs_is_stored_as_it_was(rng):
 
     pipeline = trace([stage, mean_square], schedule="grouped")
     assert num_bytes(pipeline.programs[0].residuals) == WIDTH * 4
-    micro_batches = [(rng.normal(size=(BATCH, WIDTH)).astype("float32"),) for _ in range(2)]
-    state = pipeline.init(jax.random.key(0), micro_batches[0])
-    expected, _outputs = reference.step(
-        pipeline.traced, models.on_one_device(state), micro_batches, optimizer=optax.sgd(0.1)
-    )
-    actual, _outputs = pipeline.step(state, micro_batches)
-    models.assert_trees_close(actual.variables, expected.variables)
+    actual = assert_step_equals_reference(pipeline, rng)
     np.testing.assert_array_equal(actual.variables["scale"], np.full(WIDTH, 0.5, "float32"))
 
 

@@ -109,7 +109,7 @@ def test_another_structure():
     queue.initialize()
     get = queue.connect(same) if queue.element else None
     get()
-    with pytest.raises(ValueError, match="element 1 of the dataset has the structure"):
+    with pytest.raises(ValueError, match="element 1 of the dataset must have the structure"):
         get()
     queue.delete()
 

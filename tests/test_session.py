@@ -273,7 +273,7 @@ def test_a_ragged_batch():
         session.run(model.initializer)
         model.run(session)
         with pytest.raises(
-            ValueError, match=r"element 4 .*float32\[3, 12\].*float32\[4, 12\].*drop_remainder"
+            ValueError, match=r"element 4 .*float32\[4, 12\]; got float32\[3, 12\].*drop_remainder"
         ):
             model.run(session)
 

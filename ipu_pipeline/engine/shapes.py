@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-__all__ = ["as_shape", "check_like", "trees_equal"]
+__all__ = ["as_shape", "check_like"]
 
 
 def as_shape(value: Any) -> jax.ShapeDtypeStruct:
@@ -17,7 +17,7 @@ def as_shape(value: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(tuple(value.shape), jax.dtypes.canonicalize_dtype(value.dtype))
 
 
-def trees_equal(first: Any, second: Any) -> bool:
+def _trees_equal(first: Any, second: Any) -> bool:
     """Whether two structures of pytrees are the same."""
     return bool(first == second)
 
@@ -35,7 +35,7 @@ def check_like(value: Any, expected: Any, what: str) -> list[Any]:
     """
     leaves, tree = jax.tree.flatten(value)
     expected_leaves, expected_tree = jax.tree.flatten(expected)
-    if not trees_equal(tree, expected_tree):
+    if not _trees_equal(tree, expected_tree):
         raise ValueError(f"{what} must have the structure {expected_tree}; got {tree}.")
     for leaf, known in zip(leaves, expected_leaves, strict=True):
         shape = as_shape(leaf)
