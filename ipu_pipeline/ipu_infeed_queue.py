@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ipu_pipeline.engine.blocks import Take
 from ipu_pipeline.engine.shapes import as_shape, check_like
 from ipu_pipeline.errors import OutOfRangeError
 from ipu_pipeline.placeholders import cast_exactly
@@ -129,7 +130,7 @@ class IPUInfeedQueue:
             iterator = _chain(first, iterator)
         else:
             iterator = self._iterate()
-        self._feeder = _Feeder(iterator, element, self._prefetch_depth)
+        self._feeder = _Feeder(iterator, element)
         self._deleted = False
         if self._finalizer is not None:
             self._finalizer.detach()
@@ -159,14 +160,16 @@ class IPUInfeedQueue:
                 f"The infeed {state}. Run its initializer first: session.run(infeed_queue.initializer)."
             )
 
-    def connect(self, place: Place) -> Callable[[], Sequence[Any]]:
+    def connect(self, place: Place, num_taken: int = 1) -> Take:
         """Starts the thread.
 
         Args:
           place: puts the leaves of an element on devices. Called in the thread.
+          num_taken: how many elements will be taken at once; so many at least are fetched ahead.
 
         Returns:
-          A function that returns what `place` made of the next element. It raises OutOfRangeError at
+          A function that takes up to so many elements, and one at least: it returns what `place` made of
+          them. It waits for as many as were asked for, unless the data end. It raises OutOfRangeError at
           the end of the data, and what the data set raised.
 
         Raises:
@@ -174,8 +177,13 @@ class IPUInfeedQueue:
         """
         self.check_initialized()
         assert self._feeder is not None
-        self._feeder.start(place)
-        return self._feeder.get
+        self._feeder.start(place, max(self._prefetch_depth, num_taken))
+        return self._feeder.take
+
+    def give_back(self, count: int) -> None:
+        """Puts the last elements that were taken at once back; they come again."""
+        if self._feeder is not None:
+            self._feeder.give_back(count)
 
     def _iterate(self) -> Iterator[Any]:
         dataset = self._dataset
@@ -200,23 +208,26 @@ class _Feeder:
     the thread, a daemon, ends when it wakes up or goes on if it is wanted again.
     """
 
-    def __init__(self, iterator: Iterator[Any], element: Any, depth: int) -> None:
+    def __init__(self, iterator: Iterator[Any], element: Any) -> None:
         self._iterator = iterator
         self._element = element
-        self._depth = depth
         self._number = 0
         self._condition = threading.Condition()
         # What follows is read and written with the condition held.
         self._buffer: collections.deque[_Entry] = collections.deque()
+        self._depth = 1
+        self._taken: list[_Entry] = []  # at the last call of `take`
         self._place: Place | None = None
         self._thread: threading.Thread | None = None
         self._is_running = False
         self._is_stopping = False
         self._is_given_up = False
 
-    def start(self, place: Place) -> None:
+    def start(self, place: Place, depth: int) -> None:
         with self._condition:
             self._place = place
+            self._depth = depth
+            self._condition.notify_all()
             self._is_stopping = self._is_given_up = False
             if not self._is_running and not self._has_ended():
                 self._is_running = True
@@ -237,24 +248,32 @@ class _Feeder:
         self.stop()
         with self._condition:
             self._buffer.clear()
+            self._taken = []
             self._iterator = iter(())
 
-    def get(self) -> Sequence[Any]:
+    def take(self, wanted: int) -> list[Sequence[Any]]:
         with self._condition:
-            while not self._buffer:
-                if not self._is_running:
+            while len(self._buffer) < wanted and not self._has_ended():
+                if not self._is_running and not self._buffer:
                     raise RuntimeError("The infeed was stopped, by its deleter or its session's end.")
+                if not self._is_running:
+                    break
                 self._condition.wait()
-            entry = self._buffer[0]
+            error = self._buffer[0].error
+            if error is not None:  # it stays: whoever asks again gets the same answer
+                raise error
+            num_taken = min(wanted, len(self._buffer) - self._has_ended())
+            taken = self._taken = [self._buffer.popleft() for _element in range(num_taken)]
             place = self._place
-            if entry.error is None:  # an error stays: whoever asks again gets the same answer
-                self._buffer.popleft()
-                self._condition.notify_all()
-        if entry.error is not None:
-            raise entry.error
+            self._condition.notify_all()
         assert place is not None
         # Fetched ahead for another program, an element goes to this one's devices now.
-        return entry.placed if entry.place == place else place(entry.leaves)
+        return [entry.placed if entry.place == place else place(entry.leaves) for entry in taken]
+
+    def give_back(self, count: int) -> None:
+        with self._condition:
+            self._buffer.extendleft(reversed(self._taken[-count:]))
+            self._taken = []
 
     def _has_ended(self) -> bool:
         return bool(self._buffer) and self._buffer[-1].error is not None

@@ -6,10 +6,17 @@ import collections
 import enum
 import warnings
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from dataclasses import dataclass
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+
+from ipu_pipeline.engine import names
+from ipu_pipeline.engine.recording import record_enqueued
+from ipu_pipeline.operations import Operation
+from ipu_pipeline.placeholders import Placeholder
 
 __all__ = ["IPUOutfeedMode", "IPUOutfeedQueue", "OutfeedOperation"]
 
@@ -29,8 +36,37 @@ class OutfeedOperation:
         self.queue = queue
 
 
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """What was enqueued at once; see `IPUOutfeedQueue.extend`."""
+
+    leaves: list[Any]
+    size: int | None
+
+    @property
+    def num_elements(self) -> int:
+        return 1 if self.size is None else self.size
+
+    def copy_async(self) -> None:
+        for leaf in self.leaves:
+            if isinstance(leaf, jax.Array):
+                leaf.copy_to_host_async()
+
+    def is_ready(self) -> bool:
+        return all(map(_is_ready, self.leaves))
+
+    def on_host(self) -> _Part:
+        return _Part([np.asarray(leaf) for leaf in self.leaves], self.size)
+
+    def stacked(self) -> list[Any]:
+        """The leaves, of one element too, with a first axis over elements."""
+        if self.size is None:
+            return [leaf[np.newaxis] for leaf in self.leaves]
+        return [leaf[: self.size] for leaf in self.leaves]
+
+
 class IPUOutfeedQueue:
-    """Takes what a pipeline's last stage returns, or its loss, once per micro-batch.
+    """Takes what a pipeline's last stage returns, or its loss, or what a loop enqueues, per micro-batch.
 
     Example:
       losses = session.run(outfeed_queue.dequeue())  # one per micro-batch since the last dequeue
@@ -55,8 +91,8 @@ class IPUOutfeedQueue:
         self._mode = outfeed_mode
         self._buffer_depth = buffer_depth
         self._structure: tuple[Any, tuple[jax.ShapeDtypeStruct, ...]] | None = None
-        self._on_device: collections.deque[list[Any]] = collections.deque()
-        self._on_host: list[list[Any]] = []
+        self._on_device: collections.deque[_Part] = collections.deque()
+        self._on_host: list[_Part] = []
 
     @property
     def outfeed_mode(self) -> IPUOutfeedMode:
@@ -81,24 +117,64 @@ class IPUOutfeedQueue:
             )
         self._structure = structure
 
-    def extend(self, elements: Sequence[list[Any]]) -> None:
-        """Enqueues the leaves of elements, which may still be computed; does not wait for them."""
+    def extend(self, leaves: Sequence[Any], size: int | None) -> None:
+        """Enqueues one element, or several in a row, which may still be computed; does not wait for them.
+
+        Args:
+          leaves: those of an element; of several, stacked on a first axis, which may be longer.
+          size: None for one element, else how many.
+        """
+        if size == 0:
+            return
         if self._mode is IPUOutfeedMode.LAST:
-            elements = elements[-1:]
             self._on_device.clear()
             self._on_host.clear()
-        for leaves in elements:
-            self._on_device.append(leaves)
-        for leaves in list(self._on_device)[: max(0, len(self._on_device) - self._buffer_depth)]:
-            for leaf in leaves:
-                if isinstance(leaf, jax.Array):
-                    leaf.copy_to_host_async()
-        while len(self._on_device) > self._buffer_depth and all(map(_is_ready, self._on_device[0])):
-            self._on_host.append([np.asarray(leaf) for leaf in self._on_device.popleft()])
+        self._on_device.append(_Part(list(leaves), size))
+        num_on_device = 0
+        for part in reversed(self._on_device):
+            num_on_device += part.num_elements
+            if num_on_device > self._buffer_depth:
+                part.copy_async()
+        while num_on_device > self._buffer_depth and self._on_device[0].is_ready():
+            part = self._on_device.popleft()
+            num_on_device -= part.num_elements
+            self._on_host.append(part.on_host())
 
-    def enqueue(self, value: Any) -> NoReturn:
-        """Not built yet: pipelines enqueue by themselves; it comes with loops."""
-        raise NotImplementedError("IPUOutfeedQueue.enqueue: loops that enqueue are not built yet.")
+    def enqueue(self, value: Any) -> Operation:
+        """Records, in the body of a loop, what is enqueued in each iteration.
+
+        It runs whether its operation is returned or not. A pipeline enqueues by itself.
+
+        Args:
+          value: an array, or a tuple, list or dict of arrays, or a pytree of them.
+
+        Returns:
+          The operation.
+
+        Raises:
+          RuntimeError: not called in the body of a loop.
+          TypeError: a leaf is no array.
+          ValueError: the body enqueues to this queue already, or there is nothing to enqueue.
+        """
+        frame = names.current_frame("IPUOutfeedQueue.enqueue")
+        if frame.recorder is None:
+            advice = (
+                "A pipeline enqueues what its last stage returns, or the loss."
+                if frame.is_stage
+                else "Call it in the body of ipu.loops.repeat; repeat(1, ...) runs it once."
+            )
+            raise RuntimeError(f"IPUOutfeedQueue.enqueue was called in {frame.place}. {advice}")
+        if any(entry.target is self for entry in frame.recorder.enqueued):
+            raise ValueError(
+                "An IPUOutfeedQueue can be enqueued to only once in a program: enqueue a tuple or dict, or "
+                "use a queue for each value."
+            )
+        leaves, tree = jax.tree.flatten(value)
+        if not leaves:
+            raise ValueError("IPUOutfeedQueue.enqueue: value has no arrays; there is nothing to enqueue.")
+        traced = [_as_array(leaf) for leaf in leaves]
+        record_enqueued(frame.recorder, self, jax.tree.unflatten(tree, traced))
+        return Operation("enqueue")
 
     def dequeue(self, wait_for_completion: bool = False) -> OutfeedOperation:
         """The operation that empties the queue; may be asked for before the program is compiled.
@@ -130,21 +206,33 @@ class IPUOutfeedQueue:
                 "The outfeed was dequeued before any program that enqueues to it was compiled."
             )
         tree, avals = self._structure
-        elements = [*self._on_host, *self._on_device]
+        parts = [*self._on_host, *self._on_device]
         if self._mode is IPUOutfeedMode.LAST:
-            if not elements:
+            if not parts:
                 raise ValueError("The outfeed is in mode LAST and nothing has been enqueued yet.")
-            arrays = [np.asarray(leaf) for leaf in elements[-1]]
+            arrays = [leaf[-1] for leaf in parts[-1].on_host().stacked()]
         else:
             self._on_host, self._on_device = [], collections.deque()
+            stacks = [part.on_host().stacked() for part in parts]
             arrays = [
-                np.stack([np.asarray(leaves[place]) for leaves in elements])
-                if elements
+                np.concatenate([stack[place] for stack in stacks])
+                if stacks
                 else np.empty((0, *aval.shape), aval.dtype)
                 for place, aval in enumerate(avals)
             ]
         value = tree.unflatten(arrays)
         return list(value) if isinstance(value, tuple) else value
+
+
+def _as_array(leaf: Any) -> jax.Array:
+    if isinstance(leaf, Placeholder):
+        leaf.refuse_capture()
+    try:
+        return jnp.asarray(leaf)
+    except TypeError as error:
+        raise TypeError(
+            f"IPUOutfeedQueue.enqueue: value must have arrays only; got {type(leaf).__name__}."
+        ) from error
 
 
 def _is_ready(leaf: Any) -> bool:

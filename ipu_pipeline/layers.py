@@ -220,7 +220,7 @@ class Dropout(Layer):
     def _apply(self, inputs: jax.Array, training: bool | None = None) -> jax.Array:
         """`training` None: True in a program that trains, False in others."""
         if training is None:
-            training = names.current_frame("Dropout").training
+            training = names.current_frame("Dropout").is_training()
         if not training or self.rate == 0:
             return inputs
         shape = inputs.shape

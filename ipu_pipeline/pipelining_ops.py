@@ -13,17 +13,16 @@ import jax
 import numpy as np
 import optax
 
+from ipu_pipeline.calls import PipelineCall, current_builder
 from ipu_pipeline.engine import names
+from ipu_pipeline.engine.differentiation import GradientMap
 from ipu_pipeline.engine.pipeline import Pipeline
 from ipu_pipeline.gradient_accumulation import GradientAccumulationReductionMethod
 from ipu_pipeline.ipu_infeed_queue import IPUInfeedQueue
 from ipu_pipeline.ipu_outfeed_queue import IPUOutfeedQueue
-from ipu_pipeline.placeholders import Placeholder, cast_exactly
-from ipu_pipeline.program import (
-    Operation,
-    PipelineCall,
-    current_builder,
-)
+from ipu_pipeline.operations import Operation
+from ipu_pipeline.optimizers import unwrap
+from ipu_pipeline.placeholders import Placeholder, as_traced_inputs
 
 __all__ = ["OptimizerFunctionOutput", "PipelineSchedule", "pipeline"]
 
@@ -50,7 +49,7 @@ class OptimizerFunctionOutput:
     """What an `optimizer_function` returns.
 
     Attributes:
-      opt: an `optax.GradientTransformation`.
+      opt: an `optax.GradientTransformation`, or `optimizers.MapGradientOptimizer` around one.
       loss: a scalar.
       compute_gradients_args: not built yet.
       compute_gradients_kwargs: {"var_list": names} trains only those variables (full names).
@@ -78,10 +77,17 @@ class OptimizerFunctionOutput:
                 "OptimizerFunctionOutput: compute_gradients_kwargs may only have `var_list`; got "
                 f"{', '.join(sorted(unknown))}."
             )
-        if not isinstance(self.opt, optax.GradientTransformation):
+        unwrapped = unwrap(self.opt)
+        if not isinstance(unwrapped.transformation, optax.GradientTransformation):
             raise TypeError(
                 "OptimizerFunctionOutput: opt must be an optax.GradientTransformation, for example "
                 f"optax.sgd(0.01); got {type(self.opt).__name__}."
+            )
+        if unwrapped.accumulates:
+            raise ValueError(
+                "OptimizerFunctionOutput: opt is a GradientAccumulationOptimizerV2, but a pipeline "
+                "accumulates by itself. Give its inner optimizer, and set gradient_accumulation_count and "
+                "reduction_method."
             )
 
 
@@ -174,7 +180,7 @@ def pipeline(
             "pipelining_ops.pipeline was called within a computational stage; pipelines do not nest. Call "
             "it in the compiled function, or make its stages stages of the outer pipeline."
         )
-    input_leaves, input_tree = _check_inputs(inputs)
+    input_leaves, input_tree = as_traced_inputs(inputs)
 
     optimizer = None if optimizer_function is None else _Optimizer(optimizer_function)
     engine_pipeline = Pipeline(
@@ -189,6 +195,8 @@ def pipeline(
         trained=None if optimizer is None else optimizer.trained,
         program_names=builder.names,
         describe_capture=builder.describe_input,
+        gradient_map=None if optimizer is None else optimizer.gradient_map,
+        collect_outputs=outfeed_queue is not None and not outfeed_loss,
     )
     element = None if infeed_queue is None else infeed_queue.element
     input_avals = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in input_leaves]
@@ -234,10 +242,12 @@ class _Optimizer:
     def __init__(self, function: OptimizerFunction) -> None:
         self._function = function
         self._var_list: Sequence[str] | None = None
+        self._gradient_map: GradientMap | None = None
 
     def loss(self, *args: Any, **kwargs: Any) -> Any:
         output = self._call(*args, **kwargs)
         self._var_list = (output.compute_gradients_kwargs or {}).get("var_list")
+        self._gradient_map = unwrap(output.opt).gradient_map
         return output.loss
 
     def transformation(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
@@ -245,10 +255,13 @@ class _Optimizer:
         frame = names.Frame(names.ProgramNames(), True, "the optimizer_function", is_stage=True)
         with names.frame(frame):
             output = self._call(*args, **kwargs)
-        return output.opt, dict(output.apply_gradients_kwargs or {})
+        return unwrap(output.opt).transformation, dict(output.apply_gradients_kwargs or {})
 
     def trained(self) -> Sequence[str] | None:
         return self._var_list
+
+    def gradient_map(self) -> GradientMap | None:
+        return self._gradient_map
 
     def _call(self, *args: Any, **kwargs: Any) -> OptimizerFunctionOutput:
         output = self._function(*args, **kwargs)
@@ -348,27 +361,6 @@ def _check_mapping(device_mapping: Any, num_stages: int) -> list[int]:
                 f"device_mapping[{index}] is {ipu!r}."
             )
     return [int(ipu) for ipu in device_mapping]
-
-
-def _check_inputs(inputs: Any) -> tuple[list[Any], Any]:
-    """The leaves of the inputs as arrays, and their structure (of a list)."""
-    if inputs is None:
-        inputs = []
-    elif not isinstance(inputs, (list, tuple)):
-        inputs = [inputs]
-    leaves, tree = jax.tree.flatten(list(inputs))
-    return [_as_array(index, leaf) for index, leaf in enumerate(leaves)], tree
-
-
-def _as_array(index: int, leaf: Any) -> Any:
-    if isinstance(leaf, jax.Array):  # traced values included
-        return leaf
-    if isinstance(leaf, Placeholder):
-        leaf.refuse_capture()
-    array = np.asarray(leaf)
-    if array.dtype.kind in "OUSMm":
-        raise TypeError(f"inputs: leaf {index} must be an array; got {type(leaf).__name__}.")
-    return cast_exactly(array, jax.dtypes.canonicalize_dtype(array.dtype), f"inputs: leaf {index}")
 
 
 def _check_outfeed(call: PipelineCall) -> None:

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
-__all__ = ["Placeholder", "cast_exactly", "placeholder"]
+__all__ = ["Placeholder", "as_traced_inputs", "cast_exactly", "placeholder"]
 
 
 class Placeholder:
@@ -104,6 +104,39 @@ def cast_exactly(array: np.ndarray[Any, Any], dtype: Any, what: str) -> np.ndarr
         if dtype.kind not in "biu" or np.array_equal(cast, array):
             return cast
     raise ValueError(f"{what}, of dtype {array.dtype}, does not fit {dtype.name}.")
+
+
+def as_traced_inputs(inputs: Any) -> tuple[list[Any], Any]:
+    """The `inputs` argument of a pipeline or loop.
+
+    Args:
+      inputs: arrays, traced or not, or pytrees of them, in a list; one alone need not be in a list; None
+        for none.
+
+    Returns:
+      The leaves as arrays of dtypes that JAX has, and the structure of the list.
+
+    Raises:
+      TypeError: a leaf is no array.
+      ValueError: a leaf is a placeholder, or an integer that does not fit.
+    """
+    if inputs is None:
+        inputs = []
+    elif not isinstance(inputs, (list, tuple)):
+        inputs = [inputs]
+    leaves, tree = jax.tree.flatten(list(inputs))
+    return [_as_array(index, leaf) for index, leaf in enumerate(leaves)], tree
+
+
+def _as_array(index: int, leaf: Any) -> Any:
+    if isinstance(leaf, jax.Array):  # traced values included
+        return leaf
+    if isinstance(leaf, Placeholder):
+        leaf.refuse_capture()
+    array = np.asarray(leaf)
+    if array.dtype.kind in "OUSMm":
+        raise TypeError(f"inputs: leaf {index} must be an array; got {type(leaf).__name__}.")
+    return cast_exactly(array, jax.dtypes.canonicalize_dtype(array.dtype), f"inputs: leaf {index}")
 
 
 _count = 0

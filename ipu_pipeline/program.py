@@ -1,165 +1,40 @@
-"""A compiled program: an ordered list of jitted segments and pipelines.
-
-Over 400 lines, since how a function becomes segments and how they run are two sides of one thing.
-"""
+"""A compiled program: an ordered list of jitted segments, pipelines and loops."""
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.extend import core as jex_core
 
 from ipu_pipeline import config
+from ipu_pipeline.calls import Call, ProgramBuilder, building, run_call_p
 from ipu_pipeline.engine import hoisting, jaxprs, names, placement
-from ipu_pipeline.engine.pipeline import Pipeline
 from ipu_pipeline.engine.variables import VariableSpec, fresh_trace
-from ipu_pipeline.ipu_infeed_queue import IPUInfeedQueue
-from ipu_pipeline.ipu_outfeed_queue import IPUOutfeedQueue
+from ipu_pipeline.operations import Operation
 from ipu_pipeline.placeholders import Placeholder
 
 if TYPE_CHECKING:
     from ipu_pipeline.session import Session
 
-__all__ = [
-    "Operation",
-    "PipelineCall",
-    "Program",
-    "ProgramBuilder",
-    "build_program",
-    "current_builder",
-    "run_pipeline_p",
-]
+__all__ = ["Program", "build_program"]
 
 
-class Operation:
-    """What `pipeline` returns: something to run, without a value."""
+class _CallStep(NamedTuple):
+    """A pipeline or loop, the atoms that it takes, and the jaxpr variables that it returns."""
 
-    def __init__(self, name: str) -> None:
-        """Names the operation."""
-        self.name = name
-
-
-@dataclass(frozen=True, eq=False)
-class PipelineCall:
-    """A pipeline in a program.
-
-    Attributes:
-      name: the pipeline's; optimizer state is kept under it.
-      pipeline: the engine's.
-      repeat_count: how often it runs in one `run`.
-      infeed_queue: its feed.
-      outfeed_queue: where its outputs or losses go.
-      outfeeds_loss: which of the two.
-    """
-
-    name: str
-    pipeline: Pipeline
-    repeat_count: int
-    infeed_queue: IPUInfeedQueue | None
-    outfeed_queue: IPUOutfeedQueue | None
-    outfeeds_loss: bool
-
-    @property
-    def optimizer_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes and dtypes of the optimizer's state by path; empty without training."""
-        updates = self.pipeline.updates
-        return {} if updates is None else {leaf.path: leaf.aval for leaf in updates.state_leaves}
-
-    @property
-    def outfed(self) -> tuple[Any, tuple[jax.ShapeDtypeStruct, ...]]:
-        """The structure of what is enqueued per micro-batch, and shapes and dtypes of its leaves."""
-        traced = self.pipeline.traced
-        if self.outfeeds_loss:
-            return jax.tree.structure(0), traced.loss_avals
-        return traced.output_tree, traced.output_avals
-
-
-run_pipeline_p = jex_core.Primitive("run_pipeline")
-
-
-@run_pipeline_p.def_abstract_eval
-def _run_pipeline_abstract(*inputs: Any, index: int) -> jax.core.ShapedArray:
-    del inputs, index  # the position in ProgramBuilder.calls; JAX's caches keep parameters for long
-    return jax.core.ShapedArray((), np.dtype(np.int32))  # nobody reads it; a marker needs a result
-
-
-@dataclass(eq=False)
-class ProgramBuilder:
-    """A program while its function is traced.
-
-    Attributes:
-      ipu_device: the number in `/device:IPU:<n>`.
-      names: the names that the program gives out.
-      inputs: what the function was given, as (value, name).
-      calls: the pipelines.
-    """
-
-    ipu_device: int
-    names: names.ProgramNames = field(default_factory=names.ProgramNames)
-    inputs: list[tuple[Any, str]] = field(default_factory=list)
-    calls: list[PipelineCall] = field(default_factory=list)
-
-    def add(self, call: PipelineCall, inputs: Sequence[Any]) -> None:
-        """Adds a pipeline at this point of the program.
-
-        Args:
-          call: the pipeline.
-          inputs: the leaves of its inputs.
-
-        Raises:
-          ValueError: it enqueues to the outfeed of another one; or has its name and another structure of
-            optimizer state.
-        """
-        for other in self.calls:
-            if call.outfeed_queue is not None and call.outfeed_queue is other.outfeed_queue:
-                raise ValueError(
-                    "An IPUOutfeedQueue can be enqueued to only once in a program; pipelines "
-                    f"{other.name!r} and {call.name!r} both do."
-                )
-            shapes, other_shapes = call.optimizer_shapes, other.optimizer_shapes
-            trains_both = call.pipeline.updates is not None and other.pipeline.updates is not None
-            if call.name == other.name and trains_both and shapes != other_shapes:
-                raise ValueError(
-                    f"Two pipelines of the program are named {call.name!r}, under which optimizer state is "
-                    "kept, but their optimizer states have different structures. Give one another `name`."
-                )
-        self.calls.append(call)
-        run_pipeline_p.bind(*inputs, index=len(self.calls) - 1)
-
-    def describe_input(self, value: Any) -> str | None:
-        """The name of a value that the function was given."""
-        return next((name for known, name in self.inputs if known is value), None)
-
-
-_builder: contextvars.ContextVar[ProgramBuilder | None] = contextvars.ContextVar(
-    "program_builder", default=None
-)
-
-
-def current_builder() -> ProgramBuilder | None:
-    """The program whose function is being traced."""
-    return _builder.get()
-
-
-@contextlib.contextmanager
-def _building(builder: ProgramBuilder) -> Iterator[None]:
-    token = _builder.set(builder)
-    try:
-        yield
-    finally:
-        _builder.reset(token)
+    call: Call
+    operands: list[Any]
+    results: list[Any]
 
 
 @dataclass(frozen=True, eq=False)
 class _Segment:
-    """Equations between two pipelines, jitted.
+    """Equations between two calls, jitted.
 
     Attributes:
       function: the jitted equations.
@@ -182,7 +57,7 @@ class Program:
         ipu_device: int,
         inputs: Sequence[Placeholder | np.ndarray[Any, Any]],
         input_vars: Sequence[Any],
-        steps: Sequence[_Segment | tuple[PipelineCall, list[Any]]],
+        steps: Sequence[_Segment | _CallStep],
         result_tree: Any,
         result_atoms: Sequence[Any],
         constants: Mapping[Any, Any],
@@ -202,14 +77,14 @@ class Program:
         return self._ipu_device
 
     @property
-    def pipelines(self) -> list[PipelineCall]:
-        """The pipelines, in the order in which they run."""
-        return [step[0] for step in self._steps if isinstance(step, tuple)]
+    def calls(self) -> list[Call]:
+        """The pipelines and loops, in the order in which they run."""
+        return [step.call for step in self._steps if isinstance(step, _CallStep)]
 
     @property
     def num_ipus(self) -> int:
         """How many IPUs the program needs."""
-        return max((call.pipeline.num_ipus for call in self.pipelines), default=1)
+        return max((call.num_ipus for call in self.calls), default=1)
 
     @property
     def placeholders(self) -> list[Placeholder]:
@@ -221,8 +96,8 @@ class Program:
         """All variables that the program uses, by full name."""
         found: dict[str, VariableSpec] = {}
         for step in self._steps:
-            specs = step[0].pipeline.variables.values() if isinstance(step, tuple) else step.reads.values()
-            found.update((spec.name, spec) for spec in specs)
+            used = step.call.variables if isinstance(step, _CallStep) else step.reads
+            found.update((spec.name, spec) for spec in used.values())
         return found
 
     def run(self, session: Session, feed_dict: Mapping[Placeholder, Any]) -> Any:
@@ -230,16 +105,17 @@ class Program:
         values = dict(self._constants)
         for var, value in zip(self._input_vars, self._feed(feed_dict), strict=True):
             values[var] = value
-        infeeds = [call.infeed_queue for call in self.pipelines if call.infeed_queue is not None]
+        infeeds = [call.infeed_queue for call in self.calls if call.infeed_queue is not None]
         for infeed in infeeds:
             infeed.check_initialized()
         devices = config.devices_for(self._ipu_device, self.num_ipus)
         row = placement.make_rows(devices, (0,))[0]
         try:
             for step in self._steps:
-                if isinstance(step, tuple):
-                    call, atoms = step
-                    session.run_pipeline(call, [_read(values, atom) for atom in atoms], devices)
+                if isinstance(step, _CallStep):
+                    operands = [_read(values, atom) for atom in step.operands]
+                    results = session.run_call(step.call, operands, devices)
+                    values.update(zip(step.results, results, strict=True))
                 else:
                     for var, spec in step.reads.items():
                         values[var] = session.variable(spec)
@@ -249,8 +125,8 @@ class Program:
             for infeed in infeeds:
                 infeed.stop()
             raise
-        results = [None if atom is None else np.array(_read(values, atom)) for atom in self._result_atoms]
-        return self._result_tree.unflatten(results)
+        fetched = [None if atom is None else np.array(_read(values, atom)) for atom in self._result_atoms]
+        return self._result_tree.unflatten(fetched)
 
     def _feed(self, feed_dict: Mapping[Placeholder, Any]) -> list[Any]:
         fed = []
@@ -272,7 +148,8 @@ def build_program(
     """Traces a function into a program. It does not start JAX's backend.
 
     Args:
-      function: takes one array per input; calls `pipelining_ops.pipeline`, and computes around it.
+      function: takes one array per input; calls `pipelining_ops.pipeline` and `loops.repeat`, and
+        computes around them.
       inputs: placeholders, or arrays that are the same in every run.
       ipu_device: the number in `/device:IPU:<n>`.
 
@@ -280,7 +157,7 @@ def build_program(
       The program.
 
     Raises:
-      ValueError: a pipeline is called inside the body of a loop or another transformation.
+      ValueError: a pipeline or loop is called inside the body of another transformation.
     """
     builder = ProgramBuilder(ipu_device)
     result: list[Any] = []
@@ -289,7 +166,7 @@ def build_program(
         named = [value.name if isinstance(value, Placeholder) else "a constant" for value in inputs]
         builder.inputs = list(zip(arguments, named, strict=True))
         frame = names.Frame(builder.names, False, "the compiled function", is_stage=False)
-        with _building(builder), names.frame(frame):
+        with building(builder), names.frame(frame):
             leaves, tree = jax.tree.flatten(function(*arguments))
         result[:] = [tree, [isinstance(leaf, Operation) for leaf in leaves]]
         return [leaf for leaf in leaves if not isinstance(leaf, Operation)]
@@ -323,20 +200,21 @@ def build_program(
     markers = hoisting.marker_rule("the compiled function", builder.names, read, refuse, refuse)
 
     def rule(equation: Any, atoms: list[Any], inline: jaxprs.InlineFunction) -> list[Any] | None:
-        if equation.primitive is run_pipeline_p:
+        if equation.primitive is run_call_p:
             reads.append({})
             return None
-        if hoisting.contains(equation, (run_pipeline_p,)):
+        if hoisting.contains(equation, (run_call_p,)):
             raise ValueError(
-                f"pipelining_ops.pipeline is called inside the body of {equation.primitive.name}. A "
-                "pipeline is a step of a program of its own: call it outside, and use repeat_count."
+                "pipelining_ops.pipeline or a loop of ipu.loops is called inside the body of "
+                f"{equation.primitive.name}. Each is a step of a program of its own: call it outside. A "
+                "pipeline repeats by repeat_count."
             )
         return markers(equation, atoms, inline)
 
     flat = jaxprs.flatten(closed_jaxpr, rule)
     for call in builder.calls:
-        if call.outfeed_queue is not None:
-            call.outfeed_queue.bind(*call.outfed)
+        for queue, element_tree, element_avals in call.outfeeds:
+            queue.bind(element_tree, element_avals)
     tree, is_operation = result
     outputs = iter(flat.outputs)
     return Program(
@@ -351,17 +229,17 @@ def build_program(
 
 
 def _make_steps(
-    flat: jaxprs.FlatJaxpr, reads: Sequence[dict[VariableSpec, Any]], calls: Sequence[PipelineCall]
-) -> list[_Segment | tuple[PipelineCall, list[Any]]]:
+    flat: jaxprs.FlatJaxpr, reads: Sequence[dict[VariableSpec, Any]], calls: Sequence[Call]
+) -> list[_Segment | _CallStep]:
     runs: list[list[Any]] = [[]]
     markers: list[Any] = []
     for equation in flat.equations:
-        if equation.primitive is run_pipeline_p:
+        if equation.primitive is run_call_p:
             markers.append(equation)
             runs.append([])
         else:
             runs[-1].append(equation)
-    steps: list[_Segment | tuple[PipelineCall, list[Any]]] = []
+    steps: list[_Segment | _CallStep] = []
     for index, run in enumerate(runs):
         later = [*markers[index:], *(equation for rest in runs[index + 1 :] for equation in rest)]
         wanted = [atom for equation in later for atom in equation.invars] + list(flat.outputs)
@@ -373,7 +251,9 @@ def _make_steps(
         if results or any(equation.effects for equation in run):
             steps.append(_make_segment(flat, run, results, read_here))
         if index < len(markers):
-            steps.append((calls[markers[index].params["index"]], list(markers[index].invars)))
+            marker = markers[index]
+            call = calls[marker.params["index"]]
+            steps.append(_CallStep(call, list(marker.invars), list(marker.outvars[1:])))
     return steps
 
 

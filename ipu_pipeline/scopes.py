@@ -1,4 +1,4 @@
-"""Where operations go: `ipu_scope`."""
+"""Where operations go: `ipu_scope` and `ipu_shard`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import contextvars
 import re
 from collections.abc import Iterator
 
-__all__ = ["current_ipu_device", "ipu_scope"]
+from ipu_pipeline.engine.shards import ipu_shard
+
+__all__ = ["current_ipu_device", "ipu_scope", "ipu_shard"]
 
 _device: contextvars.ContextVar[int | None] = contextvars.ContextVar("ipu_device", default=None)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, NoReturn
@@ -12,12 +12,15 @@ import jax
 import numpy as np
 
 from ipu_pipeline import config, interrupts, ipu_compiler
+from ipu_pipeline.calls import Call, LoopCall, PipelineCall
+from ipu_pipeline.engine.blocks import Take, take_nothing
+from ipu_pipeline.engine.loops import LoopState
 from ipu_pipeline.engine.state import PipelineState
 from ipu_pipeline.engine.variables import VariableSpec, initial_value
 from ipu_pipeline.ipu_infeed_queue import InfeedOperation, IPUInfeedQueue
 from ipu_pipeline.ipu_outfeed_queue import OutfeedOperation
 from ipu_pipeline.placeholders import Placeholder, cast_exactly
-from ipu_pipeline.program import PipelineCall, Program
+from ipu_pipeline.program import Program
 
 __all__ = ["InitializerOperation", "Session", "global_variables_initializer"]
 
@@ -43,12 +46,22 @@ class _OptimizerState:
 
 
 @dataclass(frozen=True, eq=False)
+class _Accumulated:
+    """Gradients of a loop's iterations since its last weight update, and how they were accumulated."""
+
+    settings: str
+    accumulators: dict[str, Any]
+    count: int
+
+
+@dataclass(frozen=True, eq=False)
 class _PipelineRecord:
-    """What the session keeps under a pipeline's name."""
+    """What the session keeps under the name of a pipeline, or of a loop's optimizer."""
 
     optimizer: _OptimizerState | None = None
     update_count: int = 0
     execution_count: int = 0
+    accumulated: _Accumulated | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -233,53 +246,93 @@ class Session:
             )
         return value
 
-    def run_pipeline(self, call: PipelineCall, input_leaves: Sequence[Any], devices: Sequence[Any]) -> None:
-        """Runs a pipeline `repeat_count` times. The session's state changes after each."""
+    def run_call(self, call: Call, operands: Sequence[Any], devices: Sequence[Any]) -> list[Any]:
+        """Runs a pipeline or loop, and returns what it returns.
+
+        The session's state changes after each weight update of a pipeline, and after each iteration or
+        block of iterations of a loop.
+        """
+        if isinstance(call, PipelineCall):
+            self._run_pipeline(call, operands, devices)
+            return []
+        return self._run_loop(call, operands, devices)
+
+    def _run_pipeline(self, call: PipelineCall, inputs: Sequence[Any], devices: Sequence[Any]) -> None:
         pipeline = call.pipeline
         executor = pipeline.prepare(devices)
-        next_element: Callable[[], Sequence[Any]] = tuple
+        take: Take = take_nothing
         if call.infeed_queue is not None:
-            next_element = call.infeed_queue.connect(executor.place_element)
+            num_fetched = pipeline.num_fetched(call.repeat_count)
+            take = call.infeed_queue.connect(executor.place_element, num_fetched)
         state = pipeline.place(self._make_pipeline_state(call))
-        for _repeat in range(call.repeat_count):
-            accumulated = pipeline.accumulate(state, next_element, input_leaves)
+        done = 0
+        while done < call.repeat_count:
+            left = call.repeat_count - done
+            pending = pipeline.accumulate(state, take, inputs, left, call.repeat_count)
             # From here the old state may be gone (its memory is given to the new one) before the new
             # one is in its place.
             with interrupts.deferred():
-                state = pipeline.update(state, accumulated)
+                before = int(state.execution_count)
+                state, collected = pipeline.update(state, pending)
+                done += int(state.execution_count) - before
                 self._keep(call, state)
                 if call.outfeed_queue is not None:
-                    elements = (
-                        [[loss] for loss in accumulated.losses]
-                        if call.outfeeds_loss
-                        else accumulated.outputs
-                    )
-                    call.outfeed_queue.extend(elements)
+                    for part in collected:
+                        leaves = [part.loss] if call.outfeeds_loss else part.outputs
+                        call.outfeed_queue.extend(leaves, part.size)
         jax.block_until_ready((state.variables, state.optimizer_state))
 
-    def _make_pipeline_state(self, call: PipelineCall) -> PipelineState:
-        variables = {name: self.variable(spec) for name, spec in call.pipeline.variables.items()}
+    def _run_loop(self, call: LoopCall, operands: Sequence[Any], devices: Sequence[Any]) -> list[Any]:
+        loop, body = call.loop, call.loop.body
+        count = call.count
+        if call.has_count_operand:
+            count, operands = max(0, int(operands[0])), operands[1:]
+        num_captured = len(body.captured)
+        constant, changing = loop.split_carried(operands[num_captured:])
+        inputs = [*operands[:num_captured], *constant]
+        loop.prepare(devices)
+        capacity = loop.block_size(count)
+        state = self._place_loop_state(call)
+        take: Take = take_nothing
+        if call.infeed_queue is not None and count != 0:
+            take = call.infeed_queue.connect(loop.place_feed, capacity)
+        done = 0
+        while (count is None or done < count) and loop.goes_on(inputs, changing):
+            elements = take(capacity if count is None else min(capacity, count - done))
+            with interrupts.deferred():  # see _run_pipeline
+                result = loop.run(state, inputs, changing, elements, done, capacity)
+                state, changing = result.state, result.changing
+                done += result.count
+                self._keep_loop(call, state)
+                for (entry, _places), leaves in zip(body.enqueued, result.enqueued, strict=True):
+                    entry.target.extend(leaves, result.size)
+            if call.infeed_queue is not None and result.count < len(elements):
+                call.infeed_queue.give_back(len(elements) - result.count)
+        jax.block_until_ready((state.pipeline.variables, state.pipeline.optimizer_state))
+        return loop.join_carried(constant, changing)
+
+    def _make_pipeline_state(self, call: Call) -> PipelineState:
+        """The state of a pipeline or loop, its optimizer's None where it is to be made."""
         record = self._state.pipelines.get(call.name, _PipelineRecord())
-        updates = call.pipeline.updates
+        known = record.optimizer
         optimizer_state = None
-        if updates is not None:
+        if call.trains and known is not None:
             shapes = call.optimizer_shapes
-            if record.optimizer is not None:
-                if record.optimizer.shapes != shapes:
-                    different = sorted(
-                        path
-                        for path in shapes.keys() | record.optimizer.shapes.keys()
-                        if shapes.get(path) != record.optimizer.shapes.get(path)
-                    )
-                    raise ValueError(
-                        "The session has optimizer state of another structure under the pipeline name "
-                        f"{call.name!r}; it differs in {', '.join(different)}. Give one of the pipelines "
-                        "another `name`."
-                    )
-                leaves = jax.tree.leaves(record.optimizer.tree)
-                optimizer_state = updates.state_tree.unflatten(leaves)
-            else:
-                optimizer_state = call.pipeline.init_optimizer_state(variables)
+            if known.shapes != shapes:
+                different = sorted(
+                    path
+                    for path in shapes.keys() | known.shapes.keys()
+                    if shapes.get(path) != known.shapes.get(path)
+                )
+                raise ValueError(
+                    "The session has optimizer state of another structure under the pipeline name "
+                    f"{call.name!r}; it differs in {', '.join(different)}. Give one of the pipelines "
+                    "another `name`."
+                )
+            optimizer_state = call.state_tree.unflatten(jax.tree.leaves(known.tree))
+        variables = {name: self.variable(spec) for name, spec in call.variables.items()}
+        if optimizer_state is None and isinstance(call, PipelineCall) and call.trains:
+            optimizer_state = call.pipeline.init_optimizer_state(variables)
         return PipelineState(
             variables=variables,
             optimizer_state=optimizer_state,
@@ -288,20 +341,50 @@ class Session:
             key=self._get_key(),
         )
 
-    def _keep(self, call: PipelineCall, state: PipelineState) -> None:
+    def _place_loop_state(self, call: LoopCall) -> LoopState:
+        """The state of a loop on its devices; what an earlier run accumulated is in it."""
         record = self._state.pipelines.get(call.name, _PipelineRecord())
-        updates = call.pipeline.updates
-        if updates is not None:
+        training = call.loop.body.training
+        kept = record.accumulated
+        if kept is not None and kept.count > 0 and training is not None and kept.settings != call.settings:
+            raise ValueError(
+                f"The session has the gradients of {kept.count} iterations of {call.name!r}, accumulated "
+                f"by {kept.settings}; this program's {call.settings} cannot go on from there. Run the "
+                "other one until its weight update is complete, or give this optimizer another `name`."
+            )
+        usable = (
+            kept if kept is not None and training is not None and kept.settings == call.settings else None
+        )
+        return call.loop.place(
+            LoopState(
+                self._make_pipeline_state(call),
+                {} if usable is None else usable.accumulators,
+                0 if usable is None else usable.count,
+            )
+        )
+
+    def _keep(self, call: Call, state: PipelineState, accumulated: _Accumulated | None = None) -> None:
+        record = self._state.pipelines.get(call.name, _PipelineRecord())
+        record = dataclasses.replace(record, execution_count=int(state.execution_count))
+        if call.trains:
             record = dataclasses.replace(
                 record,
                 optimizer=_OptimizerState(call.optimizer_shapes, state.optimizer_state),
                 update_count=int(state.update_count),
+                accumulated=accumulated,
             )
-        record = dataclasses.replace(record, execution_count=int(state.execution_count))
         self._state = _State(
             {**self._state.variables, **state.variables},
             {**self._state.pipelines, call.name: record},
         )
+
+    def _keep_loop(self, call: LoopCall, state: LoopState) -> None:
+        # The count of runs goes up with the first iterations: a run that is broken off counts too.
+        counted = dataclasses.replace(
+            state.pipeline, execution_count=np.int32(state.pipeline.execution_count + 1)
+        )
+        accumulated = _Accumulated(call.settings, state.accumulators, state.num_accumulated)
+        self._keep(call, counted, accumulated)
 
     def _initialize(self) -> None:
         specs: dict[str, VariableSpec] = {}

@@ -83,9 +83,8 @@ def test_gradients_equal_a_plain_loop_and_the_whole_batch(schedule, rng):
     pipeline = make(4, 6, "mean", "sgd", schedule)
     step = models.mlp_batches(rng, 6)
     state = pipeline.init(jax.random.key(0), step[0])
-    accumulated = pipeline.accumulate(
-        state, iter([pipeline.prepare().place_element(mb) for mb in step]).__next__, []
-    )
+    elements = iter([[pipeline.prepare().place_element(mb)] for mb in step])
+    accumulated = pipeline.accumulate(state, lambda wanted: next(elements), [])
     variables = models.on_one_device(state.variables)
     grads = [jax.grad(plain_loss)(variables, *micro_batch) for micro_batch in step]
     total = jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *grads)
@@ -93,6 +92,24 @@ def test_gradients_equal_a_plain_loop_and_the_whole_batch(schedule, rng):
     whole = jax.grad(plain_loss)(variables, *(np.concatenate(part) for part in zip(*step, strict=True)))
     mean = {name: value / 6 for name, value in models.on_one_device(accumulated.accumulators).items()}
     models.assert_trees_close(mean, whole)
+
+
+def test_gradients_on_one_device_equal_a_plain_loop(rng):
+    # optax.trace without decay keeps the gradients that the update was given.
+    pipeline = engine.Pipeline(
+        models.mlp_stages(3),
+        num_micro_batches=6,
+        loss=lambda loss: loss,
+        optimizer=optax.trace(decay=0.0),
+        device_mapping=[0, 0, 0],
+    )
+    step = models.mlp_batches(rng, 6)
+    state = pipeline.init(jax.random.key(0), step[0])
+    variables = models.on_one_device(state.variables)
+    state, _outputs = pipeline.step(state, step)
+    grads = [jax.grad(plain_loss)(variables, *micro_batch) for micro_batch in step]
+    total = jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *grads)
+    models.assert_trees_close(state.optimizer_state.trace, total)
 
 
 @pytest.mark.parametrize("reduction", ["sum", "mean", "running_mean"])

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -27,13 +27,18 @@ from ipu_pipeline.engine import jaxprs, keys, programs
 from ipu_pipeline.engine.programs import Reduction, StagePrograms, Value, ValueKind
 from ipu_pipeline.engine.stages import Source, TracedPipeline, TracedStage
 
-__all__ = ["build"]
+__all__ = ["GradientMap", "build"]
+
+GradientMap: TypeAlias = "Callable[[jax.Array, jax.Array], jax.Array]"
 
 _RANDOM = (Value(ValueKind.KEY), Value(ValueKind.EXECUTION_COUNT), Value(ValueKind.MICRO_BATCH))
 
 
 def build(
-    traced: TracedPipeline, trained: Collection[str], reduction: Reduction
+    traced: TracedPipeline,
+    trained: Collection[str],
+    reduction: Reduction,
+    gradient_map: GradientMap | None = None,
 ) -> tuple[StagePrograms, ...]:
     """Builds the programs of all stages.
 
@@ -41,6 +46,7 @@ def build(
       traced: the pipeline; it trains if it has a loss.
       trained: full names of the variables to take gradients of.
       reduction: how the accumulators take a gradient in.
+      gradient_map: `f(gradient, variable) -> gradient`, applied to each micro-batch's gradients.
 
     Returns:
       One entry per stage.
@@ -51,7 +57,7 @@ def build(
     senders: dict[Source, list[int]] = {}  # value -> the stages that send a cotangent for it
     built: list[StagePrograms] = []
     for index in reversed(range(len(traced.stages))):
-        joint = _differentiate(traced, index, trained, differentiable, senders)
+        joint = _differentiate(traced, index, trained, differentiable, senders, gradient_map)
         is_last = index == len(traced.stages) - 1
         built.append(_fuse(joint, reduction) if is_last else _split(joint, reduction))
     return tuple(reversed(built))
@@ -171,6 +177,7 @@ def _differentiate(
     trained: Collection[str],
     differentiable: set[Source],
     senders: dict[Source, list[int]],
+    gradient_map: GradientMap | None,
 ) -> _Joint:
     """Differentiates one stage. Enters the cotangents that it sends into `senders`."""
     stage = traced.stages[index]
@@ -208,6 +215,10 @@ def _differentiate(
             before = sums.get(value.index)
             sums[value.index] = cotangent if before is None else before + cotangent
         (pulled,) = pull_back([sums[position] for position in differentiated_outputs])
+        if gradient_map is not None:
+            for number, (value, of) in enumerate(wanted):
+                if value.kind is ValueKind.ACCUMULATOR:
+                    pulled[number] = gradient_map(pulled[number], fixed[arguments.index(of)])
         return [*outputs, *pulled]
 
     flat = jaxprs.flatten(_trace_joint(joint, avals, stage.place))
@@ -216,7 +227,9 @@ def _differentiate(
     pulled = [
         (value, atom)
         for (value, _of), atom in zip(wanted, flat.outputs[num_results:], strict=True)
-        if not _is_literal(atom) and atom in backward_vars  # else zero, being linear in cotangents
+        # A gradient that does not depend on a cotangent is zero, being linear in it, unless it was mapped.
+        if (gradient_map is not None and value.kind is ValueKind.ACCUMULATOR)
+        or (not _is_literal(atom) and atom in backward_vars)
     ]
     for value, _atom in pulled:
         if value.kind is ValueKind.INPUT_COTANGENT:

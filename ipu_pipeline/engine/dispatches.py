@@ -48,6 +48,7 @@ class Template:
       keys: arguments that are the session's key.
       execution_counts: arguments that are the execution count.
       micro_batches: arguments that are the micro-batch's index.
+      accumulated: arguments that are the number of micro-batches in the accumulators.
       loads: (argument, slot).
       assigned: (result, full name).
       stores: (result, slot).
@@ -65,6 +66,7 @@ class Template:
     keys: tuple[int, ...] = ()
     execution_counts: tuple[int, ...] = ()
     micro_batches: tuple[int, ...] = ()
+    accumulated: tuple[int, ...] = ()
     loads: tuple[tuple[int, int], ...] = ()
     assigned: tuple[tuple[int, str], ...] = ()
     stores: tuple[tuple[int, int], ...] = ()
@@ -241,6 +243,7 @@ def _make_template(
         keys=places(ValueKind.KEY),
         execution_counts=places(ValueKind.EXECUTION_COUNT),
         micro_batches=places(ValueKind.MICRO_BATCH),
+        accumulated=places(ValueKind.ACCUMULATED),
         assigned=tuple(assigned),
         stores=tuple(stores),
         transfers=tuple(

@@ -38,21 +38,30 @@ class Hoisted:
       variables: what the function reads or assigns.
       assigned: the variables that it assigns, in the order of the outputs.
       uses_key: whether it draws random keys.
+      asked: per variable, in the order of asking, how many equations of `flat` stand before the place where
+        it was asked for, and the marker that stood there.
     """
 
     flat: jaxprs.FlatJaxpr
     variables: tuple[VariableSpec, ...]
     assigned: tuple[VariableSpec, ...]
     uses_key: bool
+    asked: dict[VariableSpec, tuple[int, Any]]
 
 
-def hoist(closed_jaxpr: Any, place: str, program_names: names.ProgramNames) -> Hoisted:
+def hoist(
+    closed_jaxpr: Any,
+    place: str,
+    program_names: names.ProgramNames,
+    first_rule: jaxprs.EquationRule | None = None,
+) -> Hoisted:
     """Takes the markers out of a traced function.
 
     Args:
       closed_jaxpr: the function's `ClosedJaxpr`.
       place: what errors call the function.
       program_names: the names of the program that the function is part of.
+      first_rule: a rule for `jaxprs.flatten` that is asked before the one for markers.
 
     Returns:
       The function without markers.
@@ -66,10 +75,14 @@ def hoist(closed_jaxpr: Any, place: str, program_names: names.ProgramNames) -> H
     latest: dict[VariableSpec, Any] = {}  # the atom that holds the value at this point
     assigned: dict[VariableSpec, None] = {}
     key_inputs: list[Any] = []
+    asked: dict[VariableSpec, tuple[int, Any]] = {}
+    num_equations = 0
+    current: Any = None
 
     def read(spec: VariableSpec) -> Any:
         if spec not in reads:
             reads[spec] = latest[spec] = variable_input(spec)
+            asked[spec] = (num_equations, current)
         return latest[spec]
 
     def key() -> Any:
@@ -82,14 +95,25 @@ def hoist(closed_jaxpr: Any, place: str, program_names: names.ProgramNames) -> H
         latest[spec] = value
         assigned[spec] = None
 
-    flat = jaxprs.flatten(closed_jaxpr, marker_rule(place, program_names, read, key, write))
+    markers = marker_rule(place, program_names, read, key, write)
+
+    def rule(equation: Any, inputs: list[Any], inline: jaxprs.InlineFunction) -> list[Any] | None:
+        nonlocal num_equations, current
+        current = equation
+        replaced = None if first_rule is None else first_rule(equation, inputs, inline)
+        if replaced is None:
+            replaced = markers(equation, inputs, inline)
+        num_equations += replaced is None
+        return replaced
+
+    flat = jaxprs.flatten(closed_jaxpr, rule)
     flat = jaxprs.FlatJaxpr(
         [*reads.values(), *key_inputs, *flat.inputs],
         flat.equations,
         [*flat.outputs, *(latest[spec] for spec in assigned)],
         flat.constants,
     )
-    return Hoisted(flat, tuple(reads), tuple(assigned), bool(key_inputs))
+    return Hoisted(flat, tuple(reads), tuple(assigned), bool(key_inputs), asked)
 
 
 def variable_input(spec: VariableSpec) -> Any:

@@ -27,6 +27,7 @@ __all__ = [
     "extract",
     "flatten",
     "is_inlined",
+    "lift_captures",
     "map_atoms",
     "substitute",
 ]
@@ -97,7 +98,8 @@ def flatten(closed_jaxpr: Any, rule: EquationRule | None = None) -> FlatJaxpr:
 
     Args:
       closed_jaxpr: a `ClosedJaxpr`.
-      rule: asked about every equation that is not inlined, with its inputs in the result's variables
+      rule: asked about every equation that is not inlined, which has its whole name stack (that of the
+        calls around it included), with its inputs in the result's variables
         and a function that inlines a `ClosedJaxpr` on given atoms in the equation's place. It returns
         None to keep the equation, or the atoms that stand for its outputs.
 
@@ -126,12 +128,11 @@ def flatten(closed_jaxpr: Any, rule: EquationRule | None = None) -> FlatJaxpr:
             if is_inlined(equation):
                 outputs = inline_here(equation.params[_INLINED[equation.primitive.name]], inputs)
             else:
+                equation = equation.replace(source_info=source_info)
                 replaced = rule(equation, inputs, inline_here) if rule is not None else None
                 outputs = _fresh(equation.outvars) if replaced is None else replaced
                 if replaced is None:
-                    equations.append(
-                        equation.replace(invars=inputs, outvars=outputs, source_info=source_info)
-                    )
+                    equations.append(equation.replace(invars=inputs, outvars=outputs))
             known.update(zip(equation.outvars, outputs, strict=True))
         return map_atoms(known, jaxpr.outvars)
 
@@ -139,6 +140,20 @@ def flatten(closed_jaxpr: Any, rule: EquationRule | None = None) -> FlatJaxpr:
     inputs = [jex_core.Var(var.aval) for var in jaxpr.invars]
     outputs = inline(jaxpr, closed_jaxpr.consts, list(inputs), None)
     return FlatJaxpr(inputs, equations, outputs, constants)
+
+
+def lift_captures(closed_jaxpr: Any) -> tuple[Any, list[Any]]:
+    """The jaxpr with the traced values that it captured as its first inputs.
+
+    Returns:
+      The `ClosedJaxpr`, and these values in the order of the inputs.
+    """
+    jaxpr = closed_jaxpr.jaxpr
+    constants = list(zip(jaxpr.constvars, closed_jaxpr.consts, strict=True))
+    captured = {var: value for var, value in constants if isinstance(value, jax.core.Tracer)}
+    kept = [(var, value) for var, value in constants if var not in captured]
+    lifted = _make_program(dict(kept), [*captured, *jaxpr.invars], jaxpr.eqns, jaxpr.outvars)
+    return lifted.closed_jaxpr, list(captured.values())
 
 
 def close(flat: FlatJaxpr) -> Program:

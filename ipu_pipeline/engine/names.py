@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ipu_pipeline.engine.recording import Recorder
     from ipu_pipeline.engine.variables import VariableSpec
 
 __all__ = [
@@ -86,12 +87,20 @@ class Frame:
       training: whether the program trains.
       place: what errors call the function, for example "stage 0 (encoder)".
       is_stage: whether the function is a stage, so that it may assign variables and draw keys.
+      recorder: where a looped body's training step and what it enqueues are noted; None in a stage.
     """
 
     names: ProgramNames
     training: bool
     place: str
     is_stage: bool
+    recorder: Recorder | None = None
+
+    def is_training(self) -> bool:
+        """Whether the program trains; for layers that then behave differently."""
+        if self.recorder is not None:
+            self.recorder.asks_for_training = True
+        return self.training
 
 
 _frame: contextvars.ContextVar[Frame | None] = contextvars.ContextVar("frame", default=None)

@@ -16,12 +16,14 @@ import numpy as np
 
 from ipu_pipeline.engine import differentiation, names, placement, schedules, updates
 from ipu_pipeline.engine import stages as stage_tracing
+from ipu_pipeline.engine.blocks import BlockExecutor, PendingBlock, Take, take_nothing
 from ipu_pipeline.engine.errors import OutOfRangeError
 from ipu_pipeline.engine.executor import Accumulated, Executor
 from ipu_pipeline.engine.plain_stages import Stage
 from ipu_pipeline.engine.programs import Reduction, StagePrograms
+from ipu_pipeline.engine.residence import Residence
 from ipu_pipeline.engine.shapes import as_shape, check_like
-from ipu_pipeline.engine.state import PipelineState, StepOutputs
+from ipu_pipeline.engine.state import Collected, PipelineState, StepOutputs
 from ipu_pipeline.engine.variables import VariableSpec, initial_value
 
 __all__ = ["Pipeline"]
@@ -52,6 +54,9 @@ class Pipeline:
         trained: Collection[str] | Callable[[], Collection[str] | None] | None = None,
         program_names: names.ProgramNames | None = None,
         describe_capture: Callable[[Any], str | None] | None = None,
+        gradient_map: Callable[[], differentiation.GradientMap | None] | None = None,
+        collect_outputs: bool = True,
+        block_bytes: int = 64 * 2**20,
     ) -> None:
         """Checks the arguments; nothing is traced or compiled yet.
 
@@ -74,6 +79,12 @@ class Pipeline:
             stages have been traced; None: all trainable ones.
           program_names: the names of the program that the pipeline is part of; by default its own.
           describe_capture: the name of a value from outside the stages, for the error about it.
+          gradient_map: returns, once the stages have been traced, None or a function of a gradient and its
+            variable; it is applied to each micro-batch's gradients, before accumulation.
+          collect_outputs: False keeps what the last stage returns for the first and last micro-batch at
+            most, which saves memory where only losses are wanted.
+          block_bytes: with all stages on one device, how much of it the micro-batches that are handled by
+            one call, and their outputs, may take.
 
         Raises:
           ValueError: an argument is not usable.
@@ -110,10 +121,14 @@ class Pipeline:
         self._trained = trained
         self._program_names = program_names or names.ProgramNames()
         self._describe_capture = describe_capture
+        self._gradient_map = gradient_map
+        self._collect_outputs = collect_outputs
+        self._block_bytes = block_bytes
         self._traced: stage_tracing.TracedPipeline | None = None
         self._programs: tuple[StagePrograms, ...] = ()
         self._updates: updates.Updates | None = None
-        self._executor: Executor | None = None
+        self._executor: Executor | BlockExecutor | None = None
+        self._accumulators: dict[str, Any] | None = None  # the zeros that the last update left
         self._placed: weakref.ref[PipelineState] | None = None  # the last state that is known to be placed
         self.timetable = schedules.timetable(
             schedule, len(stages), num_micro_batches, mapping, loss is not None
@@ -186,24 +201,31 @@ class Pipeline:
             traced_updates = None
             if self._optimizer is not None:
                 trained = self._find_trained(traced)
-                traced_updates = updates.trace_updates(
+                traced_optimizer = updates.trace_optimizer(
                     self._optimizer,
                     trained,
-                    traced.owners,
                     traced.output_tree,
                     traced.output_avals,
                     self._reduction,
-                    self._describe_capture,
+                    {name: spec.dtype for name, spec in trained.items()},
                 )
-            self._programs = differentiation.build(traced, trained, self._reduction)
+                updates.check_optimizer_captures(traced_optimizer, self._describe_capture)
+                # What is on one IPU is updated together, by its first stage.
+                homes = {name: self._mapping.index(self._mapping[s]) for name, s in traced.owners.items()}
+                traced_updates = updates.cut_updates(traced_optimizer, homes)
+            gradient_map = None if self._gradient_map is None else self._gradient_map()
+            self._programs = differentiation.build(traced, trained, self._reduction, gradient_map)
         self._updates, self._traced = traced_updates, traced
 
-    def prepare(self, devices: Sequence[Any] | None = None) -> Executor:
-        """The executor; made at the first call, which starts JAX's backend.
+    def prepare(self, devices: Sequence[Any] | None = None) -> Executor | BlockExecutor:
+        """What runs the pipeline; made at the first call, which starts JAX's backend.
 
         Args:
           devices: the JAX device of each IPU; by default those of the call before, or those given to the
             pipeline. With other devices than before everything is compiled again, for them.
+
+        Returns:
+          An `Executor`; with all stages on one device a `BlockExecutor`.
         """
         if self._executor is not None and (devices is None or self._has_devices(devices)):
             return self._executor
@@ -216,16 +238,18 @@ class Pipeline:
                 f'jax.config.update("jax_num_cpu_devices", {self.num_ipus}) makes more.'
             )
         self._devices = list(devices)
-        self._placed = None
-        self._executor = Executor(
-            self.traced,
-            self._programs,
-            self._updates,
-            placement.make_rows(devices, self._mapping),
-            self.timetable,
-            self._num_micro_batches,
-            self._donate,
-        )
+        self._placed = self._accumulators = None
+        rows = placement.make_rows(devices, self._mapping)
+        residence = Residence(self.traced, self._updates, rows)
+        count, donate, collect = self._num_micro_batches, self._donate, self._collect_outputs
+        if len(set(self._mapping)) == 1:
+            self._executor = BlockExecutor(
+                residence, self._programs, count, donate, collect, self._block_bytes
+            )
+        else:
+            self._executor = Executor(
+                residence, self._programs, self.timetable, count, count, donate, collect
+            )
         return self._executor
 
     def _has_devices(self, devices: Sequence[Any]) -> bool:
@@ -253,7 +277,7 @@ class Pipeline:
         executor = self.prepare()
         variables: dict[str, Any] = {}
         for name, spec in self.variables.items():  # one at a time: together they may not fit one device
-            variables |= executor.place_variables({name: initial_value(spec, key)})
+            variables |= executor.residence.place_variables({name: initial_value(spec, key)})
         return PipelineState(
             variables=variables,
             optimizer_state=self.init_optimizer_state(variables),
@@ -277,9 +301,9 @@ class Pipeline:
         updates = self._updates
         if updates is None or (updates.init_needs_outputs and outputs is None):
             return None
-        executor = self.prepare()
-        placed = executor.place_variables(variables)
-        return updates.state_tree.unflatten(executor.init_optimizer_state(placed, outputs))
+        residence = self.prepare().residence
+        placed = residence.place_variables(variables)
+        return updates.state_tree.unflatten(residence.init_optimizer_state(placed, outputs))
 
     # Running.
 
@@ -312,64 +336,108 @@ class Pipeline:
         input_leaves = self.check_inputs(inputs)
         numbers = iter(range(self._num_micro_batches))
 
-        def next_element() -> list[Any]:
+        def take(wanted: int) -> list[list[Any]]:
+            del wanted
             number = next(numbers)
             try:
                 element = next(iterator)
             except StopIteration:
                 raise OutOfRangeError(self._describe_shortage(number)) from None
-            return executor.place_element(self.check_element(element, number))
+            return [executor.place_element(self.check_element(element, number))]
 
         has_feed = bool(jax.tree.leaves(self.traced.element))
-        accumulated = self.accumulate(state, next_element if has_feed else tuple, input_leaves)
-        new_state = self.update(state, accumulated)
-        unflatten = self.traced.output_tree.unflatten
-        outputs = [unflatten(leaves) for leaves in accumulated.outputs]
-        return new_state, StepOutputs(outputs, accumulated.losses)
+        pending = self.accumulate(state, take if has_feed else take_nothing, input_leaves)
+        new_state, collected = self.update(state, pending)
+        outputs, losses = [], []
+        for part in collected:
+            found, loss = _unstack(part)
+            outputs += [self.traced.output_tree.unflatten(leaves) for leaves in found]
+            losses += loss
+        return new_state, StepOutputs(outputs, losses)
+
+    def num_fetched(self, num_updates: int) -> int:
+        """How many micro-batches `accumulate` takes at once, if so many weight updates are to be done."""
+        executor = self.prepare()
+        return executor.sizes(num_updates).capacity if isinstance(executor, BlockExecutor) else 1
 
     def accumulate(
         self,
         state: PipelineState,
-        next_element: Callable[[], Sequence[Any]],
+        take: Take,
         input_leaves: Sequence[Any],
-    ) -> Accumulated:
-        """The first part of `step`: all micro-batches, without the weight update.
+        num_updates: int = 1,
+        num_total: int = 1,
+    ) -> Accumulated | PendingBlock:
+        """The first part of `step`: all that leaves the state as it is.
 
         Args:
           state: placed, see `place`.
-          next_element: returns the leaves of the next micro-batch, placed by `Executor.place_element`.
+          take: returns the leaves of up to so many micro-batches, and of one at least, as `place_element`
+            of what `prepare` returns left them.
           input_leaves: the leaves of the inputs.
+          num_updates: how many weight updates may be done together.
+          num_total: how many there are in the run, which the sizes of blocks depend on.
 
         Returns:
           What `update` takes.
         """
-        return self.prepare().accumulate(
-            state.variables, state.key, int(state.execution_count), input_leaves, next_element
-        )
-
-    def update(self, state: PipelineState, accumulated: Accumulated) -> PipelineState:
-        """The second part of `step`: the new state. With `donate` it destroys the old one."""
         executor = self.prepare()
-        execution_count = np.int32(state.execution_count + 1)
-        if self._updates is None:
-            variables = {**state.variables, **accumulated.assigned}
-            new_state = dataclasses.replace(state, variables=variables, execution_count=execution_count)
-        else:
+        accumulators, self._accumulators = self._accumulators, None
+        if accumulators is None:
+            trained = {} if self._updates is None else self._trained_dtypes()
+            accumulators = executor.residence.make_accumulators(trained)
+        known = (state.variables, state.key, int(state.execution_count), input_leaves)
+        if isinstance(executor, Executor):
+            return executor.accumulate(*known, lambda: take(1)[0], accumulators)
+        needs_outputs = (
+            self._updates is not None and state.optimizer_state is None and self._updates.init_needs_outputs
+        )
+        sizes = executor.sizes(num_total)
+        return executor.fetch(*known, take, accumulators, num_updates, sizes, needs_outputs)
+
+    def update(
+        self, state: PipelineState, pending: Accumulated | PendingBlock
+    ) -> tuple[PipelineState, list[Collected]]:
+        """The second part of `step`: the new state. With `donate` it destroys the old one.
+
+        Returns:
+          The new state, and what the last stage gave.
+        """
+        executor = self.prepare()
+        leaves: list[Any] = []
+        if self._updates is not None:
             optimizer_state = state.optimizer_state
             if optimizer_state is None:
-                first = accumulated.outputs[0]
+                first = pending.outputs[0] if isinstance(pending, Accumulated) else pending.first_outputs
                 optimizer_state = self.init_optimizer_state(state.variables, first)
             leaves = self._state_leaves(optimizer_state)
-            variables, leaves = executor.update(state.variables, leaves, accumulated)
-            new_state = PipelineState(
-                variables=variables,
-                optimizer_state=self._updates.state_tree.unflatten(leaves),
-                update_count=np.int32(state.update_count + 1),
-                execution_count=execution_count,
-                key=state.key,
+        if isinstance(pending, Accumulated):
+            assert isinstance(executor, Executor)
+            updated, num_updates = executor.update(state.variables, leaves, pending), 1
+        else:
+            assert isinstance(executor, BlockExecutor)
+            updated, num_updates = executor.update(leaves, pending), pending.num_updates
+        self._accumulators = updated.accumulators
+        new_state = dataclasses.replace(
+            state,
+            variables=updated.variables,
+            execution_count=np.int32(state.execution_count + num_updates),
+        )
+        if self._updates is not None:
+            new_state = dataclasses.replace(
+                new_state,
+                optimizer_state=self._updates.state_tree.unflatten(updated.state_leaves),
+                update_count=np.int32(state.update_count + num_updates),
             )
         self._placed = weakref.ref(new_state)
-        return new_state
+        return new_state, updated.collected
+
+    def _trained_dtypes(self) -> dict[str, Any]:
+        return {
+            stage.variables[place].name: stage.variables[place].dtype
+            for stage, programs in zip(self.traced.stages, self._programs, strict=True)
+            for place in programs.trained
+        }
 
     def place(self, state: PipelineState) -> PipelineState:
         """The state with its leaves on the devices of their stages.
@@ -388,14 +456,14 @@ class Pipeline:
                     f"Variable {name} must be {spec.dtype.name}{list(spec.shape)}; the state has "
                     f"{value.dtype.name}{list(value.shape)}."
                 )
-        executor = self.prepare()
+        residence = self.prepare().residence
         optimizer_state = state.optimizer_state
         if self._updates is not None and optimizer_state is not None:
-            leaves = executor.place_optimizer_state(self._state_leaves(optimizer_state))
+            leaves = residence.place_optimizer_state(self._state_leaves(optimizer_state))
             optimizer_state = self._updates.state_tree.unflatten(leaves)
         return dataclasses.replace(
             state,
-            variables=executor.place_variables(state.variables),
+            variables=residence.place_variables(state.variables),
             optimizer_state=optimizer_state,
         )
 
@@ -443,6 +511,15 @@ class Pipeline:
 
     def _describe_shortage(self, number: int) -> str:
         return f"The data ended after {number} of the {self._num_micro_batches} micro-batches of a step."
+
+
+def _unstack(part: Collected) -> tuple[list[list[Any]], list[Any]]:
+    """The outputs and the losses of each micro-batch; no losses without training."""
+    if part.size is None:
+        return [part.outputs], [] if part.loss is None else [part.loss]
+    outputs = [list(leaf[: part.size]) for leaf in part.outputs]
+    losses = [] if part.loss is None else list(part.loss[: part.size])
+    return [[leaf[number] for leaf in outputs] for number in range(part.size)], losses
 
 
 def _chain(first: Any, rest: Iterator[Any]) -> Iterator[Any]:

@@ -45,7 +45,8 @@ class ValueKind(enum.Enum):
     ASSIGNED = enum.auto()  # position in the stage's variables: its new value
     KEY = enum.auto()
     EXECUTION_COUNT = enum.auto()
-    MICRO_BATCH = enum.auto()  # the micro-batch's index, int32
+    MICRO_BATCH = enum.auto()  # the micro-batch's index, int32; in loops the iteration
+    ACCUMULATED = enum.auto()  # how many micro-batches the accumulators have taken in, int32
     INPUT = enum.auto()  # position in the stage's inputs
     OUTPUT = enum.auto()  # position in the stage's outputs
     RESIDUAL = enum.auto()  # counted per stage
@@ -179,11 +180,9 @@ def accumulate(program: StageProgram, reduction: Reduction) -> StageProgram:
         for place, values in enumerate(program.results)
     ]
     kept = [(place, values) for place, values in kept if values]
-    micro_batch = Value(ValueKind.MICRO_BATCH)
-    inner_arguments = program.arguments
-    arguments = inner_arguments
-    if reduction is Reduction.RUNNING_MEAN and micro_batch not in arguments:
-        arguments = (*arguments, micro_batch)
+    inner_arguments = arguments = program.arguments
+    if reduction is Reduction.RUNNING_MEAN:
+        arguments = (*arguments, Value(ValueKind.ACCUMULATED))
 
     def accumulated(*values: Any) -> list[Any]:
         accumulators, rest = values[: len(places)], values[len(places) :]
@@ -192,7 +191,7 @@ def accumulate(program: StageProgram, reduction: Reduction) -> StageProgram:
         for accumulator, (place, _value) in zip(accumulators, places, strict=True):
             gradient = results[place].astype(accumulator.dtype)
             if reduction is Reduction.RUNNING_MEAN:
-                number = rest[arguments.index(micro_batch)].astype(accumulator.dtype)
+                number = rest[-1].astype(accumulator.dtype)
                 share = 1 / (number + 1)
                 taken.append(accumulator * (number * share) + gradient * share)
             else:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import numpy as np
 
-__all__ = ["as_shape", "check_like"]
+__all__ = ["as_shape", "check_like", "num_bytes"]
 
 
 def as_shape(value: Any) -> jax.ShapeDtypeStruct:
@@ -15,6 +17,11 @@ def as_shape(value: Any) -> jax.ShapeDtypeStruct:
     if not hasattr(value, "dtype"):
         value = np.asarray(value)
     return jax.ShapeDtypeStruct(tuple(value.shape), jax.dtypes.canonicalize_dtype(value.dtype))
+
+
+def num_bytes(shapes: Iterable[Any]) -> int:
+    """How many bytes arrays of these shapes and dtypes take together."""
+    return sum(math.prod(shape.shape) * shape.dtype.itemsize for shape in shapes)
 
 
 def _trees_equal(first: Any, second: Any) -> bool:

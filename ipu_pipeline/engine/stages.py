@@ -8,7 +8,7 @@ it is made, and goes from there straight to where it is used.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -26,6 +26,7 @@ __all__ = [
     "TracedStage",
     "as_arguments",
     "check_captures",
+    "check_signature",
     "trace",
 ]
 
@@ -208,7 +209,7 @@ def _trace_stage(
     frame: names.Frame,
     describe_capture: Callable[[Any], str | None] | None,
 ) -> tuple[TracedStage, Any]:
-    _check_signature(function, arguments, given, frame.place)
+    check_signature(function, arguments, given, frame.place)
     leaves, tree = jax.tree.flatten(arguments)
     result_trees: list[Any] = []
 
@@ -232,7 +233,7 @@ def _trace_stage(
         shapes = ", ".join(_describe(aval) for aval in leaves) or "no arguments"
         error.add_note(f"This happened while tracing {frame.place} on {shapes}.")
         raise
-    check_captures(closed_jaxpr, frame.place, describe_capture)
+    check_captures(closed_jaxpr.consts, frame.place, describe_capture)
     hoisted = hoisting.hoist(closed_jaxpr, frame.place, frame.names)
     flat = hoisted.flat
     num_first = len(hoisted.variables) + hoisted.uses_key
@@ -262,12 +263,23 @@ def _trace_stage(
     return stage, result_trees[0]
 
 
-def _check_signature(
+def check_signature(
     function: StageFunction,
     arguments: tuple[tuple[Any, ...], dict[str, Any]],
     given: str,
     place: str,
 ) -> None:
+    """Raises if a function does not take what it is given.
+
+    Args:
+      function: the function.
+      arguments: positional and keyword arguments, pytrees of shapes and dtypes.
+      given: what errors call where they come from.
+      place: what errors call the function.
+
+    Raises:
+      TypeError: it does not.
+    """
     try:
         signature = inspect.signature(function)
     except ValueError:  # a function without a Python signature: calling it will tell
@@ -300,19 +312,19 @@ def _check_loss(value: Any) -> None:
 
 
 def check_captures(
-    closed_jaxpr: Any, place: str, describe_capture: Callable[[Any], str | None] | None
+    constants: Iterable[Any], place: str, describe_capture: Callable[[Any], str | None] | None
 ) -> None:
     """Raises if a traced function uses a traced value from outside.
 
     Args:
-      closed_jaxpr: the function's.
+      constants: the constants of the function's jaxpr.
       place: what errors call it.
       describe_capture: the name of a value, or None.
 
     Raises:
       ValueError: it does.
     """
-    captured = [value for value in closed_jaxpr.consts if isinstance(value, jax.core.Tracer)]
+    captured = [value for value in constants if isinstance(value, jax.core.Tracer)]
     if captured:
         known = [describe_capture(value) if describe_capture else None for value in captured]
         described = ", ".join(

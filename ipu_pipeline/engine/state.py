@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-__all__ = ["PipelineState", "StepOutputs"]
+__all__ = ["Collected", "PipelineState", "StepOutputs", "Updated"]
 
 
 @jax.tree_util.register_dataclass
@@ -43,3 +43,36 @@ class StepOutputs:
 
     outputs: list[Any]
     losses: list[Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Collected:
+    """What the last stage gave for one micro-batch, or for several in a row.
+
+    Attributes:
+      outputs: the leaves of what it returned.
+      loss: the loss; None without training.
+      size: None for one micro-batch. For several, how many: the others are then stacked on a first axis,
+        which may be longer; what is beyond `size` means nothing.
+    """
+
+    outputs: list[Any]
+    loss: Any
+    size: int | None
+
+
+@dataclass(frozen=True, eq=False)
+class Updated:
+    """What a weight update leaves, still being computed.
+
+    Attributes:
+      variables: by full name.
+      state_leaves: of the optimizer's state.
+      accumulators: zeros by full name.
+      collected: what the micro-batches before it gave.
+    """
+
+    variables: dict[str, Any]
+    state_leaves: list[Any]
+    accumulators: dict[str, Any]
+    collected: list[Collected]

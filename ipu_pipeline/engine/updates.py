@@ -1,8 +1,8 @@
 """Weight updates: the optimizer traced once over all variables, then cut into one program per stage.
 
 An equation belongs to the stage whose leaves it touches; what depends on no leaf (a step counter) is
-replicated. An equation that joins leaves of several stages, as a global norm does, has no place yet:
-NotImplementedError names it.
+replicated. Stages on the same IPU count as one here. An equation that joins leaves of several IPUs, as a
+global norm does, has no place yet: NotImplementedError names it.
 
 A leaf of the optimizer's state belongs to a variable if the variable's name stands in the leaf's path,
 which it does for all that Optax makes with `tree.map` over the parameters: they are one flat dict, full
@@ -11,6 +11,7 @@ name -> array.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
@@ -28,11 +29,15 @@ from ipu_pipeline.engine.variables import VariableSpec
 __all__ = [
     "Optimizer",
     "StateLeaf",
+    "TracedOptimizer",
     "UpdateKind",
     "UpdateProgram",
     "UpdateValue",
     "Updates",
-    "trace_updates",
+    "check_optimizer_captures",
+    "cut_updates",
+    "lift_captures",
+    "trace_optimizer",
 ]
 
 OptimizerFunction: TypeAlias = "Callable[..., Any]"
@@ -102,15 +107,49 @@ class Updates:
     init_needs_outputs: bool
 
 
-def trace_updates(
+@dataclass(frozen=True, eq=False)
+class TracedOptimizer:
+    """An optimizer's `init` and `update` over all trained variables, as jaxprs.
+
+    Attributes:
+      init: makes the state; its outputs are the state's leaves.
+      update: its outputs are `results` and then the state's leaves.
+      labels: what the inputs of both are.
+      results: the new parameters and zeroed accumulators.
+      trained: the variables, by full name.
+      state_tree: structure of the state.
+      state_paths: the path of each of its leaves.
+      state_avals: their shapes and dtypes.
+    """
+
+    init: jaxprs.FlatJaxpr
+    update: jaxprs.FlatJaxpr
+    labels: dict[Any, UpdateValue]
+    results: tuple[UpdateValue, ...]
+    trained: Mapping[str, VariableSpec]
+    state_tree: Any
+    state_paths: tuple[Any, ...]
+    state_avals: tuple[jax.ShapeDtypeStruct, ...]
+
+    @property
+    def needed_outputs(self) -> tuple[int, ...]:
+        """Which of the last stage's outputs `update` reads."""
+        wanted = [
+            atom for equation in self.update.equations for atom in equation.invars
+        ] + self.update.outputs
+        read = {atom for atom in wanted if not isinstance(atom, jex_core.Literal)}
+        labels = {self.labels[var] for var in self.update.inputs if var in read}
+        return tuple(sorted(label.key for label in labels if label.kind == UpdateKind.OUTPUT))
+
+
+def trace_optimizer(
     optimizer: Optimizer,
     trained: Mapping[str, VariableSpec],
-    owners: Mapping[str, int],
     output_tree: Any,
     output_avals: Sequence[jax.ShapeDtypeStruct],
     reduction: Reduction,
-    describe_capture: Callable[[Any], str | None] | None = None,
-) -> Updates:
+    accumulator_dtypes: Mapping[str, Any],
+) -> TracedOptimizer:
     """Traces an optimizer. It does not start a JAX backend.
 
     Args:
@@ -118,21 +157,22 @@ def trace_updates(
         `stages.as_arguments`) that returns one, or
         a pair of one and a dict of extra arguments for its `update`.
       trained: the variables to update, by full name.
-      owners: full name -> stage.
       output_tree: structure of what the last stage returns.
       output_avals: shapes and dtypes of its leaves.
       reduction: MEAN divides the accumulators by the number of micro-batches.
-      describe_capture: the name of a value from outside, for the error about capturing it.
+      accumulator_dtypes: dtype of each variable's accumulator. The optimizer gets gradients in the
+        variable's dtype.
 
     Returns:
-      The programs.
+      The jaxprs. Traced values that the optimizer captured are among their constants.
 
     Raises:
       TypeError: the optimizer is no Optax transformation.
-      ValueError: it uses a traced value from outside.
-      NotImplementedError: the update of one stage's variables depends on another stage's.
     """
     parameter_avals = {name: jax.ShapeDtypeStruct(spec.shape, spec.dtype) for name, spec in trained.items()}
+    accumulator_avals = {
+        name: jax.ShapeDtypeStruct(spec.shape, accumulator_dtypes[name]) for name, spec in trained.items()
+    }
     output_avals = list(output_avals)
 
     def transformation(outputs: Sequence[Any]) -> tuple[Any, dict[str, Any]]:
@@ -171,9 +211,10 @@ def trace_updates(
         count: Any,
     ) -> list[Any]:
         made, extra = transformation(outputs)
-        gradients = accumulators
+        gradients = dict(accumulators)
         if reduction is Reduction.MEAN:
-            gradients = {name: acc / count.astype(acc.dtype) for name, acc in accumulators.items()}
+            gradients = {name: acc / count.astype(acc.dtype) for name, acc in gradients.items()}
+        gradients = {name: value.astype(trained[name].dtype) for name, value in gradients.items()}
         state = jax.tree.unflatten(state_tree, state_leaves)
         changes, new_state = made.update(gradients, state, parameters, **extra)
         new_leaves, new_tree = jax.tree.flatten(new_state)
@@ -189,60 +230,123 @@ def trace_updates(
     count_aval = jax.ShapeDtypeStruct((), jnp.int32)
     with jax.numpy_dtype_promotion("standard"):
         update_jaxpr = jax.make_jaxpr(update)(
-            parameter_avals, parameter_avals, state_avals, output_avals, count_aval
+            parameter_avals, accumulator_avals, state_avals, output_avals, count_aval
         )
 
-    for jaxpr in (init_jaxpr, update_jaxpr):
-        check_captures(jaxpr, "the optimizer", describe_capture)
-    trained_owners = {name: owners[name] for name in trained}
-    stages = tuple(sorted(set(trained_owners.values())))
-    state_leaves = tuple(
-        StateLeaf(jax.tree_util.keystr(path), aval, _leaf_owner(path, trained_owners))
-        for path, aval in zip(paths, state_avals, strict=True)
-    )
     sorted_names = sorted(trained)  # the order in which JAX flattens a dict
     parameters = [UpdateValue(UpdateKind.PARAMETER, name) for name in sorted_names]
     accumulators = [UpdateValue(UpdateKind.GRADIENT, name) for name in sorted_names]
-    states = [UpdateValue(UpdateKind.STATE, index) for index in range(len(state_leaves))]
+    states = [UpdateValue(UpdateKind.STATE, index) for index in range(len(paths))]
     outputs = [UpdateValue(UpdateKind.OUTPUT, index) for index in range(len(output_avals))]
     results = [UpdateValue(UpdateKind.PARAMETER, name) for name in trained]
     results += [UpdateValue(UpdateKind.GRADIENT, name) for name in trained]
+    flat_init, flat_update = jaxprs.flatten(init_jaxpr), jaxprs.flatten(update_jaxpr)
+    count_value = UpdateValue(UpdateKind.COUNT)
+    update_values = [*parameters, *accumulators, *states, *outputs, count_value]
+    labels = dict(zip(flat_init.inputs, [*parameters, *outputs], strict=True))
+    labels.update(zip(flat_update.inputs, update_values, strict=True))
+    return TracedOptimizer(
+        flat_init,
+        flat_update,
+        labels,
+        tuple(results),
+        trained,
+        state_tree,
+        tuple(paths),
+        tuple(state_avals),
+    )
+
+
+def check_optimizer_captures(
+    traced: TracedOptimizer, describe_capture: Callable[[Any], str | None] | None
+) -> None:
+    """Raises a ValueError if the optimizer uses a traced value from outside."""
+    for flat in (traced.init, traced.update):
+        check_captures(flat.constants.values(), "the optimizer", describe_capture)
+
+
+def lift_captures(traced: TracedOptimizer) -> tuple[TracedOptimizer, list[Any]]:
+    """The optimizer with the traced values that it captured as outputs of the last stage.
+
+    Args:
+      traced: an optimizer that takes no outputs.
+
+    Returns:
+      The optimizer, whose OUTPUT values count what it captured; and that, in this order.
+    """
+    captured: dict[int, int] = {}  # id of a traced value -> its number
+    values: list[Any] = []
+    labels = dict(traced.labels)
+
+    def lift(flat: jaxprs.FlatJaxpr) -> jaxprs.FlatJaxpr:
+        constants = {}
+        inputs = list(flat.inputs)
+        for var, value in flat.constants.items():
+            if not isinstance(value, jax.core.Tracer):
+                constants[var] = value
+                continue
+            if id(value) not in captured:
+                captured[id(value)] = len(values)
+                values.append(value)
+            labels[var] = UpdateValue(UpdateKind.OUTPUT, captured[id(value)])
+            inputs.append(var)
+        return jaxprs.FlatJaxpr(inputs, flat.equations, flat.outputs, constants)
+
+    lifted = dataclasses.replace(traced, init=lift(traced.init), update=lift(traced.update), labels=labels)
+    return lifted, values
+
+
+def cut_updates(traced: TracedOptimizer, homes: Mapping[str, int]) -> Updates:
+    """Cuts an optimizer by stage.
+
+    Args:
+      traced: the optimizer.
+      homes: full name of each trained variable -> the stage that updates it. What one stage updates may
+        be joined.
+
+    Returns:
+      The programs.
+
+    Raises:
+      NotImplementedError: the update of one stage's variables depends on another stage's.
+    """
+    stages = tuple(sorted({homes[name] for name in traced.trained}))
+    state_leaves = tuple(
+        StateLeaf(jax.tree_util.keystr(path), aval, _leaf_owner(path, traced.trained, homes))
+        for path, aval in zip(traced.state_paths, traced.state_avals, strict=True)
+    )
 
     def stage_of(value: UpdateValue) -> int | None:
         if value.kind in (UpdateKind.PARAMETER, UpdateKind.GRADIENT):
-            return owners[value.key]
+            return homes[value.key]
         return state_leaves[value.key].stage if value.kind == UpdateKind.STATE else None
 
-    inits = _cut_by_stage("init", init_jaxpr, [*parameters, *outputs], states, stages, stage_of)
+    states = [UpdateValue(UpdateKind.STATE, index) for index in range(len(state_leaves))]
+    inits = _cut_by_stage("init", traced.init, traced.labels, states, stages, stage_of)
     updates = _cut_by_stage(
-        "update",
-        update_jaxpr,
-        [*parameters, *accumulators, *states, *outputs, UpdateValue(UpdateKind.COUNT)],
-        [*results, *states],
-        stages,
-        stage_of,
+        "update", traced.update, traced.labels, [*traced.results, *states], stages, stage_of
     )
     needs_outputs = any(v.kind == UpdateKind.OUTPUT for program in inits for v in program.arguments)
-    return Updates(stages, state_tree, state_leaves, inits, updates, needs_outputs)
+    return Updates(stages, traced.state_tree, state_leaves, inits, updates, needs_outputs)
 
 
-def _leaf_owner(path: Sequence[Any], owners: Mapping[str, int]) -> int | None:
+def _leaf_owner(
+    path: Sequence[Any], trained: Mapping[str, VariableSpec], homes: Mapping[str, int]
+) -> int | None:
     for entry in reversed(path):
-        if isinstance(entry, jax.tree_util.DictKey) and entry.key in owners:
-            return owners[entry.key]
+        if isinstance(entry, jax.tree_util.DictKey) and entry.key in trained:
+            return homes[entry.key]
     return None
 
 
 def _cut_by_stage(
     name: str,
-    closed_jaxpr: Any,
-    arguments: Sequence[UpdateValue],
+    flat: jaxprs.FlatJaxpr,
+    labels: Mapping[Any, UpdateValue],
     results: Sequence[UpdateValue],
     stages: Sequence[int],
     stage_of: Callable[[UpdateValue], int | None],
 ) -> tuple[UpdateProgram, ...]:
-    flat = jaxprs.flatten(closed_jaxpr)
-    labels = dict(zip(flat.inputs, arguments, strict=True))
     if len(stages) > 1:
         _check_separable(flat, labels, results, stage_of)
     cut = []
@@ -273,8 +377,8 @@ def _check_separable(
     """Raises if a result depends on leaves of another stage than its own."""
     touched: dict[Any, frozenset[int]] = {}
     joined_by: dict[Any, str] = {}  # variable -> the primitive that first joined several stages
-    for var, value in labels.items():
-        stage = stage_of(value)
+    for var in flat.inputs:
+        stage = stage_of(labels[var])
         touched[var] = frozenset() if stage is None else frozenset((stage,))
     for equation in flat.equations:
         atoms = [

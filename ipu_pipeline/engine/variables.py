@@ -135,6 +135,8 @@ def get_variable(
                 f"Trying to share variable {full_name}, but specified shape {wanted_shape} and dtype "
                 f"{np.dtype(dtype).name}, and found shape {spec.shape} and dtype {spec.dtype.name}."
             )
+    if current.recorder is not None:
+        current.recorder.variables[full_name] = spec
     value: jax.Array = read_variable_p.bind(spec=spec, serial=next(serial_numbers))
     return value
 

@@ -1,0 +1,252 @@
+"""What a program calls, pipelines and loops, and the program while it is being built."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+from jax.extend import core as jex_core
+
+from ipu_pipeline.engine import names
+from ipu_pipeline.engine.loops import Loop
+from ipu_pipeline.engine.pipeline import Pipeline
+from ipu_pipeline.engine.updates import Updates
+from ipu_pipeline.engine.variables import VariableSpec
+from ipu_pipeline.ipu_infeed_queue import IPUInfeedQueue
+from ipu_pipeline.ipu_outfeed_queue import IPUOutfeedQueue
+
+__all__ = [
+    "Call",
+    "LoopCall",
+    "PipelineCall",
+    "ProgramBuilder",
+    "building",
+    "current_builder",
+    "run_call_p",
+]
+
+
+def _optimizer_shapes(updates: Updates | None) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes and dtypes of an optimizer's state by path; empty without training."""
+    return {} if updates is None else {leaf.path: leaf.aval for leaf in updates.state_leaves}
+
+
+@dataclass(frozen=True, eq=False)
+class PipelineCall:
+    """A pipeline in a program.
+
+    Attributes:
+      name: the pipeline's; optimizer state is kept under it.
+      pipeline: the engine's.
+      repeat_count: how often it runs in one `run`.
+      infeed_queue: its feed.
+      outfeed_queue: where its outputs or losses go.
+      outfeeds_loss: which of the two.
+    """
+
+    name: str
+    pipeline: Pipeline
+    repeat_count: int
+    infeed_queue: IPUInfeedQueue | None
+    outfeed_queue: IPUOutfeedQueue | None
+    outfeeds_loss: bool
+
+    @property
+    def num_ipus(self) -> int:
+        """How many IPUs it needs."""
+        return self.pipeline.num_ipus
+
+    @property
+    def variables(self) -> dict[str, VariableSpec]:
+        """All its variables by full name."""
+        return self.pipeline.variables
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is an optimizer."""
+        return self.pipeline.updates is not None
+
+    @property
+    def optimizer_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes and dtypes of the optimizer's state by path; empty without training."""
+        return _optimizer_shapes(self.pipeline.updates)
+
+    @property
+    def state_tree(self) -> Any:
+        """The structure of the optimizer's state; only with training."""
+        assert self.pipeline.updates is not None
+        return self.pipeline.updates.state_tree
+
+    @property
+    def outfeeds(self) -> list[tuple[IPUOutfeedQueue, Any, tuple[jax.ShapeDtypeStruct, ...]]]:
+        """The queue that it enqueues to, with the structure of an element, and its shapes and dtypes."""
+        return [] if self.outfeed_queue is None else [(self.outfeed_queue, *self.outfed)]
+
+    @property
+    def outfed(self) -> tuple[Any, tuple[jax.ShapeDtypeStruct, ...]]:
+        """The structure of what is enqueued per micro-batch, and shapes and dtypes of its leaves."""
+        traced = self.pipeline.traced
+        if self.outfeeds_loss:
+            return jax.tree.structure(0), traced.loss_avals
+        return traced.output_tree, traced.output_avals
+
+
+@dataclass(frozen=True, eq=False)
+class LoopCall:
+    """A loop in a program. Its operands are the count if it has that, then inputs as `Loop` takes them.
+
+    Attributes:
+      loop: the engine's.
+      count: how many iterations; None if an operand says so, or a condition.
+      has_count_operand: whether the first operand does.
+      infeed_queue: its feed.
+    """
+
+    loop: Loop
+    count: int | None
+    has_count_operand: bool
+    infeed_queue: IPUInfeedQueue | None
+
+    @property
+    def name(self) -> str:
+        """What counts and optimizer state are kept under."""
+        training = self.loop.body.training
+        return "Loop" if training is None else training.name
+
+    @property
+    def num_ipus(self) -> int:
+        """How many IPUs it needs."""
+        return self.loop.num_ipus
+
+    @property
+    def variables(self) -> dict[str, VariableSpec]:
+        """All its variables by full name."""
+        return self.loop.variables
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is an optimizer."""
+        return self.loop.updates is not None
+
+    @property
+    def optimizer_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes and dtypes of the optimizer's state by path; empty without training."""
+        return _optimizer_shapes(self.loop.updates)
+
+    @property
+    def state_tree(self) -> Any:
+        """The structure of the optimizer's state; only with training."""
+        assert self.loop.updates is not None
+        return self.loop.updates.state_tree
+
+    @property
+    def settings(self) -> str:
+        """How gradients are accumulated: iterations with different settings do not add up."""
+        training = self.loop.body.training
+        if training is None:
+            return "no training"
+        dtypes = sorted({np.dtype(dtype).name for dtype in training.accumulator_dtypes.values()})
+        return f"{training.num_mini_batches} mini-batches, {training.reduction.name}, {', '.join(dtypes)}"
+
+    @property
+    def outfeeds(self) -> list[tuple[IPUOutfeedQueue, Any, tuple[jax.ShapeDtypeStruct, ...]]]:
+        """The queues that it enqueues to, with the structure of an element, and its shapes and dtypes."""
+        return [(entry.target, entry.tree, entry.avals) for entry, _places in self.loop.body.enqueued]
+
+
+Call: TypeAlias = PipelineCall | LoopCall
+
+run_call_p = jex_core.Primitive("run_call")
+run_call_p.multiple_results = True
+
+
+@run_call_p.def_abstract_eval
+def _run_call_abstract(
+    *operands: Any, index: int, results: tuple[jax.core.ShapedArray, ...]
+) -> list[jax.core.ShapedArray]:
+    # `index` is the position in ProgramBuilder.calls, since JAX's caches keep parameters for long.
+    del operands, index
+    return [jax.core.ShapedArray((), np.dtype(np.int32)), *results]  # a marker needs a result
+
+
+@dataclass(eq=False)
+class ProgramBuilder:
+    """A program while its function is traced.
+
+    Attributes:
+      ipu_device: the number in `/device:IPU:<n>`.
+      names: the names that the program gives out.
+      inputs: what the function was given, as (value, name).
+      calls: the pipelines and loops.
+    """
+
+    ipu_device: int
+    names: names.ProgramNames = field(default_factory=names.ProgramNames)
+    inputs: list[tuple[Any, str]] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+
+    def add(
+        self, call: Call, operands: Sequence[Any], results: Sequence[jax.ShapeDtypeStruct] = ()
+    ) -> list[Any]:
+        """Adds a pipeline or loop at this point of the program.
+
+        Args:
+          call: the pipeline or loop.
+          operands: traced values and arrays that it takes.
+          results: shapes and dtypes of what it returns.
+
+        Returns:
+          What it returns, traced.
+
+        Raises:
+          ValueError: it enqueues to the outfeed of another one, or twice to one; or it has the name of
+            another one and another structure of optimizer state.
+        """
+        queues = [queue for other in self.calls for queue, _tree, _avals in other.outfeeds]
+        for queue, _tree, _avals in call.outfeeds:
+            if any(queue is known for known in queues):
+                raise ValueError(
+                    "An IPUOutfeedQueue can be enqueued to only once in a program; give each pipeline, "
+                    "loop and call of enqueue its own."
+                )
+            queues.append(queue)
+        for other in self.calls:
+            is_same = call.optimizer_shapes == other.optimizer_shapes
+            if call.name == other.name and call.trains and other.trains and not is_same:
+                raise ValueError(
+                    f"Two pipelines of the program are named {call.name!r}, under which optimizer state is "
+                    "kept, but their optimizer states have different structures. Give one another `name`."
+                )
+        self.calls.append(call)
+        avals = tuple(jax.core.ShapedArray(aval.shape, aval.dtype) for aval in results)
+        _marker, *values = run_call_p.bind(*operands, index=len(self.calls) - 1, results=avals)
+        return values
+
+    def describe_input(self, value: Any) -> str | None:
+        """The name of a value that the function was given."""
+        return next((name for known, name in self.inputs if known is value), None)
+
+
+_builder: contextvars.ContextVar[ProgramBuilder | None] = contextvars.ContextVar(
+    "program_builder", default=None
+)
+
+
+def current_builder() -> ProgramBuilder | None:
+    """The program whose function is being traced."""
+    return _builder.get()
+
+
+@contextlib.contextmanager
+def building(builder: ProgramBuilder) -> Iterator[None]:
+    """Makes a program the current one for a `with` block."""
+    token = _builder.set(builder)
+    try:
+        yield
+    finally:
+        _builder.reset(token)

@@ -1,0 +1,239 @@
+"""Pipelines whose stages are all on one device, block by block.
+
+A block is as many whole weight updates as fit a given size. One that does not fit by itself is cut: the
+parts before its last one leave the state as it is, so that it can still be dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import numpy as np
+
+from ipu_pipeline.engine.one_program import BlockResult, BlockSizes, OneProgram, Position, block_sizes
+from ipu_pipeline.engine.programs import StagePrograms
+from ipu_pipeline.engine.residence import Residence
+from ipu_pipeline.engine.shapes import num_bytes
+from ipu_pipeline.engine.state import Collected, Updated
+
+__all__ = ["BlockExecutor", "PendingBlock", "Take", "copy_to_host", "gather", "take_nothing"]
+
+Take: TypeAlias = "Callable[[int], Sequence[Sequence[Any]]]"
+
+
+class _Part(NamedTuple):
+    """Where it begins, its stacked micro-batches, how many they are, and the size of the stack."""
+
+    position: Position
+    feed: list[Any]
+    size: int
+    capacity: int
+
+
+@dataclass(frozen=True, eq=False)
+class PendingBlock:
+    """A block, or the last part of one, that is ready to run.
+
+    Attributes:
+      num_updates: how many weight updates it will do.
+      variables: those before it, with the values that earlier parts assigned.
+      accumulators: before it; this block will take their memory.
+      inputs: the leaves of the inputs.
+      key: the session's random key.
+      part: its micro-batches.
+      collected: what earlier parts gave.
+      first_outputs: what the last stage returns for the first micro-batch, if that was asked for.
+    """
+
+    num_updates: int
+    variables: Mapping[str, Any]
+    accumulators: dict[str, Any]
+    inputs: Sequence[Any]
+    key: Any
+    part: _Part
+    collected: list[Collected]
+    first_outputs: list[Any] | None
+
+
+class BlockExecutor:
+    """Runs the micro-batches and weight updates of a pipeline on one device."""
+
+    def __init__(
+        self,
+        residence: Residence,
+        programs: Sequence[StagePrograms],
+        num_micro_batches: int,
+        donate: bool,
+        collect_outputs: bool,
+        block_bytes: int,
+    ) -> None:
+        """Nothing is compiled yet.
+
+        Args:
+          residence: where its state lives, one row.
+          programs: the programs of its stages.
+          num_micro_batches: per weight update, or execution.
+          donate: whether an update may reuse the memory of the state before it.
+          collect_outputs: whether what the last stage returns is wanted.
+          block_bytes: how much of the device a block's feed and outputs may take.
+        """
+        traced = residence.traced
+        self.residence = residence
+        self._num_micro_batches = num_micro_batches
+        self._donate = donate
+        self._block_bytes = block_bytes
+        self._num_outputs = len(traced.outputs) if collect_outputs else 0
+        collected = [*traced.outputs[: self._num_outputs], *([] if traced.loss is None else [traced.loss])]
+        avals = [*traced.output_avals[: self._num_outputs], *traced.loss_avals]
+        self._bytes_each = num_bytes([*avals, *jax.tree.leaves(traced.element)])
+        self._assigned = {spec.name for stage in traced.stages for spec in stage.assigned}
+        self._program = OneProgram(
+            residence, programs, updated_every=num_micro_batches, collected=collected
+        )
+
+    def place_element(self, leaves: Sequence[Any]) -> list[Any]:
+        """The leaves of a micro-batch on the host, sharing no memory with NumPy arrays that are given."""
+        return copy_to_host(leaves)
+
+    def sizes(self, num_updates: int) -> BlockSizes:
+        """The blocks into which so many weight updates are cut."""
+        every = self._num_micro_batches
+        return block_sizes(num_updates * every, every, self._bytes_each, self._block_bytes)
+
+    def fetch(
+        self,
+        variables: Mapping[str, Any],
+        key: Any,
+        execution_count: int,
+        inputs: Sequence[Any],
+        take: Take,
+        accumulators: dict[str, Any],
+        num_updates: int,
+        sizes: BlockSizes,
+        needs_first_outputs: bool,
+    ) -> PendingBlock:
+        """Gets a block's micro-batches, and runs the parts before its last one.
+
+        Args:
+          variables: placed variables by full name.
+          key: the session's random key.
+          execution_count: how often the pipeline was executed before.
+          inputs: the leaves of the inputs that stay the same.
+          take: returns up to so many micro-batches, as `place_element` left them, and at least one; what it
+            raises ends the run, and the state has not changed.
+          accumulators: placed zeros by full name.
+          num_updates: at most so many.
+          sizes: from `sizes`.
+          needs_first_outputs: whether the first micro-batch's outputs are wanted beforehand.
+
+        Returns:
+          The block.
+        """
+        every = self._num_micro_batches
+        if sizes.unit == every:
+            wanted = min(num_updates * every, sizes.capacity)
+            elements = gather(take, wanted, every)
+            elements = elements[: len(elements) // every * every]  # the rest is of an update that ends
+            part = self._make_part(execution_count, 0, elements, sizes)
+            first_outputs = None
+            if needs_first_outputs:
+                first_outputs = self._peek(variables, key, inputs, part)
+            return PendingBlock(
+                len(elements) // every, variables, accumulators, inputs, key, part, [], first_outputs
+            )
+        collected: list[Collected] = []
+        first_outputs = None
+        accumulated = 0
+        while True:
+            wanted = min(sizes.capacity, every - accumulated)
+            part = self._make_part(execution_count, accumulated, gather(take, wanted, wanted), sizes)
+            if needs_first_outputs and accumulated == 0:
+                first_outputs = self._peek(variables, key, inputs, part)
+            accumulated += wanted
+            if accumulated == every:
+                return PendingBlock(1, variables, accumulators, inputs, key, part, collected, first_outputs)
+            result = self._run(variables, (), accumulators, inputs, key, part, donate=False)
+            accumulators = result.accumulators
+            variables = {**variables, **{name: result.variables[name] for name in self._assigned}}
+            collected.append(self._collect(result, wanted))
+
+    def update(self, state_leaves: Sequence[Any], pending: PendingBlock) -> Updated:
+        """Runs what `fetch` returned; with `donate` the state before it is gone then.
+
+        Args:
+          state_leaves: placed leaves of the optimizer's state.
+          pending: the block.
+        """
+        result = self._run(
+            pending.variables,
+            state_leaves,
+            pending.accumulators,
+            pending.inputs,
+            pending.key,
+            pending.part,
+            donate=self._donate,
+        )
+        collected = [*pending.collected, self._collect(result, pending.part.size)]
+        return Updated(result.variables, result.state_leaves, result.accumulators, collected)
+
+    def _make_part(
+        self, execution: int, accumulated: int, elements: Sequence[Sequence[Any]], sizes: BlockSizes
+    ) -> _Part:
+        feed = self._program.place_feed(elements, sizes.capacity)
+        return _Part(Position(accumulated, execution), feed, len(elements), sizes.capacity)
+
+    def _run(
+        self,
+        variables: Mapping[str, Any],
+        state_leaves: Sequence[Any],
+        accumulators: dict[str, Any],
+        inputs: Sequence[Any],
+        key: Any,
+        part: _Part,
+        donate: bool,
+    ) -> BlockResult:
+        return self._program.run(
+            variables, state_leaves, accumulators, (), inputs, key, *part, donate=donate
+        )
+
+    def _peek(
+        self, variables: Mapping[str, Any], key: Any, inputs: Sequence[Any], part: _Part
+    ) -> list[Any]:
+        return self._program.peek_outputs(variables, (), inputs, key, part.position, part.feed)
+
+    def _collect(self, result: BlockResult, count: int) -> Collected:
+        outputs = result.collected[: self._num_outputs]
+        losses = result.collected[self._num_outputs :]
+        return Collected(outputs, losses[0] if losses else None, count)
+
+
+def gather(take: Take, wanted: int, at_least: int) -> list[Sequence[Any]]:
+    """Micro-batches from `take`, which may give fewer at once than it is asked for.
+
+    Args:
+      take: see `Take`.
+      wanted: how many to get.
+      at_least: with so many, an error of `take` only ends the gathering: who asks again gets it again.
+    """
+    elements: list[Sequence[Any]] = []
+    while len(elements) < wanted:
+        try:
+            elements += take(wanted - len(elements))
+        except Exception:
+            if len(elements) < at_least:
+                raise
+            break
+    return elements
+
+
+def take_nothing(wanted: int) -> list[list[Any]]:
+    """Micro-batches where there is no feed."""
+    return [[]] * wanted
+
+
+def copy_to_host(leaves: Sequence[Any]) -> list[Any]:
+    """The leaves as NumPy arrays of their own."""
+    return [np.array(leaf) for leaf in leaves]

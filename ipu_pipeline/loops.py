@@ -1,0 +1,189 @@
+"""Loops on the device: a body that runs many times within one `Session.run`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core as jex_core
+
+from ipu_pipeline.calls import LoopCall, current_builder
+from ipu_pipeline.engine import names
+from ipu_pipeline.engine.bodies import trace_body
+from ipu_pipeline.engine.loops import Loop
+from ipu_pipeline.engine.stages import as_arguments, check_captures, check_signature
+from ipu_pipeline.ipu_infeed_queue import IPUInfeedQueue
+from ipu_pipeline.operations import Operation
+from ipu_pipeline.placeholders import Placeholder, as_traced_inputs
+
+__all__ = ["repeat", "while_loop"]
+
+
+def repeat(
+    n: Any,
+    body: Callable[..., Any],
+    inputs: Any = None,
+    infeed_queue: IPUInfeedQueue | None = None,
+) -> Any:
+    """Runs a body a number of times on the device, within one `Session.run`.
+
+    On one device the loop is one compiled program, which handles blocks of iterations. A body with
+    `scopes.ipu_shard` runs one iteration at a time, shard after shard.
+
+    Args:
+      n: how many times, from 0: an integer, or a traced integer scalar.
+      body: takes the inputs and then the infeed's element, returns the inputs of the next iteration, with
+        the same shapes and dtypes. Training steps (`minimize`) and `enqueue` operations may be returned
+        anywhere among them, or not at all: what was recorded runs. It may read values from outside.
+      inputs: the inputs of the first iteration: arrays, or pytrees of them, in a list; one alone need not
+        be in a list.
+      infeed_queue: dequeued once an iteration.
+
+    Returns:
+      The inputs that the next iteration would get, in a list; a single one bare; None if there are none.
+
+    Raises:
+      TypeError, ValueError: an argument is not usable, or the body does not return its inputs.
+      RuntimeError: not called in a function that `ipu_compiler.compile` traces, or within a stage or body.
+
+    Example:
+      def body(learning_rate, images, labels):
+          ...
+          return learning_rate, train_op, outfeed_queue.enqueue(loss)
+      repeat(160, body, [learning_rate], infeed_queue)
+    """
+    count = _check_count(n)
+    return _loop("ipu.loops.repeat", body, inputs, infeed_queue, count, None)
+
+
+def while_loop(
+    cond: Callable[..., Any],
+    body: Callable[..., Any],
+    loop_vars: Any = None,
+    infeed_queue: IPUInfeedQueue | None = None,
+) -> Any:
+    """Runs a body on the device as long as a condition holds, within one `Session.run`.
+
+    Args:
+      cond: takes the loop variables, returns a boolean scalar; asked before each iteration. It may use no
+        variables, random keys or values from outside.
+      body: as for `repeat`.
+      loop_vars: the loop variables before the first iteration, at least one, as `inputs` of `repeat`.
+      infeed_queue: dequeued once an iteration.
+
+    Returns:
+      The loop variables after the last iteration, as `repeat` does.
+
+    Raises:
+      As `repeat`; and ValueError if the condition does not return a boolean scalar.
+    """
+    if not callable(cond):
+        raise TypeError(f"ipu.loops.while_loop: cond must be a function; got {cond!r}.")
+    return _loop("ipu.loops.while_loop", body, loop_vars, infeed_queue, None, cond)
+
+
+def _loop(
+    what: str,
+    body: Callable[..., Any],
+    inputs: Any,
+    infeed_queue: IPUInfeedQueue | None,
+    count: Any,
+    cond: Callable[..., Any] | None,
+) -> Any:
+    if not callable(body):
+        raise TypeError(f"{what}: body must be a function; got {body!r}.")
+    if infeed_queue is not None and not isinstance(infeed_queue, IPUInfeedQueue):
+        raise TypeError(
+            f"{what}: infeed_queue is not an instance of ipu_infeed_queue.IPUInfeedQueue; got "
+            f"{type(infeed_queue).__name__}."
+        )
+    builder = current_builder()
+    if builder is None:
+        raise RuntimeError(
+            f"{what} must be called in a function that ipu_compiler.compile traces, within an ipu_scope; "
+            "here it is not placed on an IPU device."
+        )
+    if names.is_in_stage():
+        raise RuntimeError(
+            f"{what} was called within a computational stage or the body of a loop; use jax.lax.scan or "
+            "jax.lax.fori_loop there."
+        )
+    leaves, tree = as_traced_inputs(inputs)
+    num_inputs = tree.num_leaves
+    if cond is not None and not num_inputs:
+        raise ValueError(f"{what}: loop_vars must have at least one variable, for cond to look at.")
+    element = None if infeed_queue is None else infeed_queue.element
+    avals = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+    place = f"the body {getattr(body, '__name__', type(body).__name__)} of {what}"
+    fed_args, fed_kwargs = as_arguments(element)
+    check_signature(
+        body,
+        ((*jax.tree.unflatten(tree, avals), *fed_args), fed_kwargs),
+        "the inputs and the infeed's element",
+        place,
+    )
+
+    def call(carried: list[Any], fed: Any) -> list[Any]:
+        args, kwargs = as_arguments(fed)
+        returned = body(*jax.tree.unflatten(tree, carried), *args, **kwargs)
+        return [leaf for leaf in jax.tree.leaves(returned) if not isinstance(leaf, Operation)]
+
+    traced = trace_body(call, avals, element, builder.names, place)
+    condition = None if cond is None else _trace_condition(cond, tree, avals, what)
+    loop_call = LoopCall(
+        loop=Loop(traced, condition),
+        has_count_operand=isinstance(count, jax.core.Tracer),
+        count=None if isinstance(count, jax.core.Tracer) else count,
+        infeed_queue=infeed_queue,
+    )
+    operands = [*([count] if loop_call.has_count_operand else []), *traced.captured, *leaves]
+    results = jax.tree.unflatten(tree, builder.add(loop_call, operands, avals))
+    if not results:
+        return None
+    return results[0] if len(results) == 1 else results
+
+
+def _check_count(n: Any) -> Any:
+    if isinstance(n, Placeholder):
+        n.refuse_capture()
+    if isinstance(n, jax.core.Tracer):
+        if n.shape != () or not jnp.issubdtype(n.dtype, jnp.integer):
+            raise TypeError(
+                f"ipu.loops.repeat: n must be an integer scalar; got {n.dtype.name}{list(n.shape)}."
+            )
+        return n
+    if not isinstance(n, (int, np.integer)) or isinstance(n, bool):
+        raise TypeError(f"ipu.loops.repeat: n must be an integer; got {n!r}.")
+    if n < 0:
+        raise ValueError(f"ipu.loops.repeat: n must be at least 0; got {n}.")
+    return int(n)
+
+
+def _trace_condition(
+    cond: Callable[..., Any], tree: Any, avals: Sequence[jax.ShapeDtypeStruct], what: str
+) -> Callable[[list[Any]], Any]:
+    """The condition as a function of the carried values, traced once."""
+    frame = names.Frame(names.ProgramNames(), False, f"the cond of {what}", is_stage=False)
+
+    def call(*values: Any) -> Any:
+        with names.frame(frame):
+            return cond(*jax.tree.unflatten(tree, values))
+
+    closed_jaxpr = jax.make_jaxpr(call)(*avals)
+    results = closed_jaxpr.out_avals
+    if len(results) != 1 or results[0].shape != () or results[0].dtype != np.bool_:
+        described = ", ".join(f"{aval.dtype.name}{list(aval.shape)}" for aval in results)
+        raise ValueError(
+            f"{what}: cond must return a boolean scalar; it returned {described or 'nothing'}."
+        )
+    check_captures(closed_jaxpr.consts, frame.place, None)
+    if frame.names.variables:
+        raise ValueError(
+            f"{what}: cond asks for variable {next(iter(frame.names.variables))}, but may only use the "
+            "loop variables. Let the body return what cond needs."
+        )
+    evaluate = jex_core.jaxpr_as_fun(closed_jaxpr)
+    return lambda carried: evaluate(*carried)[0]

@@ -1,0 +1,298 @@
+"""Optimizers with a `minimize`, for the bodies of loops. Each wraps an Optax transformation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from ipu_pipeline.engine import names, updates
+from ipu_pipeline.engine.differentiation import GradientMap
+from ipu_pipeline.engine.programs import Reduction
+from ipu_pipeline.engine.recording import TrainingStep, record_training_step
+from ipu_pipeline.engine.stages import check_captures
+from ipu_pipeline.engine.variables import VariableSpec
+from ipu_pipeline.gradient_accumulation import GradientAccumulationReductionMethod
+from ipu_pipeline.operations import Operation
+
+__all__ = ["GradientAccumulationOptimizerV2", "MapGradientOptimizer", "Unwrapped", "unwrap"]
+
+_MAX_INT32 = 2**31 - 1
+
+
+class _Optimizer:
+    """What the optimizers here share."""
+
+    def __init__(self, opt: Any, name: str) -> None:
+        if not isinstance(opt, (_Optimizer, optax.GradientTransformation)):
+            raise TypeError(
+                f"{type(self).__name__}: the optimizer to wrap must be an optax.GradientTransformation, "
+                f"for example optax.sgd(0.01), or one of ipu.optimizers; got {type(opt).__name__}."
+            )
+        self.wrapped = opt
+        self.name = name
+
+    def minimize(
+        self, loss: jax.Array, var_list: Sequence[str] | None = None, name: str | None = None
+    ) -> Operation:
+        """Records a training step in the body of a loop; it runs whether its operation is returned or not.
+
+        Args:
+          loss: a traced floating-point scalar.
+          var_list: full names of the variables to train; None: all trainable ones that the body has asked
+            for so far.
+          name: the optimizer's state is kept under it; by default the optimizer's name. A second training
+            step of that name in a program gets the name with `_1`.
+
+        Returns:
+          The operation.
+
+        Raises:
+          RuntimeError: not called in the body of a loop.
+          ValueError: the loss is no scalar, there is nothing to train, or `var_list` names a variable that
+            cannot be trained.
+          NotImplementedError: the body has a training step already.
+        """
+        frame = names.current_frame("minimize")
+        if frame.recorder is None:
+            advice = (
+                "A pipeline gets its optimizer by `optimizer_function`."
+                if frame.is_stage
+                else "Call it in the body of ipu.loops.repeat; repeat(1, ...) runs it once."
+            )
+            raise RuntimeError(f"{type(self).__name__}.minimize was called in {frame.place}. {advice}")
+        loss = jnp.asarray(loss)
+        if loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
+            raise ValueError(
+                f"minimize: loss must be a floating-point scalar; got {loss.dtype.name}{list(loss.shape)}. "
+                "Reduce it, for example with jnp.mean."
+            )
+        unwrapped = unwrap(self)
+        trained = _find_trained(frame.recorder.variables, var_list)
+        for gradient_map in unwrapped.gradient_maps:
+            _check_gradient_map(gradient_map, trained)
+        dtypes = _find_dtypes(unwrapped.dtype, trained)
+        reduction = Reduction[unwrapped.reduction_method.name]
+        traced = updates.trace_optimizer(unwrapped.transformation, trained, None, (), reduction, dtypes)
+        traced, captured = updates.lift_captures(traced)
+        step_name = frame.names.layer_name("", name or self.name)
+        step = TrainingStep(
+            name=step_name,
+            optimizer=traced,
+            num_mini_batches=unwrapped.num_mini_batches,
+            reduction=reduction,
+            gradient_map=unwrapped.gradient_map,
+            accumulator_dtypes=dtypes,
+        )
+        record_training_step(frame.recorder, step, loss, captured)
+        return Operation(step_name)
+
+
+class GradientAccumulationOptimizerV2(_Optimizer):
+    """Updates the weights once every so many iterations, by the gradients accumulated over them.
+
+    The count of iterations belongs to the session: one that a run begins, a later run completes.
+
+    Example:
+      optimizer = GradientAccumulationOptimizerV2(optax.sgd(0.01), num_mini_batches=16)
+      train_op = optimizer.minimize(loss)
+    """
+
+    def __init__(
+        self,
+        opt: Any,
+        num_mini_batches: int,
+        offload_weight_update_variables: bool | None = None,
+        replicated_optimizer_state_sharding: bool = False,
+        dtype: Any = None,
+        reduction_method: Any = GradientAccumulationReductionMethod.SUM,
+        name: str = "GradientAccumulationOptimizerV2",
+    ) -> None:
+        """Wraps an optimizer.
+
+        Args:
+          opt: an Optax transformation, or another of these optimizers.
+          num_mini_batches: iterations per weight update, from 1.
+          offload_weight_update_variables: not built yet.
+          replicated_optimizer_state_sharding: not built yet.
+          dtype: of the accumulators: None for that of the variable, a dtype, or a function from a variable
+            (with `name`, `shape` and `dtype`) to a dtype. The optimizer gets them in the variable's dtype.
+          reduction_method: SUM, MEAN or RUNNING_MEAN of the gradients, or its name.
+          name: the optimizer's state is kept under it.
+
+        Raises:
+          TypeError, ValueError: an argument is not usable.
+          NotImplementedError: an argument is not built yet.
+        """
+        super().__init__(opt, name)
+        if not isinstance(num_mini_batches, (int, np.integer)) or isinstance(num_mini_batches, bool):
+            raise TypeError(f"num_mini_batches must be an integer; got {num_mini_batches!r}.")
+        if not 1 <= num_mini_batches < _MAX_INT32:
+            raise ValueError(
+                f"num_mini_batches must be from 1 to {_MAX_INT32 - 1}; got {num_mini_batches}."
+            )
+        if offload_weight_update_variables:
+            raise NotImplementedError("offload_weight_update_variables is not built yet; leave it at None.")
+        if replicated_optimizer_state_sharding:
+            raise NotImplementedError(
+                "replicated_optimizer_state_sharding is not built yet; leave it at False."
+            )
+        if dtype is not None and not callable(dtype):
+            _check_dtype(dtype, "dtype")
+        self.num_mini_batches = int(num_mini_batches)
+        self.dtype = dtype
+        self.reduction_method = GradientAccumulationReductionMethod.parse(reduction_method)
+
+
+class MapGradientOptimizer(_Optimizer):
+    """Applies a function to each gradient, before gradients are accumulated.
+
+    Example:
+      MapGradientOptimizer(optax.sgd(0.01), lambda gradient, variable: gradient + 1e-4 * variable)
+    """
+
+    def __init__(
+        self,
+        wrapped_optimizer: Any,
+        gradient_mapping_function: GradientMap,
+        name: str = "MapGradientOptimizer",
+    ) -> None:
+        """Wraps an optimizer.
+
+        Args:
+          wrapped_optimizer: an Optax transformation, or another of these optimizers.
+          gradient_mapping_function: `f(gradient, variable) -> gradient`, on arrays of one shape and dtype.
+          name: the optimizer's state is kept under it.
+
+        Raises:
+          TypeError: an argument is not usable.
+        """
+        super().__init__(wrapped_optimizer, name)
+        if not callable(gradient_mapping_function):
+            raise TypeError(
+                f"gradient_mapping_function must be a function; got {gradient_mapping_function!r}."
+            )
+        self.gradient_mapping_function = gradient_mapping_function
+
+
+@dataclass(frozen=True, eq=False)
+class Unwrapped:
+    """What a nest of optimizers amounts to.
+
+    Attributes:
+      transformation: the Optax transformation inside.
+      gradient_maps: in the order in which they are applied.
+      num_mini_batches: iterations per weight update; 1 without accumulation.
+      dtype: of the accumulators, as given.
+      reduction_method: of the gradients.
+      accumulates: whether there is an accumulating optimizer.
+    """
+
+    transformation: optax.GradientTransformation
+    gradient_maps: tuple[GradientMap, ...] = ()
+    num_mini_batches: int = 1
+    dtype: Any = None
+    reduction_method: GradientAccumulationReductionMethod = GradientAccumulationReductionMethod.SUM
+    accumulates: bool = False
+
+    @property
+    def gradient_map(self) -> GradientMap | None:
+        """All gradient maps as one; None if there are none."""
+        if not self.gradient_maps:
+            return None
+
+        def mapped(gradient: jax.Array, variable: jax.Array) -> jax.Array:
+            for gradient_map in self.gradient_maps:
+                gradient = gradient_map(gradient, variable)
+            return gradient
+
+        return mapped
+
+
+def unwrap(opt: Any) -> Unwrapped:
+    """Looks through a nest of optimizers.
+
+    Raises:
+      ValueError: two of them accumulate.
+    """
+    maps: list[GradientMap] = []
+    accumulating: GradientAccumulationOptimizerV2 | None = None
+    while isinstance(opt, _Optimizer):
+        if isinstance(opt, MapGradientOptimizer):
+            maps.insert(0, opt.gradient_mapping_function)  # the inner ones come first
+        elif isinstance(opt, GradientAccumulationOptimizerV2):
+            if accumulating is not None:
+                raise ValueError("An optimizer can accumulate gradients only once; two are nested.")
+            accumulating = opt
+        opt = opt.wrapped
+    if accumulating is None:
+        return Unwrapped(opt, tuple(maps))
+    return Unwrapped(
+        opt,
+        tuple(maps),
+        accumulating.num_mini_batches,
+        accumulating.dtype,
+        accumulating.reduction_method,
+        True,
+    )
+
+
+def _find_trained(
+    known: Mapping[str, VariableSpec], var_list: Sequence[str] | None
+) -> dict[str, VariableSpec]:
+    trainable = {name: spec for name, spec in known.items() if spec.trainable}
+    if isinstance(var_list, str):
+        raise ValueError(f"minimize: var_list must be a list of full names; got the string {var_list!r}.")
+    for name in var_list or ():
+        if name not in trainable:
+            fault = "is not trainable" if name in known else "does not exist"
+            raise ValueError(
+                f"minimize: the variable {name!r} of var_list {fault}. Trainable are: "
+                f"{', '.join(trainable) or 'none'}."
+            )
+    trained = {name: spec for name, spec in trainable.items() if var_list is None or name in var_list}
+    if not trained:
+        raise ValueError("No variables to optimize: the loop's body has asked for no trainable variable.")
+    return trained
+
+
+def _find_dtypes(dtype: Any, trained: Mapping[str, VariableSpec]) -> dict[str, np.dtype[Any]]:
+    if dtype is None:
+        return {name: spec.dtype for name, spec in trained.items()}
+    return {
+        name: _check_dtype(
+            dtype(spec) if callable(dtype) and not isinstance(dtype, type) else dtype, "dtype"
+        )
+        for name, spec in trained.items()
+    }
+
+
+def _check_dtype(dtype: Any, argument: str) -> np.dtype[Any]:
+    try:
+        checked = np.dtype(dtype)
+    except TypeError as error:
+        raise ValueError(f"{argument} must be a dtype; got {dtype!r}.") from error
+    if not jnp.issubdtype(checked, jnp.floating):
+        raise ValueError(f"{argument} must be a floating-point dtype; got {checked.name}.")
+    if jax.dtypes.canonicalize_dtype(checked) != checked:
+        raise ValueError(f"{argument} {checked.name} needs JAX's 64-bit mode; give another one.")
+    return checked
+
+
+def _check_gradient_map(gradient_map: Callable[..., Any], trained: Mapping[str, VariableSpec]) -> None:
+    for spec in trained.values():
+        aval = jax.ShapeDtypeStruct(spec.shape, spec.dtype)
+        closed_jaxpr = jax.make_jaxpr(gradient_map)(aval, aval)
+        check_captures(closed_jaxpr.consts, "the gradient_mapping_function", None)
+        results = closed_jaxpr.out_avals
+        if len(results) != 1 or results[0].shape != spec.shape or results[0].dtype != spec.dtype:
+            described = ", ".join(f"{aval.dtype.name}{list(aval.shape)}" for aval in results)
+            raise ValueError(
+                f"gradient_mapping_function must return the gradient's shape and dtype, for {spec}; it "
+                f"returned {described or 'nothing'}."
+            )
