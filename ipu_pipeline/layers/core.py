@@ -1,99 +1,25 @@
-"""Keras-like layers: objects that are called on activations within a stage.
-
-Arguments, defaults and variable names are those of Keras, with channels last. The numerics are those of
-`jax.nn` and `jax.lax`.
-"""
+"""Layers without a window: Dense, Embedding, and those that have no variables."""
 
 from __future__ import annotations
 
 import math
-import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from ipu_pipeline.engine import keys, names
+from ipu_pipeline.engine import keys
 from ipu_pipeline.engine.variables import get_variable
+from ipu_pipeline.layers.base import (
+    ActivationFunction,
+    Layer,
+    check_positive_integer,
+    find_activation,
+    find_initializer,
+)
 
-__all__ = ["Activation", "Dense", "Dropout", "Flatten", "Layer"]
-
-ActivationFunction: TypeAlias = "Callable[[jax.Array], jax.Array] | str | None"
-
-_ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
-    "elu": jax.nn.elu,
-    "exponential": jnp.exp,
-    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
-    "leaky_relu": lambda x: jax.nn.leaky_relu(x, 0.2),
-    "linear": lambda x: x,
-    "relu": jax.nn.relu,
-    "relu6": jax.nn.relu6,
-    "selu": jax.nn.selu,
-    "sigmoid": jax.nn.sigmoid,
-    "silu": jax.nn.silu,
-    "softmax": jax.nn.softmax,
-    "softplus": jax.nn.softplus,
-    "swish": jax.nn.silu,
-    "tanh": jnp.tanh,
-}
-_INITIALIZERS: dict[str, Callable[[], Any]] = {
-    "glorot_normal": jax.nn.initializers.glorot_normal,
-    "glorot_uniform": jax.nn.initializers.glorot_uniform,
-    "he_normal": jax.nn.initializers.he_normal,
-    "he_uniform": jax.nn.initializers.he_uniform,
-    "lecun_normal": jax.nn.initializers.lecun_normal,
-    "lecun_uniform": jax.nn.initializers.lecun_uniform,
-    "ones": lambda: jax.nn.initializers.ones,
-    "orthogonal": jax.nn.initializers.orthogonal,
-    "zeros": lambda: jax.nn.initializers.zeros,
-}
-
-
-class Layer:
-    """What layers share: a name, and a scope for variables that a second call uses again.
-
-    Within a program, a layer without a `name` is called after its kind, `dense`, and the next one in the
-    same scope `dense_1`, counted over all stages.
-    """
-
-    kind = "layer"
-
-    def __init__(self, name: str | None = None, dtype: Any = jnp.float32) -> None:
-        """Names the layer.
-
-        Args:
-          name: the scope of its variables.
-          dtype: of its variables and of the computation.
-        """
-        self.name = name
-        self.dtype = np.dtype(dtype)
-        self._scopes: weakref.WeakKeyDictionary[names.ProgramNames, str] = weakref.WeakKeyDictionary()
-
-    def __call__(self, inputs: Any, **options: Any) -> jax.Array:
-        """Applies the layer to a traced array, in a stage."""
-        frame = names.current_frame(type(self).__name__)
-        scope = self._scopes.get(frame.names)
-        is_again = scope is not None
-        if scope is None:
-            own = self.name or frame.names.layer_name(names.current_scope(), self.kind)
-            scope = names.join(names.current_scope(), own)
-            self._scopes[frame.names] = scope
-        with names.absolute_scope(scope, reuse=is_again):
-            return self._apply(jnp.asarray(inputs), **options)
-
-    def _apply(self, inputs: jax.Array) -> jax.Array:
-        raise NotImplementedError
-
-    def _as_own_dtype(self, inputs: jax.Array) -> jax.Array:
-        """Floating-point inputs in the layer's dtype."""
-        if not jnp.issubdtype(inputs.dtype, jnp.floating):
-            raise TypeError(
-                f"{type(self).__name__} {names.current_scope()} needs floating-point inputs; got "
-                f"{inputs.dtype.name}{list(inputs.shape)}."
-            )
-        return inputs.astype(self.dtype)
+__all__ = ["Activation", "Dense", "Dropout", "Embedding", "Flatten"]
 
 
 class Dense(Layer):
@@ -127,19 +53,17 @@ class Dense(Layer):
           ValueError: `units` is not a positive integer; an activation or initializer is unknown.
         """
         super().__init__(name, dtype)
-        if not isinstance(units, (int, np.integer)) or isinstance(units, bool) or units < 1:
-            raise ValueError(f"Dense: units must be a positive integer; got {units!r}.")
-        self.units = int(units)
+        self.units = check_positive_integer("Dense", "units", units)
         self.use_bias = use_bias
-        self._activation = _find_activation(activation)
-        self._kernel_initializer = _find_initializer(kernel_initializer)
-        self._bias_initializer = _find_initializer(bias_initializer)
+        self._activation = find_activation(activation)
+        self._kernel_initializer = find_initializer(kernel_initializer)
+        self._bias_initializer = find_initializer(bias_initializer)
 
     def _apply(self, inputs: jax.Array) -> jax.Array:
         inputs = self._as_own_dtype(inputs)
         if inputs.ndim < 2:
             raise ValueError(
-                f"Dense {names.current_scope()} needs inputs of rank 2 or more, [batch, ..., features]; "
+                f"{self._full_name()} needs inputs of rank 2 or more, [batch, ..., features]; "
                 f"got shape {inputs.shape}."
             )
         shape = (inputs.shape[-1], self.units)
@@ -147,6 +71,55 @@ class Dense(Layer):
         if self.use_bias:
             outputs += get_variable("bias", (self.units,), self.dtype, self._bias_initializer)
         return self._activation(outputs)
+
+
+class Embedding(Layer):
+    """A row of `embeddings` for each integer.
+
+    A number from `-input_dim` to -1 counts from the end. For a number outside of that the row is NaN, so
+    that the loss shows it, and `embeddings` gets no gradient from it. Both are `jnp.take`'s behaviour, and
+    Keras's on JAX; the values are not known when the program is compiled, so there is no error.
+    """
+
+    kind = "embedding"
+
+    def __init__(
+        self,
+        input_dim: int,
+        output_dim: int,
+        embeddings_initializer: Any = "uniform",
+        *,
+        name: str | None = None,
+        dtype: Any = jnp.float32,
+    ) -> None:
+        """Describes the layer.
+
+        Args:
+          input_dim: how many rows there are; inputs are below it.
+          output_dim: the size of a row, and of the last axis of the outputs.
+          embeddings_initializer: of `embeddings`, [input_dim, output_dim]: a name in Keras, or as for
+            `get_variable`. "uniform" is from -0.05 to 0.05.
+          name: the scope of its variables.
+          dtype: of `embeddings` and of the outputs; the inputs are integers.
+
+        Raises:
+          ValueError: a size is not a positive integer; the initializer is unknown.
+        """
+        super().__init__(name, dtype)
+        self.input_dim = check_positive_integer("Embedding", "input_dim", input_dim)
+        self.output_dim = check_positive_integer("Embedding", "output_dim", output_dim)
+        self._embeddings_initializer = find_initializer(embeddings_initializer)
+
+    def _apply(self, inputs: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(inputs.dtype, jnp.integer):
+            raise TypeError(
+                f"{self._full_name()} needs integer inputs; got {inputs.dtype.name}{list(inputs.shape)}."
+            )
+        if inputs.dtype.itemsize < 4:  # input_dim need not fit into a narrow dtype
+            inputs = inputs.astype(jnp.int32)
+        shape = (self.input_dim, self.output_dim)
+        embeddings = get_variable("embeddings", shape, self.dtype, self._embeddings_initializer)
+        return jnp.take(embeddings, inputs, axis=0)
 
 
 class Flatten(Layer):
@@ -176,7 +149,7 @@ class Activation(Layer):
           ValueError: there is no activation of that name.
         """
         super().__init__(name)
-        self._activation = _find_activation(activation)
+        self._activation = find_activation(activation)
 
     def _apply(self, inputs: jax.Array) -> jax.Array:
         return self._activation(inputs)
@@ -219,9 +192,7 @@ class Dropout(Layer):
 
     def _apply(self, inputs: jax.Array, training: bool | None = None) -> jax.Array:
         """`training` None: True in a program that trains, False in others."""
-        if training is None:
-            training = names.current_frame("Dropout").training
-        if not training or self.rate == 0:
+        if not self._is_training(training) or self.rate == 0:
             return inputs
         shape = inputs.shape
         if self._noise_shape is not None:
@@ -237,27 +208,3 @@ class Dropout(Layer):
             key = jax.random.fold_in(key, self._seed)
         is_kept = jax.random.bernoulli(key, 1 - self.rate, shape)
         return jnp.where(is_kept, inputs / (1 - self.rate), jnp.zeros((), inputs.dtype))
-
-
-def _find_activation(activation: ActivationFunction) -> Callable[[Any], Any]:
-    if activation is None:
-        return _ACTIVATIONS["linear"]
-    if callable(activation):
-        return activation
-    if activation not in _ACTIVATIONS:
-        raise ValueError(
-            f"There is no activation {activation!r}; there are {', '.join(_ACTIVATIONS)}, or give a "
-            "function."
-        )
-    return _ACTIVATIONS[activation]
-
-
-def _find_initializer(initializer: Any) -> Any:
-    if not isinstance(initializer, str):
-        return initializer
-    if initializer not in _INITIALIZERS:
-        raise ValueError(
-            f"There is no initializer {initializer!r}; there are {', '.join(_INITIALIZERS)}, or give a "
-            "function or an array."
-        )
-    return _INITIALIZERS[initializer]()
