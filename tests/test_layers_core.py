@@ -3,8 +3,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen
 
 from ipu_pipeline import engine, layers
+from tests import layer_cases
 
 
 def run(stage, x, training=False, num_micro_batches=1):
@@ -93,6 +95,31 @@ def test_dropout():
         (lambda: layers.Dropout(1.0), None, ValueError, "rate must be at least 0 and below 1"),
         (lambda: layers.Dense(2), np.zeros((2, 3), "int32"), TypeError, "Dense dense needs floating-point"),
         (lambda: layers.Dense(2), np.zeros(3, "float32"), ValueError, "rank 2 or more"),
+        (
+            lambda: layers.Dense(2, dtype="int32"),
+            None,
+            ValueError,
+            "Dense: dtype must be a floating-point one",
+        ),
+        (
+            lambda: layers.Embedding(0, 2),
+            None,
+            ValueError,
+            "Embedding: input_dim must be a positive integer",
+        ),
+        (
+            lambda: layers.Embedding(2, 2.0),
+            None,
+            ValueError,
+            "output_dim must be a positive integer; got 2.0",
+        ),
+        (
+            lambda: layers.Embedding(2, 3, name="tokens"),
+            np.zeros((2, 3), "float32"),
+            TypeError,
+            r"Embedding tokens needs integer inputs; got float32\[2, 3\]",
+        ),
+        (lambda: layers.Embedding(2, 3), np.zeros(2, "bool"), TypeError, "needs integer inputs; got bool"),
     ],
 )
 def test_wrong_layers(make, x, error, message):
@@ -100,6 +127,64 @@ def test_wrong_layers(make, x, error, message):
         run(make(), x)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_dense_equals_flax(rng, dtype):
+    x = rng.normal(size=(2, 5, 3)).astype("float32").astype(dtype)
+    module = linen.Dense(4, dtype=dtype)
+    layer = layers.Dense(4, bias_initializer="normal", dtype=dtype)
+    layer_cases.check(
+        layer, x, lambda variables, x: module.apply({"params": variables}, x), layer_cases.tolerance(dtype)
+    )
+
+
 def test_outside_of_a_program():
     with pytest.raises(RuntimeError, match="Dense was called outside of a program"):
         layers.Dense(2)(np.zeros((2, 2), "float32"))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", [(4,), (2, 3), (2, 3, 2)])
+def test_embedding_equals_flax(rng, shape, dtype):
+    x = rng.integers(0, 7, shape).astype("int32")  # numbers that occur twice add their gradients
+    module = linen.Embed(7, 5, dtype=dtype)
+
+    def reference(variables, x):
+        return module.apply({"params": {"embedding": variables["embeddings"]}}, x)
+
+    outputs = layer_cases.check(
+        layers.Embedding(7, 5, dtype=dtype), x, reference, layer_cases.tolerance(dtype)
+    )
+    assert outputs.shape == (*shape, 5)
+
+
+def test_embeddings_start_uniform():
+    _y, variables = run(layers.Embedding(100, 50), np.zeros(2, "int32"))
+    assert list(variables) == ["embedding/embeddings"]
+    values = np.asarray(variables["embedding/embeddings"])
+    assert values.shape == (100, 50)
+    assert -0.05 <= values.min() < -0.0499
+    assert 0.0499 < values.max() < 0.05
+
+
+@pytest.mark.parametrize("name", ["normal", "random_normal"])
+def test_normal_initializers(name):
+    _y, variables = run(layers.Embedding(100, 50, name), np.zeros(2, "int32"))
+    assert abs(np.std(variables["embedding/embeddings"]) - 0.05) < 0.002
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int8", "uint8", "uint32"])
+def test_numbers_without_a_row(dtype):
+    """Negative ones count from the end; beyond that rows are NaN, without a gradient."""
+    x = np.array([299, 300, 1, -1, -300, -301]).astype(dtype)
+    layer = layers.Embedding(300, 2)
+    outputs, variables, gradients = layer_cases.outputs_and_gradients(layer, x)
+    table = variables["embeddings"]
+    weights = layer_cases.loss_weights(outputs)
+    expected_gradient = np.zeros_like(table)
+    for number, row, weight in zip(x.tolist(), np.asarray(outputs), weights, strict=True):
+        if -300 <= number < 300:
+            np.testing.assert_array_equal(row, table[number])
+            expected_gradient[number] += weight
+        else:
+            assert np.isnan(row).all()
+    np.testing.assert_allclose(gradients["embeddings"], expected_gradient, rtol=1e-6)

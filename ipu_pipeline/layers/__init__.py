@@ -1,0 +1,26 @@
+"""Keras-like layers: objects that are called on activations within a stage.
+
+Arguments, defaults and variable names are those of Keras, with channels last. The numerics are those of
+`jax.nn` and `jax.lax`.
+"""
+
+from ipu_pipeline.layers.base import Layer
+from ipu_pipeline.layers.convolutional import Conv2D
+from ipu_pipeline.layers.core import Activation, Dense, Dropout, Embedding, Flatten
+from ipu_pipeline.layers.normalization import BatchNormalization, GroupNormalization, LayerNormalization
+from ipu_pipeline.layers.pooling import AveragePooling2D, MaxPooling2D
+
+__all__ = [
+    "Activation",
+    "AveragePooling2D",
+    "BatchNormalization",
+    "Conv2D",
+    "Dense",
+    "Dropout",
+    "Embedding",
+    "Flatten",
+    "GroupNormalization",
+    "Layer",
+    "LayerNormalization",
+    "MaxPooling2D",
+]

@@ -1,0 +1,186 @@
+"""What layers share: their scopes, and what they make of common arguments."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ipu_pipeline.engine import names
+
+__all__ = [
+    "ActivationFunction",
+    "Layer",
+    "at_least_float32",
+    "check_positive_integer",
+    "find_activation",
+    "find_initializer",
+]
+
+ActivationFunction: TypeAlias = "Callable[[jax.Array], jax.Array] | str | None"
+
+_ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
+    "elu": jax.nn.elu,
+    "exponential": jnp.exp,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "leaky_relu": lambda x: jax.nn.leaky_relu(x, 0.2),
+    "linear": lambda x: x,
+    "relu": jax.nn.relu,
+    "relu6": jax.nn.relu6,
+    "selu": jax.nn.selu,
+    "sigmoid": jax.nn.sigmoid,
+    "silu": jax.nn.silu,
+    "softmax": jax.nn.softmax,
+    "softplus": jax.nn.softplus,
+    "swish": jax.nn.silu,
+    "tanh": jnp.tanh,
+}
+
+
+def _random_uniform(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    return jax.random.uniform(key, shape, dtype, -0.05, 0.05)
+
+
+_INITIALIZERS: dict[str, Callable[[], Any]] = {
+    "glorot_normal": jax.nn.initializers.glorot_normal,
+    "glorot_uniform": jax.nn.initializers.glorot_uniform,
+    "he_normal": jax.nn.initializers.he_normal,
+    "he_uniform": jax.nn.initializers.he_uniform,
+    "lecun_normal": jax.nn.initializers.lecun_normal,
+    "lecun_uniform": jax.nn.initializers.lecun_uniform,
+    "normal": lambda: jax.nn.initializers.normal(0.05),
+    "ones": lambda: jax.nn.initializers.ones,
+    "orthogonal": jax.nn.initializers.orthogonal,
+    "random_normal": lambda: jax.nn.initializers.normal(0.05),
+    "random_uniform": lambda: _random_uniform,
+    "uniform": lambda: _random_uniform,
+    "zeros": lambda: jax.nn.initializers.zeros,
+}
+
+
+class Layer:
+    """What layers share: a name, and a scope for variables that a second call uses again.
+
+    Within a program, a layer without a `name` is called after its kind, `dense`, and the next one in the
+    same scope `dense_1`, counted over all stages.
+    """
+
+    kind = "layer"
+
+    def __init__(self, name: str | None = None, dtype: Any = jnp.float32) -> None:
+        """Names the layer.
+
+        Args:
+          name: the scope of its variables.
+          dtype: of its variables and of the computation, a floating-point one.
+
+        Raises:
+          ValueError: the dtype is not a floating-point one.
+        """
+        self.name = name
+        self.dtype = np.dtype(dtype)
+        if not jnp.issubdtype(self.dtype, jnp.floating):
+            raise ValueError(
+                f"{type(self).__name__}: dtype must be a floating-point one; got {self.dtype.name}."
+            )
+        self._scopes: weakref.WeakKeyDictionary[names.ProgramNames, str] = weakref.WeakKeyDictionary()
+
+    def __call__(self, inputs: Any, **options: Any) -> jax.Array:
+        """Applies the layer to a traced array, in a stage."""
+        frame = names.current_frame(type(self).__name__)
+        scope = self._scopes.get(frame.names)
+        is_again = scope is not None
+        if scope is None:
+            own = self.name or frame.names.layer_name(names.current_scope(), self.kind)
+            scope = names.join(names.current_scope(), own)
+            self._scopes[frame.names] = scope
+        with names.absolute_scope(scope, reuse=is_again):
+            return self._apply(jnp.asarray(inputs), **options)
+
+    def _apply(self, inputs: jax.Array) -> jax.Array:
+        raise NotImplementedError
+
+    def _full_name(self) -> str:
+        """What errors call the layer while it is applied, for example "Dense encoder/dense"."""
+        return f"{type(self).__name__} {names.current_scope()}"
+
+    def _is_training(self, training: bool | None) -> bool:
+        """Whether the layer is applied as in training.
+
+        Args:
+          training: what the caller asked for; None: True in a program that trains, False in others.
+        """
+        if training is None:
+            return names.current_frame(type(self).__name__).is_training()
+        return bool(training)
+
+    def _check_floating(self, inputs: jax.Array) -> None:
+        if not jnp.issubdtype(inputs.dtype, jnp.floating):
+            raise TypeError(
+                f"{self._full_name()} needs floating-point inputs; got "
+                f"{inputs.dtype.name}{list(inputs.shape)}."
+            )
+
+    def _as_own_dtype(self, inputs: jax.Array) -> jax.Array:
+        """Floating-point inputs in the layer's dtype."""
+        self._check_floating(inputs)
+        return inputs.astype(self.dtype)
+
+
+def at_least_float32(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The dtype for means over many values: a wider one than 32 bits stays, others become float32."""
+    return dtype if dtype.itemsize > 4 else np.dtype(np.float32)
+
+
+def check_positive_integer(layer: str, argument: str, value: Any) -> int:
+    """The value of an argument that must be a positive integer.
+
+    Args:
+      layer: the class of the layer, for the error.
+      argument: what the argument is called.
+      value: what was given for it.
+
+    Raises:
+      ValueError: it is not a positive integer.
+    """
+    if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{layer}: {argument} must be a positive integer; got {value!r}.")
+    return int(value)
+
+
+def find_activation(activation: ActivationFunction) -> Callable[[Any], Any]:
+    """The function of that name, or the function itself; None is the identity.
+
+    Raises:
+      ValueError: there is no activation of that name.
+    """
+    if activation is None:
+        return _ACTIVATIONS["linear"]
+    if callable(activation):
+        return activation
+    if activation not in _ACTIVATIONS:
+        raise ValueError(
+            f"There is no activation {activation!r}; there are {', '.join(_ACTIVATIONS)}, or give a "
+            "function."
+        )
+    return _ACTIVATIONS[activation]
+
+
+def find_initializer(initializer: Any) -> Any:
+    """The initializer of that name; what is not a string is left to `get_variable`.
+
+    Raises:
+      ValueError: there is no initializer of that name.
+    """
+    if not isinstance(initializer, str):
+        return initializer
+    if initializer not in _INITIALIZERS:
+        raise ValueError(
+            f"There is no initializer {initializer!r}; there are {', '.join(_INITIALIZERS)}, or give a "
+            "function or an array."
+        )
+    return _INITIALIZERS[initializer]()
