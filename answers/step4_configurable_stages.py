@@ -19,7 +19,8 @@ Layer = Callable[..., Any]
 
 def parse_arguments(layer_names: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    tutorial_support.add_arguments(parser)
+    tutorial_support.add_arguments(parser, repeat_count=10)
+    tutorial_support.add_schedule_argument(parser)
     parser.add_argument(
         "--splits",
         nargs="+",
@@ -206,7 +207,8 @@ def main() -> None:
     config.selection_order = ipu.utils.SelectionOrder.SNAKE
     config.configure_ipu_system()
 
-    steps, examples_per_step = tutorial_support.count_steps(args, num_examples)
+    examples_per_step = args.batch_size * args.batches_to_accumulate * args.repeat_count
+    steps = tutorial_support.count_steps(args, examples_per_step, num_examples)
     outfeed_op = outfeed_queue.dequeue()
     with ipu.Session(seed=args.seed) as session:
         session.run(infeed_queue.initializer)

@@ -19,6 +19,7 @@ from ipu_pipeline.session import Session
 
 __all__ = [
     "add_arguments",
+    "add_schedule_argument",
     "count_steps",
     "evaluate",
     "exit_on_error",
@@ -57,7 +58,7 @@ def seed(text: str) -> int:
     return value
 
 
-def add_arguments(parser: argparse.ArgumentParser, repeat_count: int = 10) -> None:
+def add_arguments(parser: argparse.ArgumentParser, repeat_count: int) -> None:
     """Adds the arguments that all programs have.
 
     Args:
@@ -69,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser, repeat_count: int = 10) -> No
         "--repeat-count",
         type=positive_int,
         default=repeat_count,
-        help="How often the pipeline, with its weight update, runs in each step.",
+        help="How often the loop's body, or the pipeline with its weight update, runs in each step.",
     )
     parser.add_argument("--epochs", type=positive_float, default=50, help="Epochs to train for.")
     parser.add_argument(
@@ -95,13 +96,17 @@ def add_arguments(parser: argparse.ArgumentParser, repeat_count: int = 10) -> No
         f"{datasets.DATA_DIR_VARIABLE}.",
     )
     parser.add_argument(
+        "--seed", type=seed, default=0, help="Of the initial variables and the order of the examples."
+    )
+
+
+def add_schedule_argument(parser: argparse.ArgumentParser) -> None:
+    """Adds the argument that programs with a pipeline have."""
+    parser.add_argument(
         "--schedule",
         choices=[schedule.name for schedule in pipelining_ops.PipelineSchedule],
         default="Grouped",
         help="The pipeline schedule.",
-    )
-    parser.add_argument(
-        "--seed", type=seed, default=0, help="Of the initial variables and the order of the examples."
     )
 
 
@@ -119,26 +124,26 @@ def exit_on_error(main: Callable[[], None]) -> None:
         sys.exit(1)
 
 
-def count_steps(arguments: argparse.Namespace, num_examples: int) -> tuple[int, int]:
+def count_steps(arguments: argparse.Namespace, examples_per_step: int, num_examples: int) -> int:
     """How long to train, also printed.
 
     Args:
       arguments: the program's.
-      num_examples: of the training data.
+      examples_per_step: how many examples a step trains on.
+      num_examples: of the training data, an epoch.
 
     Returns:
-      The number of steps, and the examples in each.
+      The number of steps.
     """
-    per_step = arguments.batch_size * arguments.batches_to_accumulate * arguments.repeat_count
     wanted = int(arguments.epochs * num_examples)
-    steps = arguments.steps if arguments.steps is not None else -(-wanted // per_step)
+    steps = arguments.steps if arguments.steps is not None else -(-wanted // examples_per_step)
     steps = max(steps, 1)
-    total = steps * per_step
+    total = steps * examples_per_step
     print(
-        f"Steps {steps} x examples per step {per_step} (== {total} training examples, "
+        f"Steps {steps} x examples per step {examples_per_step} (== {total} training examples, "
         f"{total / num_examples} epochs of {num_examples} examples)"
     )
-    return steps, per_step
+    return steps
 
 
 def train(

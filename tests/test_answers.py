@@ -114,14 +114,14 @@ def test_number_of_steps(capsys):
     import argparse
 
     parser = argparse.ArgumentParser()
-    tutorial_support.add_arguments(parser)
-    assert tutorial_support.count_steps(parser.parse_args([]), 60000) == (586, 5120)
+    tutorial_support.add_arguments(parser, repeat_count=10)
+    assert tutorial_support.count_steps(parser.parse_args([]), 5120, 60000) == 586
     assert capsys.readouterr().out == (
         "Steps 586 x examples per step 5120 (== 3000320 training examples, 50.00533333333333 epochs of "
         "60000 examples)\n"
     )
-    arguments = parser.parse_args(["--epochs", "1", "--repeat-count", "2", "--batch-size", "5"])
-    assert tutorial_support.count_steps(arguments, 330)[0] == 3
+    assert tutorial_support.count_steps(parser.parse_args(["--epochs", "1"]), 160, 330) == 3
+    assert tutorial_support.count_steps(parser.parse_args(["--steps", "7"]), 160, 330) == 7
 
 
 MNIST_STEPS = 31

@@ -7,7 +7,7 @@ import pytest
 
 from ipu_pipeline.errors import OutOfRangeError
 from ipu_pipeline.ipu_infeed_queue import IPUInfeedQueue
-from ipu_pipeline.ipu_outfeed_queue import IPUOutfeedQueue
+from ipu_pipeline.ipu_outfeed_queue import IPUOutfeedMode, IPUOutfeedQueue
 
 
 def same(leaves):
@@ -15,8 +15,8 @@ def same(leaves):
 
 
 def take(queue, count):
-    get = queue.connect(same)
-    return [get()[0].item() for _ in range(count)]
+    take_some = queue.connect(same)
+    return [take_some(1)[0][0].item() for _ in range(count)]
 
 
 def scalars(count):
@@ -107,10 +107,10 @@ def test_wrong_data_sets():
 def test_another_structure():
     queue = IPUInfeedQueue([(np.float32(1), np.float32(1)), np.float32(1)])
     queue.initialize()
-    get = queue.connect(same) if queue.element else None
-    get()
+    take_some = queue.connect(same) if queue.element else None
+    take_some(1)
     with pytest.raises(ValueError, match="element 1 of the dataset must have the structure"):
-        get()
+        take_some(1)
     queue.delete()
 
 
@@ -140,12 +140,43 @@ def test_outfeed_copies_to_the_host_beyond_its_depth():
 
     queue = IPUOutfeedQueue(buffer_depth=2)
     queue.bind(jax.tree.structure(0), [jax.ShapeDtypeStruct((), jnp.float32)])
-    elements = [[jax.block_until_ready(jnp.float32(number))] for number in range(5)]
-    queue.extend(elements)
-    assert [type(leaves[0]) for leaves in queue._on_host] == [np.ndarray] * 3
+    for number in range(5):
+        queue.extend([jax.block_until_ready(jnp.float32(number))], None)
+    assert [type(part.leaves[0]) for part in queue._on_host] == [np.ndarray] * 3
     assert len(queue._on_device) == 2
     np.testing.assert_array_equal(queue.take(), range(5))
     assert queue.take().shape == (0,)
+
+
+@pytest.mark.parametrize("mode", list(IPUOutfeedMode))
+def test_outfeed_of_stacked_elements(mode):
+    import jax
+    import jax.numpy as jnp
+
+    queue = IPUOutfeedQueue(mode, buffer_depth=4)
+    queue.bind(jax.tree.structure((0, 0)), [jax.ShapeDtypeStruct((), jnp.float32)] * 2)
+    stack = jax.block_until_ready(jnp.arange(6.0))
+    queue.extend([stack, -stack], 4)  # what is beyond four means nothing
+    assert len(queue._on_device) == 1
+    queue.extend([stack[5], -stack[5]], None)
+    assert len(queue._on_device) == 1  # the four are on the host
+    queue.extend([stack, -stack], 0)
+    first, second = queue.take()
+    expected = [0, 1, 2, 3, 5] if mode is IPUOutfeedMode.ALL else 5
+    np.testing.assert_array_equal(first, expected)
+    np.testing.assert_array_equal(second, np.negative(expected))
+
+
+def test_elements_given_back_come_again():
+    queue = IPUInfeedQueue(scalars(6))
+    queue.initialize()
+    take_some = queue.connect(same, num_taken=4)
+    assert [leaf.item() for (leaf,) in take_some(4)] == [0, 1, 2, 3]
+    queue.give_back(3)
+    assert [leaf.item() for (leaf,) in take_some(4)] == [1, 2, 3, 4]
+    assert [leaf.item() for (leaf,) in take_some(4)] == [5]  # fewer, since the data end
+    with pytest.raises(OutOfRangeError, match="ended after 6 elements"):
+        take_some(4)
 
 
 def test_a_slow_data_set_holds_up_nobody():
@@ -165,14 +196,14 @@ def test_a_slow_data_set_holds_up_nobody():
     queue.stop()
     queue.stop()
     assert time.monotonic() - started < 10  # and not the 20 s that the data set takes
-    get = queue.connect(same)
+    take_some = queue.connect(same)
     threading.Timer(0.2, wake.set).start()
-    assert [get()[0].item() for _ in range(5)] == [5, 6, 7, 8, 9]
+    assert [take_some(1)[0][0].item() for _ in range(5)] == [5, 6, 7, 8, 9]
     assert sum(thread.name == "ipu-infeed" for thread in threading.enumerate()) == 1
     queue.delete()  # waits for the thread, which is healthy again
     assert not [thread for thread in threading.enumerate() if thread.name == "ipu-infeed"]
     with pytest.raises(RuntimeError, match="The infeed was stopped"):
-        get()
+        take_some(1)
     queue.initialize()
     assert take(queue, 2) == [0, 1]
     queue.delete()
@@ -183,8 +214,3 @@ def test_elements_that_are_random_keys():
 
     with pytest.raises(ValueError, match="must be pytrees of numeric arrays"):
         _shapes = IPUInfeedQueue([jax.random.key(0)]).element
-
-
-def test_enqueue_is_not_built_yet():
-    with pytest.raises(NotImplementedError, match="IPUOutfeedQueue.enqueue"):
-        IPUOutfeedQueue().enqueue(1.0)

@@ -261,7 +261,7 @@ def test_a_pipeline_in_a_loop():
 
         return jax.lax.scan(body, x, None, length=2)[0]
 
-    with pytest.raises(ValueError, match="pipeline is called inside the body of scan"):
+    with pytest.raises(ValueError, match="a loop of ipu.loops is called inside the body of scan"):
         front.compile_program(function, inputs=[np.float32(1)])
 
 

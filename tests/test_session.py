@@ -17,7 +17,7 @@ from tests import front, models
 
 def expected_run(model, variables, num_updates, rate=0.1, dataset=None):
     """Losses and variables by the reference, from the session's variables."""
-    traced = model.program.pipelines[0].pipeline.traced
+    traced = model.program.calls[0].pipeline.traced
     state = PipelineState(variables, None, np.int32(0), np.int32(0), jax.random.key(0))
     iterator = (dataset or front.data())()
     losses = []
@@ -126,7 +126,7 @@ def test_computing_around_pipelines():
     rate = ipu.placeholder(np.float32, name="rate")
     x = ipu.placeholder(np.float32, (2,), name="x")
     program = front.compile_program(function, [rate, x])
-    assert len(program.pipelines) == 2
+    assert len(program.calls) == 2
     with ipu.Session() as session:
         result = session.run(program, {rate: 0.5, x: [1.0, 2.0]})
         assert result["ops"] == (None, None)
@@ -151,8 +151,8 @@ def test_optimizer_state_is_kept_by_pipeline_name():
             two.run(model.initializer)
             if model is apart[1]:
                 for _skip in range(3):
-                    next_element = model.infeed.connect(lambda leaves: leaves)
-                    next_element()
+                    take = model.infeed.connect(lambda leaves: leaves)
+                    take(1)
             model.run(two)
         models.assert_trees_close(one.variables, two.variables)
         other = front.Model()
