@@ -217,6 +217,7 @@ class _Feeder:
         self._buffer: collections.deque[_Entry] = collections.deque()
         self._depth = 1
         self._taken: list[_Entry] = []  # at the last call of `take`
+        self._has_wide_dtypes = False
         self._place: Place | None = None
         self._thread: threading.Thread | None = None
         self._is_running = False
@@ -227,6 +228,7 @@ class _Feeder:
         with self._condition:
             self._place = place
             self._depth = depth
+            self._has_wide_dtypes = jax.config.jax_enable_x64  # type: ignore[attr-defined]  # set dynamically
             self._condition.notify_all()
             self._is_stopping = self._is_given_up = False
             if not self._is_running and not self._has_ended():
