@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import gzip
 import importlib.resources
 import os
-import struct
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from ipu_pipeline import mnist_idx, mnist_tfds
 
 __all__ = [
     "DATA_DIR_VARIABLE",
@@ -27,15 +25,10 @@ __all__ = [
 
 DATA_DIR_VARIABLE = "IPU_PIPELINE_DATA_DIR"
 
-_MNIST_FILES = {
-    "train_images": "train-images-idx3-ubyte.gz",
-    "train_labels": "train-labels-idx1-ubyte.gz",
-    "test_images": "t10k-images-idx3-ubyte.gz",
-    "test_labels": "t10k-labels-idx1-ubyte.gz",
-}
 _WAYS_TO_MNIST = (
     f"Give --data-dir, or set {DATA_DIR_VARIABLE}, to a folder with the four files "
-    f"{', '.join(_MNIST_FILES.values())}; or use --dataset digits, which needs no files."
+    f"{', '.join(mnist_idx.FILES)}, or with the {mnist_tfds.DATASET} that scripts/prepare_mnist.py makes "
+    "from them; or use --dataset digits, which needs no files."
 )
 _SHUFFLE_SEED = 0  # of the embedded digits' split, which is part of the data set
 
@@ -146,31 +139,41 @@ def load(selection: str, data_dir: str | None = None) -> tuple[ImageData, str]:
     """The data set of a program's `--dataset` and `--data-dir`.
 
     Args:
-      selection: "auto": MNIST if a folder is given, else the embedded digits; "mnist" or "digits".
-      data_dir: MNIST's folder; None: the environment variable IPU_PIPELINE_DATA_DIR.
+      selection: "auto": MNIST if there is one, else the embedded digits; "mnist" or "digits".
+      data_dir: MNIST's folder, in one of the two forms of `load_mnist`. None: that of the environment
+        variable IPU_PIPELINE_DATA_DIR; without it, the folder in which tensorflow-datasets keeps data
+        (TFDS_DATA_DIR, else ~/tensorflow_datasets), if MNIST in array_record form is there.
 
     Returns:
       The data, and one line that says which it is and why.
 
     Raises:
-      ValueError: `selection` is none of the three; or MNIST is wanted without a folder.
-      FileNotFoundError: the folder lacks MNIST's files.
+      ValueError: `selection` is none of the three; MNIST is wanted, and there is none; or what the given
+        folder has is not as it should be.
+      FileNotFoundError: the given folder has no MNIST.
     """
+    if selection not in ("auto", "mnist", "digits"):
+        raise ValueError(f"--dataset must be auto, mnist or digits; got {selection!r}.")
+    if selection == "digits":
+        return load_digits(), "Data set: the embedded 8x8 digits, as --dataset digits asks"
     given_by = "--data-dir"
     if data_dir is None:
         data_dir, given_by = os.environ.get(DATA_DIR_VARIABLE) or None, DATA_DIR_VARIABLE
-    if selection == "digits":
-        return load_digits(), "Data set: the embedded 8x8 digits, as --dataset digits asks"
-    if selection == "mnist":
-        if data_dir is None:
-            raise ValueError(f"--dataset mnist: no folder was given. {_WAYS_TO_MNIST}")
-        return load_mnist(data_dir), f"Data set: MNIST, as --dataset mnist asks, from {data_dir}"
-    if selection != "auto":
-        raise ValueError(f"--dataset must be auto, mnist or digits; got {selection!r}.")
-    if data_dir is None:
-        why = f"neither --data-dir nor {DATA_DIR_VARIABLE} gives a folder with MNIST"
-        return load_digits(), f"Data set: the embedded 8x8 digits, since {why}"
-    return load_mnist(data_dir), f"Data set: MNIST, since {given_by} gives the folder {data_dir}"
+    why = "as --dataset mnist asks:" if selection == "mnist" else "since"
+    if data_dir is not None:
+        data, form = _load_mnist(Path(data_dir))
+        return data, f"Data set: MNIST, {why} {given_by} gives the folder {data_dir} with {form}"
+    folder = mnist_tfds.default_folder()
+    try:
+        data = _as_image_data(mnist_tfds.read(folder))
+    except (ValueError, OSError) as error:  # nobody pointed there: what is wrong with it stops no program
+        if selection == "mnist":
+            raise ValueError(
+                f"--dataset mnist: no folder was given, and tensorflow-datasets' {error} {_WAYS_TO_MNIST}"
+            ) from error
+        reason = f"neither --data-dir nor {DATA_DIR_VARIABLE} gives a folder with MNIST, and {error}"
+        return load_digits(), f"Data set: the embedded 8x8 digits, since {reason.removesuffix('.')}"
+    return data, f"Data set: MNIST, {why} tensorflow-datasets' folder {folder} has {mnist_tfds.DATASET}"
 
 
 def load_digits() -> ImageData:
@@ -199,54 +202,40 @@ def load_mnist(data_dir: str | os.PathLike[str]) -> ImageData:
     """MNIST: 60,000 images to train on and 10,000 held out.
 
     Args:
-      data_dir: a folder with the four gzipped idx files under their usual names.
+      data_dir: a folder with the four gzipped idx files under their usual names; or else with mnist/3.0.1
+        as tensorflow-datasets keeps it in array_record form. Both give the same examples, in the same
+        order if scripts/prepare_mnist.py made the second from the first.
 
     Returns:
       The data.
 
     Raises:
-      FileNotFoundError: a file is missing.
+      FileNotFoundError: the folder has neither.
       ValueError: a file is not what its name says.
-
-    Source of the idx format: Y. LeCun, C. Cortes, C. Burges, "The MNIST database of handwritten digits".
     """
-    folder = Path(data_dir)
-    missing = [name for name in _MNIST_FILES.values() if not (folder / name).is_file()]
-    if missing:
-        raise FileNotFoundError(f"MNIST: the folder {folder} has no {', '.join(missing)}. {_WAYS_TO_MNIST}")
-    arrays = {part: _read_idx(folder / name) for part, name in _MNIST_FILES.items()}
-    for split in ("train", "test"):
-        images, labels = arrays[f"{split}_images"], arrays[f"{split}_labels"]
-        if images.shape != (len(labels), 28, 28) or labels.ndim != 1:
-            raise ValueError(
-                f"MNIST: {folder} has {split} images of shape {images.shape} and labels of shape "
-                f"{labels.shape}; they should be [examples, 28, 28] and [examples]."
-            )
+    return _load_mnist(Path(data_dir))[0]
+
+
+def _load_mnist(folder: Path) -> tuple[ImageData, str]:
+    """The data, and in which form the folder has it."""
+    missing = mnist_idx.missing_files(folder)
+    if not missing:
+        return _as_image_data(mnist_idx.read(folder)), "its idx files"
+    try:
+        return _as_image_data(mnist_tfds.read(folder)), f"tensorflow-datasets' {mnist_tfds.DATASET}"
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"MNIST: the folder {folder} has no {', '.join(missing)}, and no {mnist_tfds.DATASET}. "
+            f"{_WAYS_TO_MNIST}"
+        ) from None
+
+
+def _as_image_data(splits: mnist_idx.Splits) -> ImageData:
+    (train_images, train_labels), (test_images, test_labels) = splits["train"], splits["test"]
     return ImageData(
         "MNIST",
-        arrays["train_images"].astype(np.float32) / np.float32(255),
-        arrays["train_labels"].astype(np.int32),
-        arrays["test_images"].astype(np.float32) / np.float32(255),
-        arrays["test_labels"].astype(np.int32),
+        train_images.astype(np.float32) / np.float32(255),
+        train_labels.astype(np.int32),
+        test_images.astype(np.float32) / np.float32(255),
+        test_labels.astype(np.int32),
     )
-
-
-def _read_idx(path: Path) -> NDArray[Any]:
-    """An idx file of unsigned bytes: 0, 0, 8, rank; then sizes, big-endian int32; then the bytes."""
-    try:
-        with gzip.open(path) as stream:
-            content = stream.read()
-    except (OSError, EOFError, zlib.error) as error:
-        raise ValueError(f"MNIST: {path} is not a complete gzip file: {error}.") from error
-    if len(content) < 4 or content[:3] != b"\0\0\x08":
-        raise ValueError(f"MNIST: {path} is not an idx file of unsigned bytes.")
-    start = 4 + 4 * content[3]
-    if len(content) < start:
-        raise ValueError(f"MNIST: {path} ends within its header.")
-    shape = struct.unpack(f">{content[3]}I", content[4:start])
-    if len(content) != start + int(np.prod(shape)):
-        raise ValueError(
-            f"MNIST: {path} should have {int(np.prod(shape))} bytes of data for shape {shape}; it has "
-            f"{len(content) - start}."
-        )
-    return np.frombuffer(content, np.uint8, offset=start).reshape(shape)

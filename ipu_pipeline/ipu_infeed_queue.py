@@ -46,9 +46,11 @@ class IPUInfeedQueue:
         """Takes the data set; nothing is read from it yet.
 
         Args:
-          dataset: whatever can be iterated over again and again and yields pytrees of arrays that all
-            have the same shapes; or a callable that returns an iterator. A tuple or list becomes
-            positional arguments of the first stage, a dict keyword arguments.
+          dataset: whatever can be iterated over again and again, or indexed from 0 to its length, and
+            yields pytrees of arrays that all have the same shapes; or a callable that returns an
+            iterator. A data source of tensorflow-datasets, a grain data set or loader, a
+            tf.data.Dataset and a torch DataLoader are such; an array is what NumPy can make one of.
+            A tuple or list becomes positional arguments of the first stage, a dict keyword arguments.
           prefetch_depth: how many elements are fetched ahead, 1..255.
 
         Raises:
@@ -111,7 +113,8 @@ class IPUInfeedQueue:
                 first = next(iterator)
             except StopIteration:
                 raise ValueError("IPUInfeedQueue: the dataset is empty.") from None
-            self._element = jax.tree.map(_leaf_shape, first)
+            what = "IPUInfeedQueue: element 0 of the dataset"
+            self._element = jax.tree.map(lambda leaf: as_shape(_as_array(leaf, what)), first)
             self._peeked = (first, iterator)
         return self._element
 
@@ -188,6 +191,8 @@ class IPUInfeedQueue:
     def _iterate(self) -> Iterator[Any]:
         dataset = self._dataset
         made = dataset() if callable(dataset) and not hasattr(dataset, "__iter__") else dataset
+        if not hasattr(made, "__iter__") and _is_sequence(made):
+            return (made[index] for index in range(len(made)))  # `iter` would look for an IndexError
         return iter(made)
 
 
@@ -315,7 +320,7 @@ class _Feeder:
         what = f"IPUInfeedQueue: element {self._number} of the dataset"
 
         def as_array(leaf: Any) -> Any:
-            array: Any = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
+            array = _as_array(leaf, what)
             dtype = as_shape(array).dtype
             if array.dtype.kind in "iu" and dtype != array.dtype:
                 array = cast_exactly(array, dtype, what)  # int64, without JAX's 64-bit mode
@@ -324,15 +329,20 @@ class _Feeder:
         return check_like(jax.tree.map(as_array, element), self._element, what)
 
 
-def _leaf_shape(leaf: Any) -> jax.ShapeDtypeStruct:
-    array = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
-    is_key = jnp.issubdtype(array.dtype, jax.dtypes.extended)
-    if is_key or array.dtype.kind in "OUSMm":
-        raise ValueError(
-            "IPUInfeedQueue: elements must be pytrees of numeric arrays; one has a leaf of type "
-            f"{type(leaf).__name__} (dtype {array.dtype})."
-        )
-    return as_shape(array)
+def _as_array(leaf: Any, what: str) -> Any:
+    """A leaf of an element as a NumPy array, or the JAX array that it is.
+
+    Raises:
+      ValueError: it is no array of numbers.
+    """
+    problem = f"{what} has a leaf of type {type(leaf).__name__}; elements must be pytrees of numeric arrays"
+    try:
+        array: Any = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
+    except (TypeError, ValueError, RuntimeError) as error:  # all of which torch raises
+        raise ValueError(f"{problem}. {error}") from error
+    if not jnp.issubdtype(array.dtype, np.number) and array.dtype != np.bool_:
+        raise ValueError(f"{problem}, and its dtype is {array.dtype}.")
+    return array
 
 
 def _is_sequence(dataset: Any) -> bool:

@@ -87,13 +87,14 @@ def add_arguments(parser: argparse.ArgumentParser, repeat_count: int) -> None:
         "--dataset",
         choices=["auto", "mnist", "digits"],
         default="auto",
-        help="auto: MNIST if a folder is given, else the embedded digits.",
+        help="auto: MNIST if a folder is given or tensorflow-datasets has it, else the embedded digits.",
     )
     parser.add_argument(
         "--data-dir",
         default=None,
-        help="A folder with MNIST's four idx .gz files; by default that of the environment variable "
-        f"{datasets.DATA_DIR_VARIABLE}.",
+        help="A folder with MNIST's four idx .gz files, or with the mnist/3.0.1 that "
+        "scripts/prepare_mnist.py makes from them; by default that of the environment variable "
+        f"{datasets.DATA_DIR_VARIABLE}, else where tensorflow-datasets keeps data.",
     )
     parser.add_argument(
         "--seed", type=seed, default=0, help="Of the initial variables and the order of the examples."

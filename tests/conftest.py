@@ -21,6 +21,14 @@ def pytest_configure(config):
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def no_tfds_data(tmp_path_factory):
+    """Where tensorflow-datasets keeps data, there is none, whatever the machine has."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TFDS_DATA_DIR", str(tmp_path_factory.mktemp("tfds")))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def fresh_ipu_configuration():
     ipu.config.reset_ipu_configuration()

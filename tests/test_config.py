@@ -147,7 +147,9 @@ def test_the_backend_is_running_already():
 def test_import_is_light():
     run("""
         import sys
-        heavy = {"tensorflow", "tensorflow_datasets", "orbax", "plotly", "flax", "torch"}
+        from ipu_pipeline import datasets, tutorial_support
+        datasets.load("digits")
+        heavy = {"tensorflow", "tensorflow_datasets", "PIL", "orbax", "plotly", "flax", "torch"}
         assert not heavy & set(sys.modules)
     """)
 

@@ -49,6 +49,17 @@ def test_callables_sequences_and_structures():
     queue = IPUInfeedQueue(Indexed())
     assert queue.number_of_tuple_elements == 3
     assert queue.element["b"][0].dtype == np.int32
+
+    class WithoutEnd(Indexed):
+        def __getitem__(self, index):
+            return np.float32(index)
+
+    queue = IPUInfeedQueue(WithoutEnd())
+    queue.initialize()
+    assert take(queue, 3) == [0, 1, 2]
+    with pytest.raises(OutOfRangeError, match="ended after 3 elements"):
+        take(queue, 1)
+    queue.delete()
     queue = IPUInfeedQueue(lambda: iter(scalars(2)))
     queue.initialize()
     assert take(queue, 2) == [0, 1]
@@ -102,6 +113,15 @@ def test_wrong_data_sets():
         _shapes = IPUInfeedQueue([]).element
     with pytest.raises(ValueError, match="leaf of type str"):
         _shapes = IPUInfeedQueue(["text"]).element
+    with pytest.raises(ValueError, match=r"element 0 .*its dtype is \[\('a', '<i4'\)\]"):
+        _shapes = IPUInfeedQueue([np.zeros(2, [("a", np.int32)])]).element
+    queue = IPUInfeedQueue([np.zeros(1), np.array(["text"])])
+    queue.initialize()
+    take_some = queue.connect(same)
+    take_some(1)
+    with pytest.raises(ValueError, match="element 1 .*leaf of type ndarray; .*its dtype is <U4"):
+        take_some(1)
+    queue.delete()
 
 
 def test_another_structure():
