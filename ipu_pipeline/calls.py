@@ -15,10 +15,12 @@ from jax.extend import core as jex_core
 from ipu_pipeline.engine import names
 from ipu_pipeline.engine.loops import Loop
 from ipu_pipeline.engine.pipeline import Pipeline
+from ipu_pipeline.engine.summaries import summarize
 from ipu_pipeline.engine.updates import Updates
 from ipu_pipeline.engine.variables import VariableSpec
 from ipu_pipeline.ipu_infeed_queue import IPUInfeedQueue
 from ipu_pipeline.ipu_outfeed_queue import IPUOutfeedQueue
+from ipu_pipeline.placement_report import CallPlacement
 
 __all__ = [
     "Call",
@@ -75,6 +77,12 @@ class PipelineCall:
     def optimizer_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes and dtypes of the optimizer's state by path; empty without training."""
         return _optimizer_shapes(self.pipeline.updates)
+
+    def placement(self) -> CallPlacement:
+        """What went where."""
+        pipeline = self.pipeline
+        summary = summarize(pipeline.traced, pipeline.programs, pipeline.device_mapping)
+        return CallPlacement(self.name, *summary)
 
     @property
     def state_tree(self) -> Any:
@@ -137,6 +145,11 @@ class LoopCall:
     def optimizer_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes and dtypes of the optimizer's state by path; empty without training."""
         return _optimizer_shapes(self.loop.updates)
+
+    def placement(self) -> CallPlacement:
+        """What went where."""
+        body = self.loop.body
+        return CallPlacement(self.name, *summarize(body.pipeline, self.loop.programs, body.shards))
 
     @property
     def state_tree(self) -> Any:

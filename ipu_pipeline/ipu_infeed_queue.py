@@ -295,8 +295,10 @@ class _Feeder:
                     self._condition.notify_all()
                     return
                 place = self._place
+                has_wide_dtypes = self._has_wide_dtypes
             assert place is not None
-            entry = self._fetch(place)
+            with jax.enable_x64(has_wide_dtypes):  # of the thread that wants the elements
+                entry = self._fetch(place)
             with self._condition:
                 self._buffer.append(entry)
                 self._condition.notify_all()

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ipu_pipeline.engine import names, updates
+from ipu_pipeline.engine import names, optimizer_tracing
 from ipu_pipeline.engine.differentiation import GradientMap
 from ipu_pipeline.engine.programs import Reduction
 from ipu_pipeline.engine.recording import TrainingStep, record_training_step
@@ -78,8 +78,10 @@ class _Optimizer:
             _check_gradient_map(gradient_map, trained)
         dtypes = _find_dtypes(unwrapped.dtype, trained)
         reduction = Reduction[unwrapped.reduction_method.name]
-        traced = updates.trace_optimizer(unwrapped.transformation, trained, None, (), reduction, dtypes)
-        traced, captured = updates.lift_captures(traced)
+        traced = optimizer_tracing.trace_optimizer(
+            unwrapped.transformation, trained, None, (), reduction, dtypes
+        )
+        traced, captured = optimizer_tracing.lift_captures(traced)
         step_name = frame.names.layer_name("", name or self.name)
         step = TrainingStep(
             name=step_name,

@@ -17,6 +17,7 @@ from ipu_pipeline.engine import hoisting, jaxprs, names, placement
 from ipu_pipeline.engine.variables import VariableSpec, fresh_trace
 from ipu_pipeline.operations import Operation
 from ipu_pipeline.placeholders import Placeholder
+from ipu_pipeline.placement_report import Placement
 
 if TYPE_CHECKING:
     from ipu_pipeline.session import Session
@@ -85,6 +86,20 @@ class Program:
     def num_ipus(self) -> int:
         """How many IPUs the program needs."""
         return max((call.num_ipus for call in self.calls), default=1)
+
+    def placement(self) -> Placement:
+        """What went where: stages or shards, their devices, operations and variables, and what crosses.
+
+        It does not start JAX's backend: devices are named once they have been selected, by
+        `IPUConfig.configure_ipu_system` or the first run.
+
+        Example:
+          print(program.placement())
+        """
+        devices: Sequence[Any] = ()
+        if config.is_selected():
+            devices = config.devices_for(self._ipu_device, self.num_ipus)
+        return Placement(tuple(call.placement() for call in self.calls), tuple(map(str, devices)))
 
     @property
     def placeholders(self) -> list[Placeholder]:

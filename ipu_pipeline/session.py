@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -21,6 +20,7 @@ from ipu_pipeline.ipu_infeed_queue import InfeedOperation, IPUInfeedQueue
 from ipu_pipeline.ipu_outfeed_queue import OutfeedOperation
 from ipu_pipeline.placeholders import Placeholder, cast_exactly
 from ipu_pipeline.program import Program
+from ipu_pipeline.session_state import KeptGradients, KeptOptimizer, Record, SessionState
 
 __all__ = ["InitializerOperation", "Session", "global_variables_initializer"]
 
@@ -35,41 +35,6 @@ def global_variables_initializer() -> InitializerOperation:
     It is never required: a program's variables come into being when it first runs.
     """
     return InitializerOperation()
-
-
-@dataclass(frozen=True, eq=False)
-class _OptimizerState:
-    """An optimizer's state: its leaves by path, and the pytree that they are the leaves of."""
-
-    shapes: dict[str, jax.ShapeDtypeStruct]
-    tree: Any
-
-
-@dataclass(frozen=True, eq=False)
-class _Accumulated:
-    """Gradients of a loop's iterations since its last weight update, and how they were accumulated."""
-
-    settings: str
-    accumulators: dict[str, Any]
-    count: int
-
-
-@dataclass(frozen=True, eq=False)
-class _PipelineRecord:
-    """What the session keeps under the name of a pipeline, or of a loop's optimizer."""
-
-    optimizer: _OptimizerState | None = None
-    update_count: int = 0
-    execution_count: int = 0
-    accumulated: _Accumulated | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class _State:
-    """Everything that runs change. Replaced whole, so that an interrupt finds the old or the new one."""
-
-    variables: dict[str, Any] = field(default_factory=dict)
-    pipelines: dict[str, _PipelineRecord] = field(default_factory=dict)
 
 
 class Session:
@@ -98,7 +63,7 @@ class Session:
             raise ValueError(f"Session: seed must fit 64 bits; got {seed}.")
         self._seed = int(seed)
         self._key: Any = None
-        self._state = _State()
+        self._state = SessionState()
         self._infeeds: dict[IPUInfeedQueue, None] = {}
         self._is_closed = False
 
@@ -134,7 +99,7 @@ class Session:
 
     def update_count(self, name: str = "Pipeline") -> int:
         """How many weight updates the pipelines of this name have done."""
-        return self._state.pipelines.get(name, _PipelineRecord()).update_count
+        return self._state.pipelines.get(name, Record()).update_count
 
     def load(self, mapping: Mapping[str, Any]) -> None:
         """Sets variables.
@@ -313,7 +278,7 @@ class Session:
 
     def _make_pipeline_state(self, call: Call) -> PipelineState:
         """The state of a pipeline or loop, its optimizer's None where it is to be made."""
-        record = self._state.pipelines.get(call.name, _PipelineRecord())
+        record = self._state.pipelines.get(call.name, Record())
         known = record.optimizer
         optimizer_state = None
         if call.trains and known is not None:
@@ -343,7 +308,7 @@ class Session:
 
     def _place_loop_state(self, call: LoopCall) -> LoopState:
         """The state of a loop on its devices; what an earlier run accumulated is in it."""
-        record = self._state.pipelines.get(call.name, _PipelineRecord())
+        record = self._state.pipelines.get(call.name, Record())
         training = call.loop.body.training
         kept = record.accumulated
         if kept is not None and kept.count > 0 and training is not None and kept.settings != call.settings:
@@ -363,17 +328,17 @@ class Session:
             )
         )
 
-    def _keep(self, call: Call, state: PipelineState, accumulated: _Accumulated | None = None) -> None:
-        record = self._state.pipelines.get(call.name, _PipelineRecord())
+    def _keep(self, call: Call, state: PipelineState, accumulated: KeptGradients | None = None) -> None:
+        record = self._state.pipelines.get(call.name, Record())
         record = dataclasses.replace(record, execution_count=int(state.execution_count))
         if call.trains:
             record = dataclasses.replace(
                 record,
-                optimizer=_OptimizerState(call.optimizer_shapes, state.optimizer_state),
+                optimizer=KeptOptimizer(call.optimizer_shapes, state.optimizer_state),
                 update_count=int(state.update_count),
                 accumulated=accumulated,
             )
-        self._state = _State(
+        self._state = SessionState(
             {**self._state.variables, **state.variables},
             {**self._state.pipelines, call.name: record},
         )
@@ -383,7 +348,7 @@ class Session:
         counted = dataclasses.replace(
             state.pipeline, execution_count=np.int32(state.pipeline.execution_count + 1)
         )
-        accumulated = _Accumulated(call.settings, state.accumulators, state.num_accumulated)
+        accumulated = KeptGradients(call.settings, state.accumulators, state.num_accumulated)
         self._keep(call, counted, accumulated)
 
     def _initialize(self) -> None:
@@ -395,7 +360,7 @@ class Session:
                 if (known.shape, known.dtype) != (spec.shape, spec.dtype):
                     unclear.add(name)
         key = self._get_key()
-        self._state = _State(
+        self._state = SessionState(
             {name: initial_value(spec, key) for name, spec in specs.items() if name not in unclear}
         )
 

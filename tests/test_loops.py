@@ -146,12 +146,12 @@ def test_float64(sharded):
                 x = jnp.tanh(x @ ipu.get_variable("a", (4, 5), "float64"))
             with shard(1):
                 loss = jnp.mean(jnp.sin(x @ ipu.get_variable("b", (5, 2), "float64")) ** 2)
-            optimizer = GradientAccumulationOptimizerV2(optax.adam(0.01), 3, reduction_method="RUNNING_MEAN")
+            optimizer = GradientAccumulationOptimizerV2(
+                optax.adam(0.01), 3, reduction_method="RUNNING_MEAN"
+            )
             return elements, number + 1, optimizer.minimize(loss), outfeed.enqueue(loss)
 
-        program = front.compile_program(
-            lambda: loops.repeat(7, body, [np.stack(elements), np.int64(0)])[1]
-        )
+        program = front.compile_program(lambda: loops.repeat(7, body, [np.stack(elements), np.int64(0)])[1])
         with ipu.Session() as session:
             session.run(ipu.global_variables_initializer())
             variables = session.variables
@@ -331,9 +331,7 @@ def test_a_while_loop_that_trains_and_has_no_feed():
         return n + 1
 
     n = ipu.placeholder(np.int32)
-    program = front.compile_program(
-        lambda n: loops.while_loop(lambda n: n < 500, body, [n]), inputs=[n]
-    )
+    program = front.compile_program(lambda n: loops.while_loop(lambda n: n < 500, body, [n]), inputs=[n])
     with ipu.Session() as session:
         assert session.run(program, {n: 0}) == 500
         assert session.variables["w"] == 1 - 250
@@ -392,7 +390,7 @@ def test_accumulator_dtypes():
 
     def dtype(variable):
         seen[variable.name] = variable.shape
-        return jnp.bfloat16 if variable.name == "v" else None or "float32"
+        return jnp.bfloat16 if variable.name == "v" else "float32"
 
     for given in (dtype, "float16", jnp.bfloat16):
         optimizer = GradientAccumulationOptimizerV2(optax.sgd(1.0), 4, dtype=given)
@@ -700,7 +698,7 @@ def test_wrong_enqueues():
     with pytest.raises(RuntimeError, match=r"in the compiled function. .* ipu.loops.repeat"):
         front.compile_program(lambda: queue.enqueue(1.0))
     with pytest.raises(ValueError, match="can be enqueued to only once"):
-        compile_loop(lambda: [queue.enqueue(1.0), queue.enqueue(1.0)] and None)
+        compile_loop(lambda: (queue.enqueue(1.0), queue.enqueue(1.0)))
     with pytest.raises(ValueError, match="can be enqueued to only once in a program"):
         front.compile_program(lambda: [loops.repeat(1, lambda: queue.enqueue(1.0)) for _twice in range(2)])
     with pytest.raises(TypeError, match="must have arrays only; got str"):

@@ -12,8 +12,8 @@ import ipu_pipeline as ipu
 from ipu_pipeline.engine import names
 from ipu_pipeline.engine.bodies import trace_body
 from ipu_pipeline.engine.loops import Loop, LoopState
-from ipu_pipeline.engine.state import PipelineState
 from ipu_pipeline.engine.stages import Source
+from ipu_pipeline.engine.state import PipelineState
 from ipu_pipeline.engine.variables import initial_value
 from ipu_pipeline.optimizers import GradientAccumulationOptimizerV2
 from ipu_pipeline.scopes import ipu_shard
@@ -202,8 +202,7 @@ def test_scopes_inside_functions_with_custom_derivatives():
             with ipu_shard(1):
                 return jnp.sin(x)
 
-        function = decorator(inner)
-        return function
+        return decorator(inner)
 
     jvp = make(jax.custom_jvp)
     jvp.defjvp(lambda primals, tangents: (jvp(*primals), tangents[0]))

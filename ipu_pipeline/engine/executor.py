@@ -14,12 +14,13 @@ import numpy as np
 
 from ipu_pipeline.engine import placement
 from ipu_pipeline.engine.dispatches import make_plan
+from ipu_pipeline.engine.optimizer_tracing import UpdateKind
 from ipu_pipeline.engine.placement import Row
 from ipu_pipeline.engine.programs import StagePrograms
 from ipu_pipeline.engine.residence import Residence
 from ipu_pipeline.engine.schedules import Timetable
 from ipu_pipeline.engine.state import Collected, Updated
-from ipu_pipeline.engine.updates import UpdateKind, UpdateProgram, Updates
+from ipu_pipeline.engine.updates import UpdateProgram, Updates
 
 __all__ = ["Accumulated", "Executor"]
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_pipeline.engine import differentiation, names, placement, schedules, updates
+from ipu_pipeline.engine import differentiation, names, optimizer_tracing, placement, schedules, updates
 from ipu_pipeline.engine import stages as stage_tracing
 from ipu_pipeline.engine.blocks import BlockExecutor, PendingBlock, Take, take_nothing
 from ipu_pipeline.engine.errors import OutOfRangeError
@@ -45,7 +45,7 @@ class Pipeline:
         *,
         num_micro_batches: int,
         loss: Callable[..., Any] | None = None,
-        optimizer: updates.Optimizer | None = None,
+        optimizer: optimizer_tracing.Optimizer | None = None,
         schedule: str | schedules.ScheduleFunction = "grouped",
         device_mapping: Sequence[int] | None = None,
         devices: Sequence[Any] | None = None,
@@ -142,6 +142,11 @@ class Pipeline:
         return max(self._mapping) + 1
 
     @property
+    def device_mapping(self) -> tuple[int, ...]:
+        """The IPU of each stage."""
+        return self._mapping
+
+    @property
     def traced(self) -> stage_tracing.TracedPipeline:
         """The stages as jaxprs."""
         if self._traced is None:
@@ -201,7 +206,7 @@ class Pipeline:
             traced_updates = None
             if self._optimizer is not None:
                 trained = self._find_trained(traced)
-                traced_optimizer = updates.trace_optimizer(
+                traced_optimizer = optimizer_tracing.trace_optimizer(
                     self._optimizer,
                     trained,
                     traced.output_tree,
@@ -209,7 +214,7 @@ class Pipeline:
                     self._reduction,
                     {name: spec.dtype for name, spec in trained.items()},
                 )
-                updates.check_optimizer_captures(traced_optimizer, self._describe_capture)
+                optimizer_tracing.check_optimizer_captures(traced_optimizer, self._describe_capture)
                 # What is on one IPU is updated together, by its first stage.
                 homes = {name: self._mapping.index(self._mapping[s]) for name, s in traced.owners.items()}
                 traced_updates = updates.cut_updates(traced_optimizer, homes)

@@ -16,8 +16,8 @@ import numpy as np
 from jax.extend import core as jex_core
 
 from ipu_pipeline.engine.differentiation import GradientMap
+from ipu_pipeline.engine.optimizer_tracing import TracedOptimizer
 from ipu_pipeline.engine.programs import Reduction
-from ipu_pipeline.engine.updates import TracedOptimizer
 from ipu_pipeline.engine.variables import VariableSpec
 
 __all__ = [

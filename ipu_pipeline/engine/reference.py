@@ -16,9 +16,9 @@ import numpy as np
 import optax
 
 from ipu_pipeline.engine import jaxprs, keys, stages
+from ipu_pipeline.engine.optimizer_tracing import Optimizer
 from ipu_pipeline.engine.programs import Reduction
 from ipu_pipeline.engine.state import PipelineState, StepOutputs
-from ipu_pipeline.engine.updates import Optimizer
 
 __all__ = ["Gradients", "gradients", "step"]
 

@@ -9,9 +9,10 @@ import jax
 import numpy as np
 
 from ipu_pipeline.engine import placement
+from ipu_pipeline.engine.optimizer_tracing import UpdateKind, UpdateValue
 from ipu_pipeline.engine.placement import Row
 from ipu_pipeline.engine.stages import TracedPipeline
-from ipu_pipeline.engine.updates import UpdateKind, UpdateProgram, Updates, UpdateValue
+from ipu_pipeline.engine.updates import UpdateProgram, Updates
 
 __all__ = ["Residence"]
 

@@ -10,18 +10,20 @@ import contextlib
 import functools
 import importlib.util
 import io
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
 
-from ipu_pipeline import datasets, engine, tutorial_support
+from ipu_pipeline import datasets, engine
 from ipu_pipeline.engine import schedules
 from ipu_pipeline.engine.programs import ValueKind
 from ipu_pipeline.engine.stages import Source
+from ipu_pipeline.engine.summaries import summarize
 
 __all__ = [
     "Layer",
@@ -32,7 +34,6 @@ __all__ = [
     "layers_of_stages",
     "micro_batch",
     "model_layers",
-    "num_bytes",
     "percent_idle",
     "timetable",
     "trace",
@@ -72,9 +73,9 @@ def _step4() -> ModuleType:
 @functools.cache
 def defaults() -> argparse.Namespace:
     """The default arguments of the tutorial's programs."""
-    parser = argparse.ArgumentParser()
-    tutorial_support.add_arguments(parser)
-    return parser.parse_args([])
+    with mock.patch.object(sys, "argv", [_MODEL.name]):
+        arguments: argparse.Namespace = _step4().parse_arguments([])
+    return arguments
 
 
 @functools.cache
@@ -140,21 +141,14 @@ def _read_by(pipeline: engine.Pipeline, stage: int) -> list[Source]:
 
 def bytes_across(pipeline: engine.Pipeline, first: int, second: int) -> tuple[int, int]:
     """The bytes that cross the edge between two stages per micro-batch, forwards and backwards."""
-    sender, receiver = pipeline.traced.stages[first], pipeline.traced.stages[second]
-    forwards = [source for source in _read_by(pipeline, second) if source.stage == first]
-    programs = pipeline.programs[second]
-    results = (programs.backward or programs.forward).results
-    cotangents = [v for values in results for v in values if v.kind is ValueKind.INPUT_COTANGENT]
-    backwards = [receiver.inputs[value.index] for value in cotangents]
-    return (
-        sum(num_bytes(sender.output_avals[source.index]) for source in forwards),
-        sum(num_bytes(sender.output_avals[source.index]) for source in backwards if source.stage == first),
+    edges = summarize(pipeline.traced, pipeline.programs, pipeline.device_mapping)[1]
+    forwards = sum(
+        edge.num_forward_bytes for edge in edges if (edge.source, edge.target) == (first, second)
     )
-
-
-def num_bytes(aval: Any) -> int:
-    """The size of an array."""
-    return int(np.prod(aval.shape)) * int(aval.dtype.itemsize)
+    backwards = sum(
+        edge.num_backward_bytes for edge in edges if (edge.source, edge.target) == (second, first)
+    )
+    return forwards, backwards
 
 
 def timetable(schedule: str, num_stages: int, num_micro_batches: int) -> schedules.Timetable:

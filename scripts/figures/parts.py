@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from figures import facts
 from figures.svg import Figure
 from ipu_pipeline.engine import schedules
+from ipu_pipeline.engine.shapes import num_bytes
 
 __all__ = [
     "FRAME_HEIGHT",
@@ -68,7 +69,7 @@ def draw_feeds(figure: Figure, y: int, feeds: dict[int, int]) -> None:
     for (name, aval), index in zip(facts.micro_batch().items(), sorted(feeds), strict=True):
         figure.arrow((feeds[index], y + 34), (feeds[index], y))
         figure.text(feeds[index], y + 50, name, "small")
-        figure.text(feeds[index], y + 64, f"{facts.num_bytes(aval):,} bytes", "small")
+        figure.text(feeds[index], y + 64, f"{num_bytes([aval]):,} bytes", "small")
 
 
 def draw_legend(figure: Figure, y: int, *more: str) -> None:

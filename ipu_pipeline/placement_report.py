@@ -1,0 +1,78 @@
+"""`Program.placement()`: a table of what went where."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ipu_pipeline.engine.summaries import Edge, Part
+
+__all__ = ["CallPlacement", "Placement"]
+
+
+@dataclass(frozen=True)
+class CallPlacement:
+    """What went where in one pipeline or loop.
+
+    Attributes:
+      name: its name.
+      parts: its stages; of a loop, the runs of operations of one shard.
+      edges: what crosses per micro-batch, of a loop per iteration.
+    """
+
+    name: str
+    parts: tuple[Part, ...]
+    edges: tuple[Edge, ...]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What went where in a program; `str` makes a table of it.
+
+    Attributes:
+      calls: its pipelines and loops, in order.
+      devices: the JAX device of each IPU; empty as long as none are selected.
+    """
+
+    calls: tuple[CallPlacement, ...]
+    devices: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """The tables, one after another."""
+        if not self.calls:
+            return "The program has no pipelines and no loops."
+        return "\n\n".join(self._describe(call) for call in self.calls)
+
+    def _describe(self, call: CallPlacement) -> str:
+        rows = [("part", "IPU", "device", "operations", "variables", "bytes")]
+        rows += [
+            (
+                str(part.index),
+                str(part.ipu),
+                self.devices[part.ipu] if part.ipu < len(self.devices) else "not selected yet",
+                str(part.num_operations),
+                ", ".join(part.variables) or "none",
+                f"{part.num_variable_bytes:,}",
+            )
+            for part in call.parts
+        ]
+        edges = [("from", "to", "bytes forwards", "bytes backwards")]
+        edges += [
+            (
+                "feed" if edge.source is None else f"IPU {edge.source}",
+                f"IPU {edge.target}",
+                f"{edge.num_forward_bytes:,}",
+                f"{edge.num_backward_bytes:,}",
+            )
+            for edge in call.edges
+        ]
+        lines = [call.name, *_align(rows), "per micro-batch:", *_align(edges)]
+        return "\n".join(lines)
+
+
+def _align(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
