@@ -44,18 +44,13 @@ class Placement:
         return "\n\n".join(self._describe(call) for call in self.calls)
 
     def _describe(self, call: CallPlacement) -> str:
-        rows = [("part", "IPU", "device", "operations", "variables", "bytes")]
-        rows += [
-            (
-                str(part.index),
-                str(part.ipu),
-                self.devices[part.ipu] if part.ipu < len(self.devices) else "not selected yet",
-                str(part.num_operations),
-                ", ".join(part.variables) or "none",
-                f"{part.num_variable_bytes:,}",
-            )
-            for part in call.parts
-        ]
+        rows = [("stage", "IPU", "device", "operations", "bytes of variables", "variables")]
+        for part in call.parts:
+            first, *others = part.variables or ("none",)
+            device = self.devices[part.ipu] if part.ipu < len(self.devices) else "not selected yet"
+            numbers = (str(part.num_operations), f"{part.num_variable_bytes:,}")
+            rows.append((str(part.index), str(part.ipu), device, *numbers, first))
+            rows += [("", "", "", "", "", name) for name in others]
         edges = [("from", "to", "bytes forwards", "bytes backwards")]
         edges += [
             (
