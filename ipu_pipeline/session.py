@@ -260,7 +260,7 @@ class Session:
         state = self._place_loop_state(call)
         take: Take = take_nothing
         if call.infeed_queue is not None and count != 0:
-            take = call.infeed_queue.connect(loop.place_feed, capacity)
+            take = call.infeed_queue.connect(loop.place_feed, capacity, may_give_back=count is None)
         done = 0
         while (count is None or done < count) and loop.goes_on(inputs, changing):
             elements = take(capacity if count is None else min(capacity, count - done))

@@ -190,7 +190,7 @@ def test_outfeed_of_stacked_elements(mode):
 def test_elements_given_back_come_again():
     queue = IPUInfeedQueue(scalars(6))
     queue.initialize()
-    take_some = queue.connect(same, num_taken=4)
+    take_some = queue.connect(same, num_taken=4, may_give_back=True)
     assert [leaf.item() for (leaf,) in take_some(4)] == [0, 1, 2, 3]
     queue.give_back(3)
     assert [leaf.item() for (leaf,) in take_some(4)] == [1, 2, 3, 4]

@@ -11,17 +11,17 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
-import numpy as np
 
 from ipu_pipeline.engine.one_program import BlockResult, BlockSizes, OneProgram, Position, block_sizes
 from ipu_pipeline.engine.programs import StagePrograms
 from ipu_pipeline.engine.residence import Residence
 from ipu_pipeline.engine.shapes import num_bytes
+from ipu_pipeline.engine.stacking import StackedElement
 from ipu_pipeline.engine.state import Collected, Updated
 
-__all__ = ["BlockExecutor", "PendingBlock", "Take", "copy_to_host", "gather", "take_nothing"]
+__all__ = ["BlockExecutor", "PendingBlock", "Take", "gather", "take_nothing"]
 
-Take: TypeAlias = "Callable[[int], Sequence[Sequence[Any]]]"
+Take: TypeAlias = "Callable[[int], Sequence[Any]]"
 
 
 class _Part(NamedTuple):
@@ -94,14 +94,16 @@ class BlockExecutor:
             residence, programs, updated_every=num_micro_batches, collected=collected
         )
 
-    def place_element(self, leaves: Sequence[Any]) -> list[Any]:
-        """The leaves of a micro-batch on the host, sharing no memory with NumPy arrays that are given."""
-        return copy_to_host(leaves)
+    def place_element(self, leaves: Sequence[Any]) -> StackedElement:
+        """A micro-batch on the host, sharing no memory with NumPy arrays that are given."""
+        return self._program.stacker.add(leaves)
 
     def sizes(self, num_updates: int) -> BlockSizes:
         """The blocks into which so many weight updates are cut."""
         every = self._num_micro_batches
-        return block_sizes(num_updates * every, every, self._bytes_each, self._block_bytes)
+        sizes = block_sizes(num_updates * every, every, self._bytes_each, self._block_bytes)
+        self._program.stacker.set_capacity(sizes.capacity)
+        return sizes
 
     def fetch(
         self,
@@ -155,7 +157,7 @@ class BlockExecutor:
             accumulated += wanted
             if accumulated == every:
                 return PendingBlock(1, variables, accumulators, inputs, key, part, collected, first_outputs)
-            result = self._run(variables, (), accumulators, inputs, key, part, donate=False)
+            result = self._run(variables, (), accumulators, inputs, key, part, is_part=True)
             accumulators = result.accumulators
             variables = {**variables, **{name: result.variables[name] for name in self._assigned}}
             collected.append(self._collect(result, wanted))
@@ -174,15 +176,16 @@ class BlockExecutor:
             pending.inputs,
             pending.key,
             pending.part,
-            donate=self._donate,
+            is_part=False,
         )
         collected = [*pending.collected, self._collect(result, pending.part.size)]
         return Updated(result.variables, result.state_leaves, result.accumulators, collected)
 
     def _make_part(
-        self, execution: int, accumulated: int, elements: Sequence[Sequence[Any]], sizes: BlockSizes
+        self, execution: int, accumulated: int, elements: Sequence[Any], sizes: BlockSizes
     ) -> _Part:
-        feed = self._program.place_feed(elements, sizes.capacity)
+        has_feed = bool(jax.tree.leaves(self.residence.traced.element))
+        feed = self._program.place_feed(elements, sizes.capacity) if has_feed else []
         return _Part(Position(accumulated, execution), feed, len(elements), sizes.capacity)
 
     def _run(
@@ -193,10 +196,11 @@ class BlockExecutor:
         inputs: Sequence[Any],
         key: Any,
         part: _Part,
-        donate: bool,
+        is_part: bool,
     ) -> BlockResult:
+        donate = self._donate and not is_part
         return self._program.run(
-            variables, state_leaves, accumulators, (), inputs, key, *part, donate=donate
+            variables, state_leaves, accumulators, (), inputs, key, *part, donate=donate, is_part=is_part
         )
 
     def _peek(
@@ -210,7 +214,7 @@ class BlockExecutor:
         return Collected(outputs, losses[0] if losses else None, count)
 
 
-def gather(take: Take, wanted: int, at_least: int) -> list[Sequence[Any]]:
+def gather(take: Take, wanted: int, at_least: int) -> list[Any]:
     """Micro-batches from `take`, which may give fewer at once than it is asked for.
 
     Args:
@@ -218,7 +222,7 @@ def gather(take: Take, wanted: int, at_least: int) -> list[Sequence[Any]]:
       wanted: how many to get.
       at_least: with so many, an error of `take` only ends the gathering: who asks again gets it again.
     """
-    elements: list[Sequence[Any]] = []
+    elements: list[Any] = []
     while len(elements) < wanted:
         try:
             elements += take(wanted - len(elements))
@@ -229,11 +233,6 @@ def gather(take: Take, wanted: int, at_least: int) -> list[Sequence[Any]]:
     return elements
 
 
-def take_nothing(wanted: int) -> list[list[Any]]:
+def take_nothing(wanted: int) -> list[Any]:
     """Micro-batches where there is no feed."""
-    return [[]] * wanted
-
-
-def copy_to_host(leaves: Sequence[Any]) -> list[Any]:
-    """The leaves as NumPy arrays of their own."""
-    return [np.array(leaf) for leaf in leaves]
+    return [()] * wanted

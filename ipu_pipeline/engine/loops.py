@@ -11,7 +11,6 @@ import jax
 import numpy as np
 
 from ipu_pipeline.engine import differentiation, placement, schedules, updates
-from ipu_pipeline.engine.blocks import copy_to_host
 from ipu_pipeline.engine.bodies import TracedBody
 from ipu_pipeline.engine.executor import Executor
 from ipu_pipeline.engine.one_program import OneProgram, Position, block_sizes
@@ -135,6 +134,8 @@ class Loop:
         feed = traced.element[len(self.body.changing) :]
         bytes_each = num_bytes([*stacked, *feed])
         sizes = block_sizes(64 if count is None else max(count, 1), 1, bytes_each, self._block_bytes)
+        if isinstance(self._runner, OneProgram):
+            self._runner.stacker.set_capacity(sizes.capacity)
         return sizes.capacity
 
     @property
@@ -224,18 +225,19 @@ class Loop:
         assert self._condition is not None
         return self._condition(self.join_carried(inputs[len(self.body.captured) :], changing))
 
-    def place_feed(self, leaves: Sequence[Any]) -> list[Any]:
+    def place_feed(self, leaves: Sequence[Any]) -> Any:
         """A micro-batch of the feed as `run` takes it. Safe to call from another thread."""
         if isinstance(self._runner, Executor):
             return self._runner.place_element(leaves, len(self.body.changing))
-        return copy_to_host(leaves)
+        assert isinstance(self._runner, OneProgram)
+        return self._runner.stacker.add(leaves)
 
     def run(
         self,
         state: LoopState,
         inputs: Sequence[Any],
         changing: Sequence[Any],
-        elements: Sequence[Sequence[Any]],
+        elements: Sequence[Any],
         iteration: int,
         capacity: int,
     ) -> LoopResult:
@@ -260,12 +262,13 @@ class Loop:
         state: LoopState,
         inputs: Sequence[Any],
         changing: Sequence[Any],
-        elements: Sequence[Sequence[Any]],
+        elements: Sequence[Any],
         iteration: int,
         capacity: int,
     ) -> LoopResult:
         before = state.pipeline
-        feed = program.place_feed(elements, capacity)
+        has_feed = len(self.body.pipeline.element) > len(self.body.changing)
+        feed = program.place_feed(elements, capacity) if has_feed else []
         position = Position(state.num_accumulated, int(before.execution_count), iteration)
         assert self._residence is not None
         changing = placement.put_host_copies(list(changing), self._residence.rows[0])

@@ -20,10 +20,12 @@ import numpy as np
 
 from ipu_pipeline.engine import placement
 from ipu_pipeline.engine.micro_batches import run_micro_batch
-from ipu_pipeline.engine.optimizer_tracing import UpdateKind, UpdateValue
+from ipu_pipeline.engine.optimizer_tracing import UpdateKind
 from ipu_pipeline.engine.programs import StagePrograms
 from ipu_pipeline.engine.residence import Residence
+from ipu_pipeline.engine.stacking import StackedElement, Stacker
 from ipu_pipeline.engine.stages import Source
+from ipu_pipeline.engine.updates import UpdateProgram
 
 __all__ = ["BlockResult", "BlockSizes", "OneProgram", "Position", "block_sizes"]
 
@@ -88,7 +90,7 @@ def block_sizes(num_micro_batches: int, unit: int, bytes_each: int, block_bytes:
     if unit > limit:
         num_blocks = -(-unit // limit)
         return BlockSizes(1, -(-unit // num_blocks))
-    num_units = -(-num_micro_batches // unit)
+    num_units = max(1, -(-num_micro_batches // unit))
     num_blocks = -(-num_units // (limit // unit))
     return BlockSizes(unit, -(-num_units // num_blocks) * unit)
 
@@ -133,29 +135,21 @@ class OneProgram:
             for value in wanted
             if value.kind == UpdateKind.OUTPUT
         }
-        self._functions: dict[tuple[int, bool], Callable[..., Any]] = {}
+        self.stacker = Stacker()
+        self._functions: dict[tuple[int, bool, bool], Callable[..., Any]] = {}
         self._peek = jax.jit(self._peek_outputs)
 
-    def place_feed(self, elements: Sequence[Sequence[Any]], capacity: int) -> list[Any]:
-        """Stacks micro-batches and puts the stack on the device.
+    def place_feed(self, elements: Sequence[StackedElement], capacity: int) -> list[Any]:
+        """Puts stacked micro-batches on the device.
 
         Args:
-          elements: the leaves of each, NumPy or JAX arrays.
+          elements: from the `stacker`.
           capacity: the size of the stack; what is not filled is never read.
 
         Returns:
           The stacked leaves.
         """
-        if not elements:
-            return []
-        stacks = []
-        for leaves in zip(*elements, strict=True):
-            first = np.asarray(leaves[0])
-            stack = np.empty((capacity, *first.shape), first.dtype)
-            for number, leaf in enumerate(leaves):
-                stack[number] = leaf
-            stacks.append(stack)
-        return placement.put(stacks, self._residence.rows[0])
+        return placement.put(self.stacker.stack(elements, capacity), self._residence.rows[0])
 
     def run(
         self,
@@ -170,6 +164,7 @@ class OneProgram:
         count: int,
         capacity: int,
         donate: bool,
+        is_part: bool = False,
     ) -> BlockResult:
         """Runs a block. It takes the memory of the accumulators, and with `donate` that of all state.
 
@@ -185,12 +180,18 @@ class OneProgram:
           count: how many micro-batches to run.
           capacity: of the block.
           donate: whether the memory of the state may be reused.
+          is_part: whether no weight update falls into the block; then only what stages assign changes, and
+            `state_leaves` are not needed.
         """
         row = self._residence.rows[0]
-        changed = self._changed_names()
-        function = self._functions.get((capacity, donate))
+        changed = {spec.name for stage in self._traced.stages for spec in stage.assigned}
+        if not is_part and self._update is not None:
+            results = self._update.results
+            changed |= {value.key for value in results if value.kind == UpdateKind.PARAMETER}
+        function = self._functions.get((capacity, donate, is_part))
         if function is None:
-            function = self._functions[capacity, donate] = self._jit(capacity, donate)
+            function = self._jit(capacity, donate, is_part)
+            self._functions[capacity, donate, is_part] = function
         state = {name: variables[name] for name in changed}
         kept = {name: value for name, value in variables.items() if name not in changed}
         placed = placement.put_host_copies([*inputs, key], row)
@@ -214,16 +215,9 @@ class OneProgram:
         outputs: list[Any] = self._peek(dict(variables), list(carried), placed, counts, list(feed))
         return outputs
 
-    def _changed_names(self) -> set[str]:
-        names = {spec.name for stage in self._traced.stages for spec in stage.assigned}
-        return names | ({value.key for value in self._results(UpdateKind.PARAMETER)})
-
-    def _results(self, kind: str) -> list[UpdateValue]:
-        return [] if self._update is None else [v for v in self._update.results if v.kind == kind]
-
-    def _jit(self, capacity: int, donate: bool) -> Callable[..., Any]:
+    def _jit(self, capacity: int, donate: bool, is_part: bool) -> Callable[..., Any]:
         def block(*arguments: Any) -> Any:
-            return self._block(capacity, *arguments)
+            return self._block(capacity, None if is_part else self._update, *arguments)
 
         block.__name__ = block.__qualname__ = "block"
         sharding = self._residence.rows[0].replicated
@@ -239,6 +233,7 @@ class OneProgram:
     def _block(
         self,
         capacity: int,
+        update_program: UpdateProgram | None,
         accumulators: dict[str, Any],
         state: dict[str, Any],
         state_leaves: list[Any],
@@ -289,16 +284,16 @@ class OneProgram:
         def update(number: Any, values: tuple[Any, ...]) -> tuple[Any, ...]:
             del number
             accumulators, state, leaves, latest = values
-            assert self._update is not None
+            assert update_program is not None
             arguments = {UpdateKind.PARAMETER: state, UpdateKind.GRADIENT: accumulators}
-            results = self._update.function(
+            results = update_program.function(
                 *(
                     every
                     if value.kind == UpdateKind.COUNT
                     else {**arguments, UpdateKind.STATE: leaves, UpdateKind.OUTPUT: latest}[value.kind][
                         value.key
                     ]
-                    for value in self._update.arguments
+                    for value in update_program.arguments
                 )
             )
             accumulators, state, leaves = dict(accumulators), dict(state), list(leaves)
@@ -307,7 +302,7 @@ class OneProgram:
                 UpdateKind.GRADIENT: accumulators,
                 UpdateKind.STATE: leaves,
             }
-            for value, result in zip(self._update.results, results, strict=True):
+            for value, result in zip(update_program.results, results, strict=True):
                 made[value.kind][value.key] = result  # type: ignore[index]  # a dict or a list
             return accumulators, state, leaves, latest
 
@@ -320,7 +315,7 @@ class OneProgram:
                 (done, accumulated, accumulators, state, carried, latest, collected),
             )
             is_full = accumulated == every
-            if self._update is not None:
+            if update_program is not None:
                 accumulators, state, leaves, latest = jax.lax.fori_loop(
                     0, is_full.astype(jnp.int32), update, (accumulators, state, leaves, latest)
                 )

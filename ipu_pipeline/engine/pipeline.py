@@ -341,7 +341,7 @@ class Pipeline:
         input_leaves = self.check_inputs(inputs)
         numbers = iter(range(self._num_micro_batches))
 
-        def take(wanted: int) -> list[list[Any]]:
+        def take(wanted: int) -> list[Any]:
             del wanted
             number = next(numbers)
             try:

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-__all__ = ["as_shape", "check_like", "num_bytes"]
+__all__ = ["as_shape", "check_like", "num_bytes", "trees_equal"]
 
 
 def as_shape(value: Any) -> jax.ShapeDtypeStruct:
@@ -24,7 +24,7 @@ def num_bytes(shapes: Iterable[Any]) -> int:
     return sum(math.prod(shape.shape) * shape.dtype.itemsize for shape in shapes)
 
 
-def _trees_equal(first: Any, second: Any) -> bool:
+def trees_equal(first: Any, second: Any) -> bool:
     """Whether two structures of pytrees are the same."""
     return bool(first == second)
 
@@ -42,7 +42,7 @@ def check_like(value: Any, expected: Any, what: str) -> list[Any]:
     """
     leaves, tree = jax.tree.flatten(value)
     expected_leaves, expected_tree = jax.tree.flatten(expected)
-    if not _trees_equal(tree, expected_tree):
+    if not trees_equal(tree, expected_tree):
         raise ValueError(f"{what} must have the structure {expected_tree}; got {tree}.")
     for leaf, known in zip(leaves, expected_leaves, strict=True):
         shape = as_shape(leaf)
