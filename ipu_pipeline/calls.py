@@ -16,7 +16,6 @@ from ipu_pipeline.engine import names
 from ipu_pipeline.engine.loops import Loop
 from ipu_pipeline.engine.pipeline import Pipeline
 from ipu_pipeline.engine.summaries import summarize
-from ipu_pipeline.engine.updates import Updates
 from ipu_pipeline.engine.variables import VariableSpec
 from ipu_pipeline.ipu_infeed_queue import IPUInfeedQueue
 from ipu_pipeline.ipu_outfeed_queue import IPUOutfeedQueue
@@ -33,13 +32,47 @@ __all__ = [
 ]
 
 
-def _optimizer_shapes(updates: Updates | None) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes and dtypes of an optimizer's state by path; empty without training."""
-    return {} if updates is None else {leaf.path: leaf.aval for leaf in updates.state_leaves}
+Outfed: TypeAlias = tuple[IPUOutfeedQueue, Any, tuple[jax.ShapeDtypeStruct, ...]]
+
+
+class _Call:
+    """What pipelines and loops share in a program."""
+
+    @property
+    def runner(self) -> Pipeline | Loop:
+        """The engine's pipeline or loop."""
+        raise NotImplementedError
+
+    @property
+    def num_ipus(self) -> int:
+        """How many IPUs it needs."""
+        return self.runner.num_ipus
+
+    @property
+    def variables(self) -> dict[str, VariableSpec]:
+        """All its variables by full name."""
+        return self.runner.variables
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is an optimizer."""
+        return self.runner.updates is not None
+
+    @property
+    def state_tree(self) -> Any:
+        """The structure of the optimizer's state; only with training."""
+        assert self.runner.updates is not None
+        return self.runner.updates.state_tree
+
+    @property
+    def optimizer_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes and dtypes of the optimizer's state by path; empty without training."""
+        updates = self.runner.updates
+        return {} if updates is None else {leaf.path: leaf.aval for leaf in updates.state_leaves}
 
 
 @dataclass(frozen=True, eq=False)
-class PipelineCall:
+class PipelineCall(_Call):
     """A pipeline in a program.
 
     Attributes:
@@ -59,39 +92,12 @@ class PipelineCall:
     outfeeds_loss: bool
 
     @property
-    def num_ipus(self) -> int:
-        """How many IPUs it needs."""
-        return self.pipeline.num_ipus
+    def runner(self) -> Pipeline:
+        """The pipeline."""
+        return self.pipeline
 
     @property
-    def variables(self) -> dict[str, VariableSpec]:
-        """All its variables by full name."""
-        return self.pipeline.variables
-
-    @property
-    def trains(self) -> bool:
-        """Whether there is an optimizer."""
-        return self.pipeline.updates is not None
-
-    @property
-    def optimizer_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes and dtypes of the optimizer's state by path; empty without training."""
-        return _optimizer_shapes(self.pipeline.updates)
-
-    def placement(self) -> CallPlacement:
-        """What went where."""
-        pipeline = self.pipeline
-        summary = summarize(pipeline.traced, pipeline.programs, pipeline.device_mapping)
-        return CallPlacement(self.name, *summary)
-
-    @property
-    def state_tree(self) -> Any:
-        """The structure of the optimizer's state; only with training."""
-        assert self.pipeline.updates is not None
-        return self.pipeline.updates.state_tree
-
-    @property
-    def outfeeds(self) -> list[tuple[IPUOutfeedQueue, Any, tuple[jax.ShapeDtypeStruct, ...]]]:
+    def outfeeds(self) -> list[Outfed]:
         """The queue that it enqueues to, with the structure of an element, and its shapes and dtypes."""
         return [] if self.outfeed_queue is None else [(self.outfeed_queue, *self.outfed)]
 
@@ -103,9 +109,15 @@ class PipelineCall:
             return jax.tree.structure(0), traced.loss_avals
         return traced.output_tree, traced.output_avals
 
+    def placement(self) -> CallPlacement:
+        """What went where."""
+        pipeline = self.pipeline
+        summary = summarize(pipeline.traced, pipeline.programs, pipeline.device_mapping)
+        return CallPlacement(self.name, *summary)
+
 
 @dataclass(frozen=True, eq=False)
-class LoopCall:
+class LoopCall(_Call):
     """A loop in a program. Its operands are the count if it has that, then inputs as `Loop` takes them.
 
     Attributes:
@@ -121,41 +133,15 @@ class LoopCall:
     infeed_queue: IPUInfeedQueue | None
 
     @property
+    def runner(self) -> Loop:
+        """The loop."""
+        return self.loop
+
+    @property
     def name(self) -> str:
         """What counts and optimizer state are kept under."""
         training = self.loop.body.training
         return "Loop" if training is None else training.name
-
-    @property
-    def num_ipus(self) -> int:
-        """How many IPUs it needs."""
-        return self.loop.num_ipus
-
-    @property
-    def variables(self) -> dict[str, VariableSpec]:
-        """All its variables by full name."""
-        return self.loop.variables
-
-    @property
-    def trains(self) -> bool:
-        """Whether there is an optimizer."""
-        return self.loop.updates is not None
-
-    @property
-    def optimizer_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes and dtypes of the optimizer's state by path; empty without training."""
-        return _optimizer_shapes(self.loop.updates)
-
-    def placement(self) -> CallPlacement:
-        """What went where."""
-        body = self.loop.body
-        return CallPlacement(self.name, *summarize(body.pipeline, self.loop.programs, body.shards))
-
-    @property
-    def state_tree(self) -> Any:
-        """The structure of the optimizer's state; only with training."""
-        assert self.loop.updates is not None
-        return self.loop.updates.state_tree
 
     @property
     def settings(self) -> str:
@@ -167,9 +153,14 @@ class LoopCall:
         return f"{training.num_mini_batches} mini-batches, {training.reduction.name}, {', '.join(dtypes)}"
 
     @property
-    def outfeeds(self) -> list[tuple[IPUOutfeedQueue, Any, tuple[jax.ShapeDtypeStruct, ...]]]:
+    def outfeeds(self) -> list[Outfed]:
         """The queues that it enqueues to, with the structure of an element, and its shapes and dtypes."""
         return [(entry.target, entry.tree, entry.avals) for entry, _places in self.loop.body.enqueued]
+
+    def placement(self) -> CallPlacement:
+        """What went where."""
+        body = self.loop.body
+        return CallPlacement(self.name, *summarize(body.pipeline, self.loop.programs, body.shards))
 
 
 Call: TypeAlias = PipelineCall | LoopCall

@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_pipeline.engine import names
-from ipu_pipeline.engine.recording import record_enqueued
+from ipu_pipeline.engine.recording import current_recorder, record_enqueued
 from ipu_pipeline.operations import Operation
 from ipu_pipeline.placeholders import Placeholder
 
@@ -156,15 +155,9 @@ class IPUOutfeedQueue:
           TypeError: a leaf is no array.
           ValueError: the body enqueues to this queue already, or there is nothing to enqueue.
         """
-        frame = names.current_frame("IPUOutfeedQueue.enqueue")
-        if frame.recorder is None:
-            advice = (
-                "A pipeline enqueues what its last stage returns, or the loss."
-                if frame.is_stage
-                else "Call it in the body of ipu.loops.repeat; repeat(1, ...) runs it once."
-            )
-            raise RuntimeError(f"IPUOutfeedQueue.enqueue was called in {frame.place}. {advice}")
-        if any(entry.target is self for entry in frame.recorder.enqueued):
+        advice = "A pipeline enqueues what its last stage returns, or the loss."
+        _frame, recorder = current_recorder("IPUOutfeedQueue.enqueue", advice)
+        if any(entry.target is self for entry in recorder.enqueued):
             raise ValueError(
                 "An IPUOutfeedQueue can be enqueued to only once in a program: enqueue a tuple or dict, or "
                 "use a queue for each value."
@@ -173,7 +166,7 @@ class IPUOutfeedQueue:
         if not leaves:
             raise ValueError("IPUOutfeedQueue.enqueue: value has no arrays; there is nothing to enqueue.")
         traced = [_as_array(leaf) for leaf in leaves]
-        record_enqueued(frame.recorder, self, jax.tree.unflatten(tree, traced))
+        record_enqueued(recorder, self, jax.tree.unflatten(tree, traced))
         return Operation("enqueue")
 
     def dequeue(self, wait_for_completion: bool = False) -> OutfeedOperation:

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ipu_pipeline.engine import names, optimizer_tracing
+from ipu_pipeline.engine import optimizer_tracing
 from ipu_pipeline.engine.differentiation import GradientMap
 from ipu_pipeline.engine.programs import Reduction
-from ipu_pipeline.engine.recording import TrainingStep, record_training_step
+from ipu_pipeline.engine.recording import TrainingStep, current_recorder, record_training_step
 from ipu_pipeline.engine.stages import check_captures
 from ipu_pipeline.engine.variables import VariableSpec
 from ipu_pipeline.gradient_accumulation import GradientAccumulationReductionMethod
@@ -58,14 +58,8 @@ class _Optimizer:
             cannot be trained.
           NotImplementedError: the body has a training step already.
         """
-        frame = names.current_frame("minimize")
-        if frame.recorder is None:
-            advice = (
-                "A pipeline gets its optimizer by `optimizer_function`."
-                if frame.is_stage
-                else "Call it in the body of ipu.loops.repeat; repeat(1, ...) runs it once."
-            )
-            raise RuntimeError(f"{type(self).__name__}.minimize was called in {frame.place}. {advice}")
+        what = f"{type(self).__name__}.minimize"
+        frame, recorder = current_recorder(what, "A pipeline gets its optimizer by `optimizer_function`.")
         loss = jnp.asarray(loss)
         if loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
             raise ValueError(
@@ -73,7 +67,7 @@ class _Optimizer:
                 "Reduce it, for example with jnp.mean."
             )
         unwrapped = unwrap(self)
-        trained = _find_trained(frame.recorder.variables, var_list)
+        trained = _find_trained(recorder.variables, var_list)
         for gradient_map in unwrapped.gradient_maps:
             _check_gradient_map(gradient_map, trained)
         dtypes = _find_dtypes(unwrapped.dtype, trained)
@@ -91,7 +85,7 @@ class _Optimizer:
             gradient_map=unwrapped.gradient_map,
             accumulator_dtypes=dtypes,
         )
-        record_training_step(frame.recorder, step, loss, captured)
+        record_training_step(recorder, step, loss, captured)
         return Operation(step_name)
 
 

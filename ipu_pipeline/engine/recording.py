@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from jax.extend import core as jex_core
 
+from ipu_pipeline.engine import names
 from ipu_pipeline.engine.differentiation import GradientMap
 from ipu_pipeline.engine.optimizer_tracing import TracedOptimizer
 from ipu_pipeline.engine.programs import Reduction
@@ -24,6 +25,7 @@ __all__ = [
     "Enqueued",
     "Recorder",
     "TrainingStep",
+    "current_recorder",
     "enqueue_p",
     "minimize_p",
     "record_enqueued",
@@ -92,6 +94,25 @@ def _minimize_abstract(*values: Any) -> jax.core.ShapedArray:
 def _enqueue_abstract(*leaves: Any, index: int) -> jax.core.ShapedArray:
     del leaves, index
     return jax.core.ShapedArray((), np.dtype(np.int32))
+
+
+def current_recorder(what: str, advice_in_stage: str) -> tuple[names.Frame, Recorder]:
+    """The frame of the body being traced, and its recorder.
+
+    Args:
+      what: the public function that asks, for the error.
+      advice_in_stage: what the error tells who calls it in a stage of a pipeline.
+
+    Raises:
+      RuntimeError: no body of a loop is being traced.
+    """
+    frame = names.current_frame(what)
+    if frame.recorder is None:
+        advice = "Call it in the body of ipu.loops.repeat; repeat(1, ...) runs it once."
+        raise RuntimeError(
+            f"{what} was called in {frame.place}. {advice_in_stage if frame.is_stage else advice}"
+        )
+    return frame, frame.recorder
 
 
 def record_training_step(

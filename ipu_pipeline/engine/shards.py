@@ -20,7 +20,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core as jex_core
 
-from ipu_pipeline.engine import hoisting, jaxprs, names
+from ipu_pipeline.engine import hoisting, jaxprs
+from ipu_pipeline.engine.recording import current_recorder
 from ipu_pipeline.engine.stages import Source, TracedStage
 from ipu_pipeline.engine.variables import VariableSpec
 
@@ -69,14 +70,7 @@ def ipu_shard(index: int) -> Iterator[None]:
     number = index.__index__()
     if number < 0:
         raise ValueError(f"ipu_shard: index must be at least 0; got {number}.")
-    frame = names.current_frame("ipu_shard")
-    if frame.recorder is None:
-        where = (
-            f"in {frame.place}, whose IPU the pipeline's device_mapping gives. Make a stage of each part"
-            if frame.is_stage
-            else f"in {frame.place}. Call it in the body of ipu.loops.repeat; repeat(1, ...) runs it once"
-        )
-        raise RuntimeError(f"ipu_shard({number}) was called {where}.")
+    current_recorder("ipu_shard", "Its IPU is given by device_mapping: make a stage of each part.")
     with jax.named_scope(f"{_PREFIX}{number}"):
         yield
 
