@@ -113,7 +113,7 @@ class PipelineCall(_Call):
         """What went where."""
         pipeline = self.pipeline
         summary = summarize(pipeline.traced, pipeline.programs, pipeline.device_mapping)
-        return CallPlacement(self.name, *summary)
+        return CallPlacement(self.name, *summary, unit="micro-batch")
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,12 +145,16 @@ class LoopCall(_Call):
 
     @property
     def settings(self) -> str:
-        """How gradients are accumulated: iterations with different settings do not add up."""
+        """How which gradients are accumulated: iterations with other settings cannot go on with them."""
         training = self.loop.body.training
         if training is None:
             return "no training"
-        dtypes = sorted({np.dtype(dtype).name for dtype in training.accumulator_dtypes.values()})
-        return f"{training.num_mini_batches} mini-batches, {training.reduction.name}, {', '.join(dtypes)}"
+        variables = training.optimizer.trained
+        described = ", ".join(
+            f"{name} {np.dtype(dtype).name}{list(variables[name].shape)}"
+            for name, dtype in sorted(training.accumulator_dtypes.items())
+        )
+        return f"{training.num_mini_batches} mini-batches, {training.reduction.name} of {described}"
 
     @property
     def outfeeds(self) -> list[Outfed]:
@@ -160,7 +164,8 @@ class LoopCall(_Call):
     def placement(self) -> CallPlacement:
         """What went where."""
         body = self.loop.body
-        return CallPlacement(self.name, *summarize(body.pipeline, self.loop.programs, body.shards))
+        summary = summarize(body.pipeline, self.loop.programs, body.shards, len(body.changing))
+        return CallPlacement(self.name, *summary, unit="iteration")
 
 
 Call: TypeAlias = PipelineCall | LoopCall

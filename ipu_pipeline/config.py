@@ -24,6 +24,7 @@ __all__ = [
     "is_selected",
     "reset_ipu_configuration",
     "select_automatically",
+    "selected_devices",
 ]
 
 
@@ -188,6 +189,13 @@ def select_automatically(needs: Iterable[tuple[int, int]]) -> None:
 def is_selected() -> bool:
     """Whether devices have been selected, in whatever way."""
     return _system is not None
+
+
+def selected_devices(ordinal: int) -> list[Any]:
+    """The JAX devices of `/device:IPU:<ordinal>` as selected so far; selects none."""
+    if _system is None or ordinal >= len(_system.groups):
+        return []
+    return _system.groups[ordinal]
 
 
 def devices_for(ordinal: int, number: int) -> list[Any]:

@@ -17,12 +17,14 @@ class CallPlacement:
     Attributes:
       name: its name.
       parts: its stages; of a loop, the runs of operations of one shard.
-      edges: what crosses per micro-batch, of a loop per iteration.
+      edges: what crosses.
+      unit: per what: "micro-batch", or of a loop "iteration".
     """
 
     name: str
     parts: tuple[Part, ...]
     edges: tuple[Edge, ...]
+    unit: str
 
 
 @dataclass(frozen=True)
@@ -61,8 +63,8 @@ class Placement:
             )
             for edge in call.edges
         ]
-        lines = [call.name, *_align(rows), "per micro-batch:", *_align(edges)]
-        return "\n".join(lines)
+        crossing = _align(edges) if call.edges else ["  nothing crosses"]
+        return "\n".join([call.name, *_align(rows), f"per {call.unit}:", *crossing])
 
 
 def _align(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -96,10 +96,8 @@ class Program:
         Example:
           print(program.placement())
         """
-        devices: Sequence[Any] = ()
-        if config.is_selected():
-            devices = config.devices_for(self._ipu_device, self.num_ipus)
-        return Placement(tuple(call.placement() for call in self.calls), tuple(map(str, devices)))
+        devices = tuple(map(str, config.selected_devices(self._ipu_device)))
+        return Placement(tuple(call.placement() for call in self.calls), devices)
 
     @property
     def placeholders(self) -> list[Placeholder]:

@@ -26,6 +26,7 @@ __all__ = [
     "dependents",
     "extract",
     "flatten",
+    "has_callbacks",
     "is_inlined",
     "lift_captures",
     "map_atoms",
@@ -165,6 +166,18 @@ def any_equation(equation: Equation) -> bool:
     """For `extract`: keep all effects."""
     del equation
     return True
+
+
+def has_callbacks(flat: FlatJaxpr) -> bool:
+    """Whether a jaxpr calls back into Python, at any depth; what Python raises then ends the program."""
+    return any(map(_calls_back, flat.equations))
+
+
+def _calls_back(equation: Equation) -> bool:
+    if "callback" in equation.primitive.name:  # pure_callback, io_callback, debug_callback
+        return True
+    bodies = jex_core.jaxprs_in_params(equation.params)
+    return any(_calls_back(inner) for body in bodies for inner in body.eqns)
 
 
 def map_atoms(known: dict[Var, Atom], atoms: Iterable[Atom]) -> list[Atom]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -105,6 +106,7 @@ class Loop:
         self._devices: list[Any] | None = None
         self._runner: OneProgram | Executor | None = None
         self._residence: Residence | None = None
+        self._place_feed: Callable[[Sequence[Any]], Any] | None = None
 
     @property
     def num_ipus(self) -> int:
@@ -121,21 +123,19 @@ class Loop:
         """Whether all operations are on one device."""
         return len(self.body.shards) == 1
 
-    def block_size(self, count: int | None) -> int:
+    def block_size(self, count: int) -> int:
         """How many iterations a call runs at most.
 
         Args:
-          count: how many there will be in all; None if that is not known.
+          count: how many may be run together; a compilation serves one size only.
         """
-        if not self.is_one_program:
+        if not isinstance(self._runner, OneProgram):
             return 1
         traced = self.body.pipeline
         stacked = traced.output_avals[self._num_not_stacked :]
         feed = traced.element[len(self.body.changing) :]
-        bytes_each = num_bytes([*stacked, *feed])
-        sizes = block_sizes(64 if count is None else max(count, 1), 1, bytes_each, self._block_bytes)
-        if isinstance(self._runner, OneProgram):
-            self._runner.stacker.set_capacity(sizes.capacity)
+        sizes = block_sizes(max(count, 1), 1, num_bytes([*stacked, *feed]), self._block_bytes)
+        self._runner.stacker.set_capacity(sizes.capacity)
         return sizes.capacity
 
     @property
@@ -157,7 +157,7 @@ class Loop:
         self._residence = residence = Residence(traced, self.updates, rows)
         first, last = self.body.num_read, self._num_not_stacked
         if self.is_one_program:
-            self._runner = OneProgram(
+            program = self._runner = OneProgram(
                 residence,
                 self.programs,
                 updated_every=self.updated_every,
@@ -165,10 +165,12 @@ class Loop:
                 carried=traced.outputs[first:last],
                 condition=None if self._condition is None else self._holds,
             )
+            self._place_feed = program.stacker.add
         else:
-            self._runner = Executor(
+            executor = self._runner = Executor(
                 residence, self.programs, self._timetable, 1, self.updated_every, True, True
             )
+            self._place_feed = functools.partial(executor.place_element, first=len(self.body.changing))
         return residence
 
     def place(self, state: LoopState) -> LoopState:
@@ -219,18 +221,25 @@ class Loop:
 
     def goes_on(self, inputs: Sequence[Any], changing: Sequence[Any]) -> bool:
         """Whether the condition holds; True without one. Waits for the values."""
-        return self._goes_on is None or bool(self._goes_on(list(inputs), list(changing)))
+        if self._goes_on is None:
+            return True
+        assert self._residence is not None
+        row = self._residence.rows[0]
+        placed = [placement.put_host_copies(values, row) for values in (inputs, changing)]
+        return bool(self._goes_on(*placed))
 
     def _holds(self, inputs: list[Any], changing: list[Any]) -> Any:
         assert self._condition is not None
         return self._condition(self.join_carried(inputs[len(self.body.captured) :], changing))
 
-    def place_feed(self, leaves: Sequence[Any]) -> Any:
-        """A micro-batch of the feed as `run` takes it. Safe to call from another thread."""
-        if isinstance(self._runner, Executor):
-            return self._runner.place_element(leaves, len(self.body.changing))
-        assert isinstance(self._runner, OneProgram)
-        return self._runner.stacker.add(leaves)
+    @property
+    def place_feed(self) -> Callable[[Sequence[Any]], Any]:
+        """Makes a micro-batch of the feed what `run` takes. Safe to call from another thread.
+
+        It is another function after `prepare` on other devices.
+        """
+        assert self._place_feed is not None
+        return self._place_feed
 
     def run(
         self,

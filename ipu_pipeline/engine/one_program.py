@@ -2,7 +2,7 @@
 
 The stage programs of a micro-batch are called one after another within it, so there is no dispatch per
 micro-batch, and XLA sees them together. A call handles a block: a stack of micro-batches, as many of them
-as its count says. Counts are traced, so blocks of any count share one compilation.
+as its count says. Counts are traced, so blocks of one capacity share one compilation.
 
 Loops run until the next weight update, then update, then start over. The update stands in a loop of one
 turn or none, which works in place; a conditional would copy what it may change.
@@ -10,6 +10,7 @@ turn or none, which works in place; a conditional would copy what it may change.
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_pipeline.engine import placement
+from ipu_pipeline.engine import jaxprs, placement
 from ipu_pipeline.engine.micro_batches import run_micro_batch
 from ipu_pipeline.engine.optimizer_tracing import UpdateKind
 from ipu_pipeline.engine.programs import StagePrograms
@@ -30,6 +31,7 @@ from ipu_pipeline.engine.updates import UpdateProgram
 __all__ = ["BlockResult", "BlockSizes", "OneProgram", "Position", "block_sizes"]
 
 _MAX_MICRO_BATCHES = 1024  # in a block, so that Ctrl-C does not wait long
+_MAX_IN_FLIGHT = 2  # blocks that the host runs ahead, whose feeds take memory
 
 
 class Position(NamedTuple):
@@ -136,6 +138,10 @@ class OneProgram:
             if value.kind == UpdateKind.OUTPUT
         }
         self.stacker = Stacker()
+        # Python may raise within the program, so the state before it must outlive it.
+        stages = self._traced.stages
+        self._has_callbacks = any(jaxprs.has_callbacks(stage.flat) for stage in stages)
+        self._in_flight: collections.deque[Any] = collections.deque()
         self._functions: dict[tuple[int, bool, bool], Callable[..., Any]] = {}
         self._peek = jax.jit(self._peek_outputs)
 
@@ -183,6 +189,7 @@ class OneProgram:
           is_part: whether no weight update falls into the block; then only what stages assign changes, and
             `state_leaves` are not needed.
         """
+        donate = donate and not self._has_callbacks
         row = self._residence.rows[0]
         changed = {spec.name for stage in self._traced.stages for spec in stage.assigned}
         if not is_part and self._update is not None:
@@ -198,6 +205,9 @@ class OneProgram:
         counts = np.array([*position, count], np.int32)
         given = (dict(accumulators), state, list(state_leaves), list(carried))
         made = function(*given, kept, placed, counts, list(feed))
+        self._in_flight.append(made[-1])
+        while len(self._in_flight) > (0 if self._has_callbacks else _MAX_IN_FLIGHT):
+            jax.block_until_ready(self._in_flight.popleft())
         return BlockResult({**variables, **made[1]}, made[2], made[0], *made[3:])
 
     def peek_outputs(
@@ -209,7 +219,7 @@ class OneProgram:
         position: Position,
         feed: Sequence[Any],
     ) -> list[Any]:
-        """What the last stage returns for the first micro-batch of a block, which does not run by this."""
+        """What the last stage returns for the first micro-batch of a block, without any effects."""
         placed = placement.put_host_copies([*inputs, key], self._residence.rows[0])
         counts = np.array([*position, 1], np.int32)
         outputs: list[Any] = self._peek(dict(variables), list(carried), placed, counts, list(feed))
@@ -347,13 +357,15 @@ class OneProgram:
         accumulators = {
             spec.name: jnp.zeros(spec.shape, spec.dtype) for spec in self._traced.variables.values()
         }
-        found = run_micro_batch(
-            self._traced,
-            self._programs,
-            variables,
-            accumulators,
-            random,
-            [*inputs, *element],
-            len(inputs),
-        )[2]
-        return [found[source] for source in self._traced.outputs]
+
+        def outputs(variables: dict[str, Any], random: Any, given: list[Any]) -> list[Any]:
+            found = run_micro_batch(
+                self._traced, self._programs, variables, accumulators, random, given, len(inputs)
+            )[2]
+            return [found[source] for source in self._traced.outputs]
+
+        arguments = (variables, random, [*inputs, *element])
+        flat = jaxprs.flatten(jax.make_jaxpr(outputs)(*arguments))
+        program = jaxprs.extract(flat, flat.outputs)  # prints and the like run with the block
+        values = dict(zip(flat.inputs, jax.tree.leaves(arguments), strict=True))
+        return program(*(values[var] for var in program.inputs))

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import optax
-from jax.extend import core as jex_core
 
 from ipu_pipeline.engine import jaxprs
 from ipu_pipeline.engine.programs import Reduction
@@ -76,16 +75,6 @@ class TracedOptimizer:
     state_paths: tuple[Any, ...]
     state_avals: tuple[jax.ShapeDtypeStruct, ...]
 
-    @property
-    def needed_outputs(self) -> tuple[int, ...]:
-        """Which of the last stage's outputs `update` reads."""
-        wanted = [
-            atom for equation in self.update.equations for atom in equation.invars
-        ] + self.update.outputs
-        read = {atom for atom in wanted if not isinstance(atom, jex_core.Literal)}
-        labels = {self.labels[var] for var in self.update.inputs if var in read}
-        return tuple(sorted(label.key for label in labels if label.kind == UpdateKind.OUTPUT))
-
 
 def trace_optimizer(
     optimizer: Optimizer,
@@ -99,8 +88,8 @@ def trace_optimizer(
 
     Args:
       optimizer: an Optax transformation; or a function of the last stage's outputs (see
-        `stages.as_arguments`) that returns one, or
-        a pair of one and a dict of extra arguments for its `update`.
+        `stages.as_arguments`) that returns one, or a pair of one and a dict of extra arguments for its
+        `update`.
       trained: the variables to update, by full name.
       output_tree: structure of what the last stage returns.
       output_avals: shapes and dtypes of its leaves.
@@ -158,7 +147,7 @@ def trace_optimizer(
         made, extra = transformation(outputs)
         gradients = dict(accumulators)
         if reduction is Reduction.MEAN:
-            gradients = {name: acc / count.astype(acc.dtype) for name, acc in gradients.items()}
+            gradients = {name: _divide(acc, count) for name, acc in gradients.items()}
         gradients = {name: value.astype(trained[name].dtype) for name, value in gradients.items()}
         state = jax.tree.unflatten(state_tree, state_leaves)
         changes, new_state = made.update(gradients, state, parameters, **extra)
@@ -200,6 +189,11 @@ def trace_optimizer(
         tuple(paths),
         tuple(state_avals),
     )
+
+
+def _divide(accumulator: jax.Array, count: jax.Array) -> jax.Array:
+    wide = jnp.promote_types(accumulator.dtype, jnp.float32)  # counts need not fit 16 bits
+    return accumulator.astype(wide) / count.astype(wide)
 
 
 def check_optimizer_captures(

@@ -81,8 +81,8 @@ class Pipeline:
           describe_capture: the name of a value from outside the stages, for the error about it.
           gradient_map: returns, once the stages have been traced, None or a function of a gradient and its
             variable; it is applied to each micro-batch's gradients, before accumulation.
-          collect_outputs: False keeps what the last stage returns for the first and last micro-batch at
-            most, which saves memory where only losses are wanted.
+          collect_outputs: False leaves what the last stage returns out of `StepOutputs`, which saves memory
+            where only losses are wanted.
           block_bytes: with all stages on one device, how much of it the micro-batches that are handled by
             one call, and their outputs, may take.
 
@@ -181,7 +181,7 @@ class Pipeline:
 
         Raises:
           ValueError: the pipeline was traced before, with other shapes or dtypes.
-          Others: see `stages.trace` and `updates.trace_updates`.
+          Others: see `stages.trace`, `optimizer_tracing.trace_optimizer` and `updates.cut_updates`.
         """
         element = jax.tree.map(as_shape, micro_batch)
         input_shapes = tuple(jax.tree.map(as_shape, value) for value in inputs)
@@ -331,9 +331,10 @@ class Pipeline:
         """
         iterator = iter(micro_batches)
         if self._traced is None:
-            first = next(iterator, None)
-            if first is None:
-                raise OutOfRangeError(self._describe_shortage(0))
+            try:
+                first = next(iterator)
+            except StopIteration:
+                raise OutOfRangeError(self._describe_shortage(0)) from None
             self.trace(first, *inputs)
             iterator = _chain(first, iterator)
         executor = self.prepare()
@@ -356,7 +357,8 @@ class Pipeline:
         outputs, losses = [], []
         for part in collected:
             found, loss = _unstack(part)
-            outputs += [self.traced.output_tree.unflatten(leaves) for leaves in found]
+            if self._collect_outputs:
+                outputs += [self.traced.output_tree.unflatten(leaves) for leaves in found]
             losses += loss
         return new_state, StepOutputs(outputs, losses)
 

@@ -189,13 +189,16 @@ def accumulate(program: StageProgram, reduction: Reduction) -> StageProgram:
         results = program.function(*rest[: len(inner_arguments)])
         taken = []
         for accumulator, (place, _value) in zip(accumulators, places, strict=True):
-            gradient = results[place].astype(accumulator.dtype)
+            gradient = results[place]
             if reduction is Reduction.RUNNING_MEAN:
-                number = rest[-1].astype(accumulator.dtype)
+                # In 16 bits, counts would soon be rounded.
+                wide = jnp.promote_types(accumulator.dtype, jnp.float32)
+                number = rest[-1].astype(wide)
                 share = 1 / (number + 1)
-                taken.append(accumulator * (number * share) + gradient * share)
+                mean = accumulator.astype(wide) * (number * share) + gradient.astype(wide) * share
+                taken.append(mean.astype(accumulator.dtype))
             else:
-                taken.append(accumulator + gradient)
+                taken.append(accumulator + gradient.astype(accumulator.dtype))
         return [*taken, *(results[place] for place, _values in kept)]
 
     return StageProgram(

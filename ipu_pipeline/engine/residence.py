@@ -17,6 +17,9 @@ from ipu_pipeline.engine.updates import UpdateProgram, Updates
 __all__ = ["Residence"]
 
 
+_MAX_CONSTANTS = 4096  # per row; loops count their iterations without end
+
+
 class Residence:
     """Puts variables, optimizer state and accumulators on the rows of their stages."""
 
@@ -137,9 +140,10 @@ class Residence:
         return placement.put([find(value) for value in program.arguments], row)
 
     def constant(self, number: int, row: Row) -> Any:
-        """An int32 scalar on a row, made once."""
+        """An int32 scalar on a row; small ones are made once."""
         known = self._constants.get((row.ipu, number))
         if known is None:
             (known,) = placement.put([np.int32(number)], row)
-            self._constants[row.ipu, number] = known
+            if number < _MAX_CONSTANTS:
+                self._constants[row.ipu, number] = known
         return known

@@ -39,7 +39,8 @@ class Edge:
     """What goes from one IPU to another, per micro-batch.
 
     Attributes:
-      source: the IPU that sends; None for the host's feed.
+      source: the IPU that sends; None for the host's feed. What a loop carries into the next iteration
+        comes from the last stage's IPU.
       target: the IPU that receives.
       num_forward_bytes: values on their way to later operations.
       num_backward_bytes: gradients on their way back.
@@ -52,7 +53,10 @@ class Edge:
 
 
 def summarize(
-    traced: TracedPipeline, programs: Sequence[StagePrograms], ipus: Sequence[int]
+    traced: TracedPipeline,
+    programs: Sequence[StagePrograms],
+    ipus: Sequence[int],
+    num_carried: int = 0,
 ) -> tuple[tuple[Part, ...], tuple[Edge, ...]]:
     """Describes a traced pipeline or loop.
 
@@ -60,6 +64,7 @@ def summarize(
       traced: the pipeline, or the body of the loop.
       programs: the programs of its stages.
       ipus: the IPU of each stage.
+      num_carried: how many leaves at the beginning of a micro-batch are carried by a loop.
 
     Returns:
       The parts in order, and the edges with anything on them, by source and target, the feed first.
@@ -81,7 +86,9 @@ def summarize(
     backward: dict[tuple[int | None, int], list[Any]] = {}
 
     def ipu_of(source: Source) -> int | None:
-        return ipus[source.stage] if source.kind == "output" else None
+        if source.kind == "output":
+            return ipus[source.stage]
+        return ipus[-1] if source.index < num_carried else None
 
     def read(source: Source, target: int) -> None:
         if source.kind != "input" and ipu_of(source) != target:

@@ -191,7 +191,7 @@ def initial_value(spec: VariableSpec, key: jax.Array) -> jax.Array:
       ValueError: the initializer returns another shape or dtype.
     """
     own_key = jax.random.fold_in(key, np.uint32(names.hash_name(spec.name)))
-    value = jnp.asarray(spec.initializer(own_key, spec.shape, spec.dtype))
+    value = jnp.array(spec.initializer(own_key, spec.shape, spec.dtype))  # a copy: updates take its memory
     if value.shape != spec.shape or value.dtype != spec.dtype:
         raise ValueError(
             f"The initializer of variable {spec.name} must return {spec.dtype.name}{list(spec.shape)}; "
