@@ -1,4 +1,4 @@
-"""Trains tutorial steps 3 and 4 on MNIST from several seeds, and checks losses and accuracy.
+"""Trains the tutorial's programs on MNIST from several seeds, and checks losses and accuracy.
 
     python scripts/mnist_seeds.py --data-dir FOLDER
 
@@ -13,12 +13,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-ANSWERS = Path(__file__).resolve().parent.parent / "answers"
+ROOT = Path(__file__).resolve().parent.parent
 RUNS = {
-    "step3": ("step3_pipelining.py", []),
-    "step4": ("step4_configurable_stages.py", []),
+    "step1": ("tutorial/step1_single_ipu.py", []),
+    "step2": ("answers/step2_sharding.py", []),
+    "step3": ("answers/step3_pipelining.py", []),
+    "step4": ("answers/step4_configurable_stages.py", []),
     "four stages": (
-        "step4_configurable_stages.py",
+        "answers/step4_configurable_stages.py",
         ["--splits", "dense128", "dense64", "dense32"],
     ),
 }
@@ -26,7 +28,7 @@ RUNS = {
 
 def run(program: str, options: list[str]) -> tuple[dict[int, float], float]:
     """The printed mean losses by step, and the test accuracy."""
-    command = [sys.executable, str(ANSWERS / program), *options]
+    command = [sys.executable, str(ROOT / program), *options]
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     losses = {int(step): float(loss) for step, loss in re.findall(r"Step (\d+),.*loss: (\S+)", output)}
     accuracy = re.search(r"Test accuracy: (\S+)", output)

@@ -2,9 +2,6 @@
 
 import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,30 +10,9 @@ import optax
 import pytest
 
 from ipu_pipeline import datasets, tutorial_support
+from tests.programs import STEP1, STEP2, STEP3, STEP4, printed_losses, record, run
 
-ROOT = Path(__file__).parent.parent
-STEP3 = "answers/step3_pipelining.py"
-STEP4 = "answers/step4_configurable_stages.py"
 FOUR_STAGES = ("--splits", "dense256", "dense128", "dense64")
-
-
-def run(program, *options, code=0):
-    environment = {key: value for key, value in os.environ.items() if key != datasets.DATA_DIR_VARIABLE}
-    result = subprocess.run(
-        [sys.executable, program, *options],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=300,
-        env=environment,
-        check=False,
-    )
-    assert result.returncode == code, result.stdout + result.stderr
-    return result.stdout if code == 0 else result.stderr
-
-
-def losses(output):
-    return {int(step): float(loss) for step, loss in re.findall(r"Step (\d+), .*loss: (\S+)", output)}
 
 
 @pytest.mark.long
@@ -79,7 +55,7 @@ def test_output_of_step_4_with_four_stages():
         "Issuing stage 3 layer logits",
         "Issuing stage 3 layer cel",
     ]
-    assert list(losses(output)) == [0, 10, 20, 21]
+    assert list(printed_losses(output)) == [0, 10, 20, 21]
     accuracy = re.search(r"Test accuracy: (\S+)", output)
     assert float(accuracy.group(1)) >= 0.95
     assert lines[-1] == "Program ran successfully"
@@ -125,31 +101,6 @@ def test_number_of_steps(capsys):
 
 
 MNIST_STEPS = 31
-TRAIN = """
-import runpy, sys
-import numpy as np
-from ipu_pipeline import session, tutorial_support
-found = {"losses": []}
-class Session(session.Session):
-    def run(self, fetch, feed_dict=None):
-        if "start" not in found:
-            super().run(session.global_variables_initializer())
-            found["start"] = self.variables
-        return super().run(fetch, feed_dict)
-import ipu_pipeline
-ipu_pipeline.Session = Session
-original = tutorial_support.train
-def train(run_step, *rest):
-    def recorded():
-        losses = run_step()
-        found["losses"].append(losses)
-        return losses
-    original(recorded, *rest)
-tutorial_support.train = train
-target, program, *sys.argv[1:] = sys.argv[1:]
-runpy.run_path(program, run_name="__main__")
-np.savez(target, losses=np.stack(found["losses"]), **found["start"])
-"""
 
 
 @pytest.fixture(scope="module")
@@ -197,6 +148,8 @@ def plain_losses(start, mnist, seed):
 @pytest.mark.parametrize(
     ("program", "options"),
     [
+        (STEP1, ()),
+        (STEP2, ()),
         (STEP3, ("--schedule", "Grouped")),
         (STEP4, ("--schedule", "Interleaved", "--splits", "dense128")),
         (STEP4, ("--schedule", "Sequential", "--splits", "dense128", "dense64", "dense32")),
@@ -204,21 +157,14 @@ def plain_losses(start, mnist, seed):
 )
 def test_mnist_agrees_with_plain_jax(program, options, mnist, tmp_path):
     seed = 4
-    target = tmp_path / "found.npz"
-    output = subprocess.run(
-        [sys.executable, "-c", TRAIN, str(target), program, *options]
-        + ["--dataset", "mnist", "--steps", str(MNIST_STEPS), "--seed", str(seed)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=300,
-        check=True,
-    ).stdout
-    with np.load(target) as archive:
-        start = {name: archive[name] for name in archive.files if name != "losses"}
-        actual = archive["losses"].mean(axis=1)
+    output, losses, start = record(
+        *(tmp_path / "found.npz", program, *options),
+        *("--dataset", "mnist", "--data-dir", os.environ[datasets.DATA_DIR_VARIABLE]),
+        *("--steps", str(MNIST_STEPS), "--seed", str(seed)),
+    )
+    actual = losses.mean(axis=1)
     expected = plain_losses(start, mnist, seed).mean(axis=1)
-    printed = losses(output)
+    printed = printed_losses(output)
     assert list(printed) == [0, 10, 20, 30]
     np.testing.assert_allclose(actual[list(printed)], expected[list(printed)], rtol=1e-4)
     np.testing.assert_allclose(list(printed.values()), expected[list(printed)], atol=6e-4)

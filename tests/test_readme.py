@@ -35,7 +35,8 @@ def test_example():
 
 
 def test_links_lead_somewhere():
-    for page in (ROOT / "README.md", ROOT / "docs" / "design.md"):
+    pages = ["README.md", "CONTRIBUTING.md", "docs/design.md", "tutorial/README.md"]
+    for page in [ROOT / name for name in pages]:
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
             assert (page.parent / target).exists(), target
 

@@ -49,7 +49,7 @@ def main() -> None:
     print(data_line)
     num_examples = len(data.train_images)
 
-    # The queues between the host and the IPU.
+    # The queues between the host and the device.
     batches = datasets.TrainingBatches(data.train_images, data.train_labels, args.batch_size, args.seed)
     infeed_queue = ipu.ipu_infeed_queue.IPUInfeedQueue(batches)
     outfeed_queue = ipu.ipu_outfeed_queue.IPUOutfeedQueue()

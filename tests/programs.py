@@ -1,0 +1,82 @@
+"""The tutorial's programs, run as a reader runs them."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from ipu_pipeline import datasets
+
+ROOT = Path(__file__).parent.parent
+STEP1 = "tutorial/step1_single_ipu.py"
+STEP2 = "answers/step2_sharding.py"
+STEP3 = "answers/step3_pipelining.py"
+STEP4 = "answers/step4_configurable_stages.py"
+
+_RECORD = """
+import runpy, sys
+import numpy as np
+from ipu_pipeline import session, tutorial_support
+found = {"losses": []}
+class Session(session.Session):
+    def run(self, fetch, feed_dict=None):
+        if "start" not in found:
+            super().run(session.global_variables_initializer())
+            found["start"] = self.variables
+        return super().run(fetch, feed_dict)
+import ipu_pipeline
+ipu_pipeline.Session = Session
+original = tutorial_support.train
+def train(run_step, *rest):
+    def recorded():
+        losses = run_step()
+        found["losses"].append(losses)
+        return losses
+    original(recorded, *rest)
+tutorial_support.train = train
+target, program, *sys.argv[1:] = sys.argv[1:]
+runpy.run_path(program, run_name="__main__")
+np.savez(target, losses=np.stack(found["losses"]), **found["start"])
+"""
+
+
+def start(*arguments):
+    """Runs Python in the repository's root, without MNIST's folder in the environment."""
+    environment = {key: value for key, value in os.environ.items() if key != datasets.DATA_DIR_VARIABLE}
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=300,
+        env=environment,
+        check=False,
+    )
+
+
+def run(program, *options, code=0):
+    """What a program prints; with another code than 0, its errors."""
+    result = start(program, *options)
+    assert result.returncode == code, result.stdout + result.stderr
+    return result.stdout if code == 0 else result.stderr
+
+
+def record(target, program, *options):
+    """Runs a program, with its arrays going to a file.
+
+    Returns:
+      What it prints, its losses [steps, micro-batches], and the variables at the start by full name.
+    """
+    result = start("-c", _RECORD, target, program, *options)
+    assert result.returncode == 0, result.stdout + result.stderr
+    with np.load(target) as archive:
+        variables = {name: archive[name] for name in archive.files if name != "losses"}
+        return result.stdout, archive["losses"], variables
+
+
+def printed_losses(output):
+    """The mean loss of each step that is printed."""
+    return {int(step): float(loss) for step, loss in re.findall(r"Step (\d+), .*loss: (\S+)", output)}
