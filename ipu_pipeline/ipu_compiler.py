@@ -26,8 +26,8 @@ def compile(fn: Callable[..., Any], inputs: Sequence[Any] | None = None) -> Prog
     It does not start JAX's backend; XLA compiles when the program first runs.
 
     Args:
-      fn: takes one array per input. It calls `pipelining_ops.pipeline`, may compute before, between and
-        after pipelines, and returns what `Session.run` is to return.
+      fn: takes one array per input. It calls `pipelining_ops.pipeline` or `loops.repeat`, may compute
+        before, between and after them, and returns what `Session.run` is to return.
       inputs: placeholders, or values that are the same in every run. One alone need not be in a list.
 
     Returns:

@@ -6,6 +6,7 @@ import collections
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
 from typing import Any, NamedTuple
 
 import jax
@@ -51,7 +52,8 @@ class IPUInfeedQueue:
             iterator. A data source of tensorflow-datasets, a grain data set or loader, a
             tf.data.Dataset and a torch DataLoader are such; an array is what NumPy can make one of.
             A tuple or list becomes positional arguments of the first stage, a dict keyword arguments.
-          prefetch_depth: how many elements are fetched ahead, 1..255.
+          prefetch_depth: how many elements are fetched ahead, 1..255. A program on one device takes blocks
+            of elements, and of these one is fetched ahead where it is larger.
 
         Raises:
           TypeError: the data set cannot be iterated over, or only once.
@@ -79,6 +81,11 @@ class IPUInfeedQueue:
         self._finalizer: weakref.finalize[..., IPUInfeedQueue] | None = None
         self._is_initializer_taken = False
         self._deleted = False
+
+    @property
+    def prefetch_depth(self) -> int:
+        """How many elements are fetched ahead."""
+        return self._prefetch_depth
 
     @property
     def initializer(self) -> InfeedOperation:
@@ -123,8 +130,8 @@ class IPUInfeedQueue:
         """How many arrays an element has."""
         return len(jax.tree.leaves(self.element))
 
-    def initialize(self) -> None:
-        """Starts over at the beginning of the data set."""
+    def initialize(self) -> object:
+        """Starts over at the beginning of the data set. Returns what `delete` knows this pass by."""
         if self._feeder is not None:
             self._feeder.discard()
         element = self.element
@@ -138,9 +145,16 @@ class IPUInfeedQueue:
         if self._finalizer is not None:
             self._finalizer.detach()
         self._finalizer = weakref.finalize(self, self._feeder.stop)  # also when Python ends
+        return self._feeder
 
-    def delete(self) -> None:
-        """Ends the infeed; it can be initialized again."""
+    def delete(self, only: object = None) -> None:
+        """Ends the infeed; it can be initialized again.
+
+        Args:
+          only: from `initialize`: nothing happens if it was initialized again since.
+        """
+        if only is not None and only is not self._feeder:
+            return
         if self._feeder is not None:
             self._feeder.discard()
         self._feeder = None
@@ -158,18 +172,23 @@ class IPUInfeedQueue:
           RuntimeError: it was not initialized, or was ended by its deleter.
         """
         if self._feeder is None:
-            state = "was ended by its `deleter`" if self._deleted else "has not been initialized"
+            state = (
+                "was ended, by its `deleter` or with its session"
+                if self._deleted
+                else "has not been initialized"
+            )
             raise RuntimeError(
                 f"The infeed {state}. Run its initializer first: session.run(infeed_queue.initializer)."
             )
 
-    def connect(self, place: Place, num_taken: int = 1, may_give_back: bool = False) -> Take:
+    def connect(self, place: Place, num_taken: int = 1, is_tentative: bool = False) -> Take:
         """Starts the thread.
 
         Args:
           place: puts the leaves of an element on devices. Called in the thread.
           num_taken: how many elements will be taken at once; so many at least are fetched ahead.
-          may_give_back: whether `give_back` will be called; what was taken is kept for that.
+          is_tentative: whether not all that is taken may be needed: then what has been fetched is taken
+            without waiting for more, and kept for `give_back`.
 
         Returns:
           A function that takes up to so many elements, and one at least: it returns what `place` made of
@@ -181,7 +200,7 @@ class IPUInfeedQueue:
         """
         self.check_initialized()
         assert self._feeder is not None
-        self._feeder.start(place, max(self._prefetch_depth, num_taken), may_give_back)
+        self._feeder.start(place, max(self._prefetch_depth, num_taken), is_tentative)
         return self._feeder.take
 
     def give_back(self, count: int) -> None:
@@ -204,6 +223,7 @@ class _Entry(NamedTuple):
     placed: Any
     place: Place
     error: BaseException | None
+    traceback: TracebackType | None = None
 
 
 class _Feeder:
@@ -223,7 +243,7 @@ class _Feeder:
         # What follows is read and written with the condition held.
         self._buffer: collections.deque[_Entry] = collections.deque()
         self._depth = 1
-        self._may_give_back = False
+        self._is_tentative = False
         self._taken: list[_Entry] = []  # at the last call of `take`, if it may be given back
         self._has_wide_dtypes = False
         self._place: Place | None = None
@@ -232,11 +252,11 @@ class _Feeder:
         self._is_stopping = False
         self._is_given_up = False
 
-    def start(self, place: Place, depth: int, may_give_back: bool) -> None:
+    def start(self, place: Place, depth: int, is_tentative: bool) -> None:
         with self._condition:
             self._place = place
             self._depth = depth
-            self._may_give_back = may_give_back
+            self._is_tentative = is_tentative
             self._taken = []
             self._has_wide_dtypes = jax.config.jax_enable_x64  # type: ignore[attr-defined]  # set dynamically
             self._condition.notify_all()
@@ -265,7 +285,8 @@ class _Feeder:
 
     def take(self, wanted: int) -> list[Any]:
         with self._condition:
-            while len(self._buffer) < wanted and not self._has_ended():
+            at_least = 1 if self._is_tentative else wanted
+            while len(self._buffer) < at_least and not self._has_ended():
                 if not self._is_running and not self._buffer:
                     raise RuntimeError("The infeed was stopped, by its deleter or its session's end.")
                 if not self._is_running:
@@ -273,10 +294,10 @@ class _Feeder:
                 self._condition.wait()
             error = self._buffer[0].error
             if error is not None:  # it stays: whoever asks again gets the same answer
-                raise error
+                raise error.with_traceback(self._buffer[0].traceback)  # raising it again would add to it
             num_taken = min(wanted, len(self._buffer) - self._has_ended())
             taken = [self._buffer.popleft() for _element in range(num_taken)]
-            if self._may_give_back:
+            if self._is_tentative:
                 self._taken = taken
             place = self._place
             self._condition.notify_all()
@@ -286,7 +307,8 @@ class _Feeder:
 
     def give_back(self, count: int) -> None:
         with self._condition:
-            self._buffer.extendleft(reversed(self._taken[-count:]))
+            first = len(self._taken) - count
+            self._buffer.extendleft(reversed(self._taken[first:]))
             self._taken = []
 
     def _has_ended(self) -> bool:
@@ -323,7 +345,7 @@ class _Feeder:
             )
         except BaseException as raised:  # whatever the data set raises belongs to the caller of `run`
             error = raised
-        return _Entry((), (), place, error)
+        return _Entry((), (), place, error, error.__traceback__)
 
     def _check(self, element: Any) -> list[Any]:
         leaves, tree = jax.tree.flatten(element)

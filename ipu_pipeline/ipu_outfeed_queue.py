@@ -176,7 +176,7 @@ class IPUOutfeedQueue:
           wait_for_completion: True has no effect and warns: `run` has completed when it returns.
 
         Returns:
-          The operation. Run, it returns the element's structure, with lists for tuples: in mode ALL
+          The operation. Run, it returns the element's structure, with a list for a tuple: in mode ALL
           each leaf has a new first axis, over the elements since the last dequeue, which has size 0 if
           there were none; in mode LAST it is the last element.
         """

@@ -21,6 +21,8 @@ from ipu_pipeline.placeholders import Placeholder, as_traced_inputs
 
 __all__ = ["repeat", "while_loop"]
 
+_MAX_INT32 = 2**31 - 1
+
 
 def repeat(
     n: Any,
@@ -36,8 +38,9 @@ def repeat(
     Args:
       n: how many times, from 0: an integer, or a traced integer scalar.
       body: takes the inputs and then the infeed's element, returns the inputs of the next iteration, with
-        the same shapes and dtypes. Training steps (`minimize`) and `enqueue` operations may be returned
-        anywhere among them, or not at all: what was recorded runs. It may read values from outside.
+        the same structure, shapes and dtypes. Training steps (`minimize`) and `enqueue` operations may be
+        returned anywhere among them, or not at all: what was recorded runs. It may read values from
+        outside.
       inputs: the inputs of the first iteration: arrays, or pytrees of them, in a list; one alone need not
         be in a list.
       infeed_queue: dequeued once an iteration.
@@ -72,7 +75,8 @@ def while_loop(
         variables, random keys or values from outside.
       body: as for `repeat`.
       loop_vars: the loop variables before the first iteration, at least one, as `inputs` of `repeat`.
-      infeed_queue: dequeued once an iteration.
+      infeed_queue: dequeued once an iteration. On one device, elements that its `prefetch_depth` has
+        fetched ahead are handled together; those that the loop did not need come first in the next run.
 
     Returns:
       The loop variables after the last iteration, as `repeat` does.
@@ -111,7 +115,7 @@ def _loop(
             f"{what} was called within a computational stage or the body of a loop; use jax.lax.scan or "
             "jax.lax.fori_loop there."
         )
-    leaves, tree = as_traced_inputs(inputs)
+    leaves, tree = as_traced_inputs(inputs, f"{what}: {'inputs' if cond is None else 'loop_vars'}")
     num_inputs = tree.num_leaves
     if cond is not None and not num_inputs:
         raise ValueError(f"{what}: loop_vars must have at least one variable, for cond to look at.")
@@ -128,8 +132,7 @@ def _loop(
 
     def call(carried: list[Any], fed: Any) -> list[Any]:
         args, kwargs = as_arguments(fed)
-        returned = body(*jax.tree.unflatten(tree, carried), *args, **kwargs)
-        return [leaf for leaf in jax.tree.leaves(returned) if not isinstance(leaf, Operation)]
+        return _new_inputs(body(*jax.tree.unflatten(tree, carried), *args, **kwargs), tree, place)
 
     traced = trace_body(call, avals, element, builder.names, place)
     condition = None if cond is None else _trace_condition(cond, tree, avals, what)
@@ -146,6 +149,44 @@ def _loop(
     return results[0] if len(results) == 1 else results
 
 
+_REMOVED = object()
+
+
+def _new_inputs(returned: Any, tree: Any, place: str) -> list[Any]:
+    """The leaves of what a body returned, without operations.
+
+    Raises:
+      ValueError: the rest has not the structure of the inputs.
+    """
+    values = list(returned) if isinstance(returned, (tuple, list)) else [returned]
+    kept = [value for value in map(_without_operations, values) if value is not _REMOVED]
+    leaves, found = jax.tree.flatten(kept)
+    if found == tree or len(leaves) != tree.num_leaves:  # another number is an error with the shapes
+        return leaves
+    raise ValueError(
+        f"{place} must return its inputs' structure, {_describe(tree)}, besides operations; it returns "
+        f"{_describe(found)}."
+    )
+
+
+def _without_operations(value: Any) -> Any:
+    """A value without the operations in it; _REMOVED if nothing is left, and for None."""
+    if value is None or isinstance(value, Operation):
+        return _REMOVED
+    if type(value) in (tuple, list) and value:
+        kept = [inner for inner in map(_without_operations, value) if inner is not _REMOVED]
+        return type(value)(kept) if kept else _REMOVED
+    if type(value) is dict and value:
+        inner = {key: _without_operations(part) for key, part in value.items()}
+        kept_items = {key: part for key, part in inner.items() if part is not _REMOVED}
+        return kept_items or _REMOVED
+    return value
+
+
+def _describe(tree: Any) -> str:
+    return str(jax.tree.unflatten(tree, ["*"] * tree.num_leaves)).replace("'*'", "*")
+
+
 def _check_count(n: Any) -> Any:
     if isinstance(n, Placeholder):
         n.refuse_capture()
@@ -157,8 +198,8 @@ def _check_count(n: Any) -> Any:
         return n
     if not isinstance(n, (int, np.integer)) or isinstance(n, bool):
         raise TypeError(f"ipu.loops.repeat: n must be an integer; got {n!r}.")
-    if n < 0:
-        raise ValueError(f"ipu.loops.repeat: n must be at least 0; got {n}.")
+    if not 0 <= n <= _MAX_INT32:
+        raise ValueError(f"ipu.loops.repeat: n must be from 0 to {_MAX_INT32}; got {n}.")
     return int(n)
 
 

@@ -38,12 +38,17 @@ class _Optimizer:
         self.name = name
 
     def minimize(
-        self, loss: jax.Array, var_list: Sequence[str] | None = None, name: str | None = None
+        self,
+        loss: jax.Array,
+        global_step: None = None,
+        var_list: Sequence[str] | None = None,
+        name: str | None = None,
     ) -> Operation:
         """Records a training step in the body of a loop; it runs whether its operation is returned or not.
 
         Args:
           loss: a traced floating-point scalar.
+          global_step: only None: the session counts weight updates, see `Session.update_count`.
           var_list: full names of the variables to train; None: all trainable ones that the body has asked
             for so far.
           name: the optimizer's state is kept under it; by default the optimizer's name. A second training
@@ -60,6 +65,11 @@ class _Optimizer:
         """
         what = f"{type(self).__name__}.minimize"
         frame, recorder = current_recorder(what, "A pipeline gets its optimizer by `optimizer_function`.")
+        if global_step is not None:
+            raise ValueError(
+                "minimize: global_step must be None, since the session counts weight updates "
+                f"(Session.update_count); got {global_step!r}."
+            )
         loss = jnp.asarray(loss)
         if loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
             raise ValueError(
@@ -244,6 +254,8 @@ def _find_trained(
     trainable = {name: spec for name, spec in known.items() if spec.trainable}
     if isinstance(var_list, str):
         raise ValueError(f"minimize: var_list must be a list of full names; got the string {var_list!r}.")
+    if var_list is not None and not var_list:
+        raise ValueError("No variables to optimize: var_list is empty; None trains all.")
     for name in var_list or ():
         if name not in trainable:
             fault = "is not trainable" if name in known else "does not exist"
@@ -260,11 +272,11 @@ def _find_trained(
 def _find_dtypes(dtype: Any, trained: Mapping[str, VariableSpec]) -> dict[str, np.dtype[Any]]:
     if dtype is None:
         return {name: spec.dtype for name, spec in trained.items()}
+    is_function = callable(dtype) and not isinstance(dtype, type)
+    wanted = {name: dtype(spec) if is_function else dtype for name, spec in trained.items()}
     return {
-        name: _check_dtype(
-            dtype(spec) if callable(dtype) and not isinstance(dtype, type) else dtype, "dtype"
-        )
-        for name, spec in trained.items()
+        name: trained[name].dtype if own is None else _check_dtype(own, "dtype")
+        for name, own in wanted.items()
     }
 
 

@@ -35,8 +35,8 @@ class Placeholder:
         """
         raise ValueError(
             f"Trying to capture the tensor {self.name} ({self!r}). A placeholder has a value only as an "
-            "argument: give it to ipu_compiler.compile in `inputs`, and pass what the function then gets "
-            "to a pipeline's stages through `inputs`."
+            "argument: give it to ipu_compiler.compile in `inputs`, and use what the function then gets. "
+            "To a pipeline's stages it goes through `inputs`."
         )
 
     @property
@@ -101,17 +101,19 @@ def cast_exactly(array: np.ndarray[Any, Any], dtype: Any, what: str) -> np.ndarr
     if is_numeric and not (array.dtype.kind == "c" and dtype.kind != "c"):
         with np.errstate(all="ignore"):
             cast = array.astype(dtype)
-        if dtype.kind not in "biu" or np.array_equal(cast, array):
+        overflows = dtype.kind in "fc" and bool(np.any(np.isinf(cast) & ~np.isinf(array)))
+        if np.array_equal(cast, array) if dtype.kind in "biu" else not overflows:
             return cast
     raise ValueError(f"{what}, of dtype {array.dtype}, does not fit {dtype.name}.")
 
 
-def as_traced_inputs(inputs: Any) -> tuple[list[Any], Any]:
+def as_traced_inputs(inputs: Any, what: str = "inputs") -> tuple[list[Any], Any]:
     """The `inputs` argument of a pipeline or loop.
 
     Args:
       inputs: arrays, traced or not, or pytrees of them, in a list; one alone need not be in a list; None
         for none.
+      what: what errors call the argument.
 
     Returns:
       The leaves as arrays of dtypes that JAX has, and the structure of the list.
@@ -125,18 +127,18 @@ def as_traced_inputs(inputs: Any) -> tuple[list[Any], Any]:
     elif not isinstance(inputs, (list, tuple)):
         inputs = [inputs]
     leaves, tree = jax.tree.flatten(list(inputs))
-    return [_as_array(index, leaf) for index, leaf in enumerate(leaves)], tree
+    return [_as_array(f"{what}: leaf {index}", leaf) for index, leaf in enumerate(leaves)], tree
 
 
-def _as_array(index: int, leaf: Any) -> Any:
+def _as_array(what: str, leaf: Any) -> Any:
     if isinstance(leaf, jax.Array):  # traced values included
         return leaf
     if isinstance(leaf, Placeholder):
         leaf.refuse_capture()
     array = np.asarray(leaf)
     if array.dtype.kind in "OUSMm":
-        raise TypeError(f"inputs: leaf {index} must be an array; got {type(leaf).__name__}.")
-    return cast_exactly(array, jax.dtypes.canonicalize_dtype(array.dtype), f"inputs: leaf {index}")
+        raise TypeError(f"{what} must be an array; got {type(leaf).__name__}.")
+    return cast_exactly(array, jax.dtypes.canonicalize_dtype(array.dtype), what)
 
 
 _count = 0

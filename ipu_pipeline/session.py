@@ -24,6 +24,8 @@ from ipu_pipeline.session_state import KeptGradients, KeptOptimizer, Record, Ses
 
 __all__ = ["InitializerOperation", "Session", "global_variables_initializer"]
 
+_BLIND_ITERATIONS = 64  # of a while_loop without a feed, before the host looks at its condition
+
 
 class InitializerOperation:
     """What `Session.run` runs to set all variables to their initial values."""
@@ -64,7 +66,7 @@ class Session:
         self._seed = int(seed)
         self._key: Any = None
         self._state = SessionState()
-        self._infeeds: dict[IPUInfeedQueue, None] = {}
+        self._infeeds: dict[IPUInfeedQueue, object] = {}
         self._is_closed = False
 
     def __enter__(self) -> Session:
@@ -83,8 +85,8 @@ class Session:
     def close(self) -> None:
         """Ends the infeeds that were initialized in the session. The variables can still be read."""
         self._is_closed = True
-        for queue in self._infeeds:
-            queue.delete()
+        for queue, started in self._infeeds.items():
+            queue.delete(started)
         self._infeeds.clear()
 
     @property
@@ -182,8 +184,7 @@ class Session:
         if isinstance(operation, OutfeedOperation):
             return operation.queue.take()
         if operation.starts:
-            self._infeeds[operation.queue] = None
-            operation.queue.initialize()
+            self._infeeds[operation.queue] = operation.queue.initialize()
         else:
             operation.queue.delete()
             self._infeeds.pop(operation.queue, None)
@@ -256,11 +257,11 @@ class Session:
         constant, changing = loop.split_carried(operands[num_captured:])
         inputs = [*operands[:num_captured], *constant]
         loop.prepare(devices)
-        capacity = loop.block_size(count)
+        capacity = loop.block_size(_block_limit(call, count))
         state = self._place_loop_state(call)
         take: Take = take_nothing
         if call.infeed_queue is not None and count != 0:
-            take = call.infeed_queue.connect(loop.place_feed, capacity, may_give_back=count is None)
+            take = call.infeed_queue.connect(loop.place_feed, capacity, is_tentative=count is None)
         done = 0
         while (count is None or done < count) and loop.goes_on(inputs, changing):
             elements = take(capacity if count is None else min(capacity, count - done))
@@ -311,20 +312,20 @@ class Session:
         record = self._state.pipelines.get(call.name, Record())
         training = call.loop.body.training
         kept = record.accumulated
-        if kept is not None and kept.count > 0 and training is not None and kept.settings != call.settings:
+        if kept is not None and kept.count == 0:
+            kept = None
+        if kept is not None and training is not None and kept.settings != call.settings:
             raise ValueError(
                 f"The session has the gradients of {kept.count} iterations of {call.name!r}, accumulated "
-                f"by {kept.settings}; this program's {call.settings} cannot go on from there. Run the "
-                "other one until its weight update is complete, or give this optimizer another `name`."
+                f"by {kept.settings}. This program accumulates by {call.settings}, and cannot go on from "
+                "there. Run the other one until its weight update is complete, or give this optimizer "
+                "another `name`."
             )
-        usable = (
-            kept if kept is not None and training is not None and kept.settings == call.settings else None
-        )
         return call.loop.place(
             LoopState(
                 self._make_pipeline_state(call),
-                {} if usable is None else usable.accumulators,
-                0 if usable is None else usable.count,
+                {} if kept is None or training is None else kept.accumulators,
+                0 if kept is None or training is None else kept.count,
             )
         )
 
@@ -336,8 +337,9 @@ class Session:
                 record,
                 optimizer=KeptOptimizer(call.optimizer_shapes, state.optimizer_state),
                 update_count=int(state.update_count),
-                accumulated=accumulated,
             )
+        if accumulated is not None:
+            record = dataclasses.replace(record, accumulated=accumulated)
         self._state = SessionState(
             {**self._state.variables, **state.variables},
             {**self._state.pipelines, call.name: record},
@@ -368,6 +370,14 @@ class Session:
         if self._key is None:
             self._key = jax.random.key(self._seed)
         return self._key
+
+
+def _block_limit(call: LoopCall, count: int | None) -> int:
+    """How many iterations of a loop may be run together."""
+    if count is None:  # by a condition: no more than have been fetched ahead
+        return _BLIND_ITERATIONS if call.infeed_queue is None else call.infeed_queue.prefetch_depth
+    # A count that is known when the program runs should not be compiled for.
+    return 1 << (count - 1).bit_length() if call.has_count_operand and count > 0 else count
 
 
 def _check_feeds(programs: Sequence[Program], feed_dict: Mapping[Any, Any]) -> None:

@@ -136,6 +136,8 @@ def count_steps(arguments: argparse.Namespace, examples_per_step: int, num_examp
     Returns:
       The number of steps.
     """
+    if not math.isfinite(arguments.epochs * num_examples):
+        raise ValueError(f"--epochs is too large: {arguments.epochs}.")
     wanted = int(arguments.epochs * num_examples)
     steps = arguments.steps if arguments.steps is not None else -(-wanted // examples_per_step)
     steps = max(steps, 1)

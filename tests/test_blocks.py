@@ -259,6 +259,48 @@ def test_a_global_norm_on_one_device():
         np.testing.assert_allclose(np.sqrt(sum(squares)), 0.1, rtol=1e-5)
 
 
+@pytest.mark.parametrize("mapping", [[0, 0], [0, 1]])
+def test_outputs_that_are_not_collected(mapping, rng):
+    pipeline = make(mapping, 3, "sum", sgd, collect_outputs=False)
+    step = models.mlp_batches(rng, 3)
+    state = pipeline.init(jax.random.key(2), step[0], np.float32(0.1))
+    _state, outputs = pipeline.step(state, step, np.float32(0.1))
+    assert outputs.outputs == []
+    assert len(outputs.losses) == 3
+
+
+def test_an_update_of_more_micro_batches_than_a_block_has():
+    def stage(x):
+        return jnp.mean((x * engine.get_variable("w", (4,), initializer=1.0)) ** 2)
+
+    pipeline = engine.Pipeline(
+        [stage], num_micro_batches=1100, loss=lambda loss: loss, optimizer=optax.adam(0.1)
+    )
+    step = [np.full(4, number % 7, "float32") for number in range(1100)]
+    state = pipeline.init(jax.random.key(0), step[0])
+    expected, _outputs = reference.step(pipeline.traced, state, step, optimizer=optax.adam(0.1))
+    state, outputs = pipeline.step(state, step)
+    assert len(outputs.losses) == 1100
+    models.assert_trees_close(state.variables, expected.variables)
+
+
+def test_an_initializer_that_returns_one_array_again_and_again():
+    kept = jnp.ones(3)
+
+    def body():
+        a = ipu.get_variable("a", (3,), initializer=lambda key, shape, dtype: kept)
+        b = ipu.get_variable("b", (3,), initializer=lambda key, shape, dtype: kept)
+        optimizer = ipu.optimizers.GradientAccumulationOptimizerV2(optax.sgd(1.0), 1)
+        return optimizer.minimize(jnp.sum(a + b))
+
+    program = front.compile_program(lambda: ipu.loops.repeat(2, body))
+    with ipu.Session() as session:
+        session.run(program)
+        session.run([ipu.global_variables_initializer(), program])
+        np.testing.assert_array_equal(session.variables["a"], [-1, -1, -1])
+    np.testing.assert_array_equal(kept, [1, 1, 1])
+
+
 def test_one_compilation(caplog):
     model = front.Model(device_mapping=[0, 0], repeat_count=3)
     with ipu.Session(seed=3) as session:

@@ -2,6 +2,8 @@
 
 import contextlib
 import itertools
+import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -193,7 +195,7 @@ def test_carried_values_and_the_rate_of_the_iteration(sharded):
             loss = front.second_stage(rate, hidden, labels)[1]
             total = {"sum": total["sum"] + loss, "count": total["count"] + 1}
         train_op = GradientAccumulationOptimizerV2(optax.sgd(rate), 2).minimize(loss)
-        return (rate * 0.5, total), [train_op], constant, {"op": outfeed.enqueue(rate)}
+        return rate * 0.5, [train_op], total, (train_op, {"op": outfeed.enqueue(rate)}), constant
 
     def function(rate):
         zero = {"sum": np.float32(0), "count": np.int32(0)}
@@ -390,7 +392,7 @@ def test_accumulator_dtypes():
 
     def dtype(variable):
         seen[variable.name] = variable.shape
-        return jnp.bfloat16 if variable.name == "v" else "float32"
+        return jnp.bfloat16 if variable.name == "v" else None
 
     for given in (dtype, "float16", jnp.bfloat16):
         optimizer = GradientAccumulationOptimizerV2(optax.sgd(1.0), 4, dtype=given)
@@ -449,7 +451,10 @@ def test_optimizer_state_is_shared_by_name_and_what_was_accumulated_is_checked()
     with ipu.Session(seed=3) as session:
         session.run([first.initializer, second.initializer, other.initializer])
         first.run(session)
-        with pytest.raises(ValueError, match="gradients of 1 iterations .* 3 mini-batches, SUM, float32"):
+        with pytest.raises(
+            ValueError,
+            match="of 1 iterations .* 3 mini-batches, SUM of first/dense/bias",
+        ):
             other.run(session)
         second.run(session)
         assert session.update_count("GradientAccumulationOptimizerV2") == 2
@@ -466,6 +471,136 @@ def test_initializing_forgets_what_was_accumulated():
         again = LoopModel(4, 3)
         session.run(again.initializer)
         np.testing.assert_array_equal(again.run(session), losses)
+
+
+def weight_named(name):
+    return ipu.get_variable(name, (), initializer=1.0)
+
+
+def train_on(name, count, every=1, **options):
+    """A program that trains one variable by a gradient of 1."""
+
+    def body():
+        optimizer = GradientAccumulationOptimizerV2(optax.sgd(1.0), every, **options)
+        return optimizer.minimize(weight_named(name) * 1.0)
+
+    return front.compile_program(lambda: loops.repeat(count, body))
+
+
+def test_programs_that_train_different_variables_under_one_name():
+    a, b = train_on("a", 2), train_on("b", 3)
+    with ipu.Session() as session:
+        session.run([a, b, a])
+        assert session.variables == {"a": -3, "b": -2}
+    a, b = train_on("a", 2, 3), train_on("b", 3, 3)
+    with ipu.Session() as session:
+        session.run(a)
+        with pytest.raises(ValueError, match=r"SUM of a float32\[\]. This program accumulates by .* of b"):
+            session.run(b)
+
+
+def test_a_pipeline_of_the_same_name_leaves_what_was_accumulated():
+    def body():
+        optimizer = GradientAccumulationOptimizerV2(optax.sgd(1.0), 3, name="Pipeline")
+        return optimizer.minimize(weight_named("w") * 1.0)
+
+    two, one = (front.compile_program(lambda n=n: loops.repeat(n, body)) for n in (2, 1))
+    between = front.compile_program(
+        lambda: ipu.pipelining_ops.pipeline(
+            [lambda: weight_named("w") * 1.0],
+            1,
+            outfeed_queue=IPUOutfeedQueue(),
+            optimizer_function=lambda loss: ipu.pipelining_ops.OptimizerFunctionOutput(
+                optax.sgd(0.0), loss
+            ),
+        )
+    )
+    with ipu.Session() as session:
+        session.run([two, between, one])
+        assert session.variables["w"] == -2
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("reduction", ["RUNNING_MEAN", "MEAN"])
+def test_means_in_sixteen_bits(dtype, reduction):
+    """Counts are not rounded to them."""
+    program = train_on("w", 3000, 3000, dtype=dtype, reduction_method="RUNNING_MEAN")
+    with ipu.Session() as session:
+        session.run(program)
+        assert session.variables["w"] == 0
+    if reduction == "MEAN":  # sums that fit
+        program = train_on("w", 200, 200, dtype=dtype, reduction_method=reduction)
+        with ipu.Session() as session:
+            session.run(program)
+            assert abs(session.variables["w"]) < 1e-6
+
+
+# Python that is called back.
+
+
+@pytest.mark.parametrize("mapping", ["loop", [0, 0], [0, 1]])
+def test_an_error_on_the_device_leaves_the_state_before_it(mapping):
+    broken = []
+
+    def called(x):
+        if broken:
+            raise ArithmeticError("called back")
+        return x
+
+    def first():
+        w = weight_named("w")
+        shape = jax.ShapeDtypeStruct((), np.float32)
+        return w * jax.pure_callback(called, shape, jax.lax.stop_gradient(w))
+
+    if mapping == "loop":
+        program = front.compile_program(
+            lambda: loops.repeat(
+                2, lambda: GradientAccumulationOptimizerV2(optax.sgd(0.5), 2).minimize(first())
+            )
+        )
+    else:
+        program = front.compile_program(
+            lambda: ipu.pipelining_ops.pipeline(
+                [first, lambda x: x * 1.0],
+                2,
+                device_mapping=mapping,
+                outfeed_queue=IPUOutfeedQueue(),
+                optimizer_function=lambda x: ipu.pipelining_ops.OptimizerFunctionOutput(optax.sgd(0.5), x),
+            )
+        )
+    with ipu.Session() as session:
+        session.run(program)
+        assert session.variables["w"] == 0
+        session.load({"w": 1.0})
+        broken.append(True)
+        with pytest.raises(Exception, match="called back"):
+            session.run(program)
+        broken.clear()
+        assert session.variables["w"] == 1
+        session.run(program)
+        assert session.variables["w"] == 0
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_what_is_printed_is_printed_once(sharded, capsys):
+    """Also where the optimizer's state at the start depends on the first iteration."""
+    shard = ipu.scopes.ipu_shard if sharded else unsharded
+
+    def body(x):
+        with shard(0):
+            w = weight_named("w")
+            jax.debug.print("x is {}", x, ordered=False)
+            x = x + 1.0
+        with shard(1):
+            loss = w * x
+        optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=x * 0.1)
+        return x, GradientAccumulationOptimizerV2(optimizer, 1).minimize(loss)
+
+    program = front.compile_program(lambda: loops.repeat(3, body, [np.float32(1)]))
+    with ipu.Session() as session:
+        assert session.run(program) == 4
+        jax.effects_barrier()
+    assert capsys.readouterr().out.split("\n") == ["x is 1.0", "x is 2.0", "x is 3.0", ""]
 
 
 # Layers that train differently, and random keys.
@@ -538,6 +673,48 @@ def test_random_keys_do_not_depend_on_shards():
     assert len(np.unique(whole)) == 24
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+def test_while_loop_with_a_constant_made_on_a_device(sharded):
+    shard = ipu.scopes.ipu_shard if sharded else unsharded
+
+    def body(total, limit):
+        with shard(0):
+            total = total + 1.0
+        with shard(1):
+            return total * 1.0, limit
+
+    program = front.compile_program(
+        lambda x: loops.while_loop(lambda t, limit: t < limit, body, [np.float32(0), x * 2.0])[0],
+        inputs=[np.float32(3)],
+    )
+    with ipu.Session() as session:
+        assert session.run(program) == 6
+
+
+def test_a_while_loop_waits_for_no_more_than_it_needs():
+    asked = []
+    wake = threading.Event()
+
+    def data():
+        for number in itertools.count(1):
+            asked.append(number)
+            if number > 3:
+                wake.wait(20)
+            yield np.float32(number)
+
+    infeed = IPUInfeedQueue(data, prefetch_depth=2)
+    program = front.compile_program(
+        lambda: loops.while_loop(lambda t: t < 6, lambda t, x: t + x, [0.0], infeed)
+    )
+    with ipu.Session() as session:
+        session.run(infeed.initializer)
+        started = time.monotonic()
+        assert session.run(program) == 6
+        assert time.monotonic() - started < 15  # and not the 20 s that the fourth element takes
+        assert len(asked) <= 3 + 2 + 1
+        wake.set()
+
+
 # The end of the data, blocks, compilations.
 
 
@@ -582,6 +759,50 @@ def test_a_loop_is_one_program_that_is_compiled_once(caplog):
     assert [len(programs) for programs in [loop._runner._functions]] == [1]
 
 
+def test_traced_counts_are_not_compiled_for_one_by_one(caplog):
+    n = ipu.placeholder(np.int32, [])
+    program = front.compile_program(
+        lambda n: loops.repeat(n, lambda x: x * 1.5, [np.float32(1)]), inputs=[n]
+    )
+    with ipu.Session() as session:
+        session.run(program, {n: 9})
+        with jax.log_compiles():
+            for count in range(10, 17):
+                np.testing.assert_allclose(session.run(program, {n: count}), 1.5**count, rtol=1e-6)
+    assert [record.message for record in caplog.records if "Compiling" in record.message] == []
+
+
+def test_other_devices_for_what_was_fetched_ahead():
+    model = LoopModel(3, 1, sharded=True)
+    with ipu.Session(seed=3) as session:
+        session.run(model.initializer)
+        losses = []
+        for chosen in ([0, 1], [2, 3]):
+            config = ipu.config.IPUConfig()
+            config.select_ipus = chosen
+            config.configure_ipu_system()
+            losses.append(model.run(session))
+    other = LoopModel(6, 1)
+    ipu.config.reset_ipu_configuration()
+    with ipu.Session(seed=3) as session:
+        session.run(other.initializer)
+        models.assert_trees_close(np.concatenate(losses), other.run(session))
+
+
+def test_a_session_ends_only_its_own_pass_over_the_data():
+    model = LoopModel(2, 1)
+    first, second = ipu.Session(seed=3), ipu.Session(seed=3)
+    first.run(model.initializer)
+    before = model.run(first)
+    second.run(model.initializer)
+    first.close()
+    np.testing.assert_array_equal(model.run(second), before)
+    second.close()
+    third = ipu.Session()
+    with pytest.raises(RuntimeError, match="ended, by its `deleter` or with its session"):
+        model.run(third)
+
+
 # Errors.
 
 
@@ -596,6 +817,13 @@ def compile_loop(body, n=2, inputs=None, **options):
         (lambda x: None, [1.0], r"feed, 1, .* returns 0 \(none\)"),
         (lambda x: x.astype("int32"), [1.0], r"input 0 is float32\[\], and int32\[\] comes back"),
         (lambda x: jnp.stack([x, x]), [1.0], r"input 0 is float32\[\], and float32\[2\] comes back"),
+        (lambda x, y: {"y": y, "x": x}, [1.0, 2.0], r"structure, \[\*, \*\], .* \[\{'x': \*, 'y': \*\}\]"),
+        (
+            lambda d: {"a": d["a"], "c": d["b"]},
+            [{"a": 1.0, "b": 2.0}],
+            r"must return its inputs' structure",
+        ),
+        (lambda x, y: ((x,), y), [1.0, 2.0], r"must return its inputs' structure"),
     ],
 )
 def test_bodies_that_do_not_return_their_inputs(body, inputs, message):
@@ -610,7 +838,7 @@ def test_count_types(n):
 
 
 def test_wrong_calls():
-    with pytest.raises(ValueError, match="n must be at least 0; got -1"):
+    with pytest.raises(ValueError, match="n must be from 0 to 2147483647; got -1"):
         compile_loop(lambda: None, -1)
     with pytest.raises(TypeError, match="body must be a function"):
         compile_loop(3)
@@ -648,6 +876,8 @@ def weight():
         (lambda: minimize(jnp.float32(3)), ValueError, "No variables to optimize"),
         (lambda: minimize(weight(), var_list=["x"]), ValueError, "'x' of var_list does not exist.* are: w"),
         (lambda: minimize(weight(), var_list="w"), ValueError, "var_list must be a list of full names"),
+        (lambda: minimize(weight(), var_list=[]), ValueError, "var_list is empty; None trains all"),
+        (lambda: minimize(weight(), global_step=3), ValueError, "global_step must be None.* got 3"),
         (lambda: [minimize(weight()), minimize(jnp.sin(1.0))], NotImplementedError, "called twice in one"),
         (
             lambda: jax.lax.scan(lambda c, _: (c, minimize(c * weight()) and None), 1.0, None, length=2),

@@ -86,6 +86,32 @@ def test_of_a_pipeline_and_a_loop_as_a_table():
     )
 
 
+def test_what_a_loop_carries_comes_from_the_last_shard():
+    def body(count, x, labels):
+        with ipu_shard(0):
+            a = x @ ipu.get_variable("a", (12, 8)) + count
+        with ipu_shard(1):
+            return count + jnp.sum(a)
+
+    infeed = IPUInfeedQueue(front.data())
+    program = front.compile_program(lambda: loops.repeat(2, body, [np.float32(0)], infeed))
+    (call,) = program.placement().calls
+    block = 4 * 8 * 4
+    assert call.edges == (Edge(None, 0, 4 * 12 * 4, 0), Edge(0, 1, block, 0), Edge(1, 0, 4, 0))
+    assert "per iteration:" in str(program.placement())
+    alone = front.compile_program(lambda: loops.repeat(2, lambda x: x + 1, [np.float32(0)]))
+    assert str(alone.placement()).endswith("per iteration:\n  nothing crosses")
+
+
+def test_it_neither_selects_devices_nor_minds_too_few():
+    config = ipu.config.IPUConfig()
+    config.auto_select_ipus = 1
+    config.configure_ipu_system()
+    placement = front.Model().program.placement()
+    assert len(placement.devices) == 1
+    assert "not selected yet" in str(placement)
+
+
 def test_one_ipu_needs_no_edges_but_the_feed():
     model = front.Model(device_mapping=[0, 0])
     (call,) = model.program.placement().calls

@@ -295,7 +295,7 @@ def test_uninitialised_deleted_and_closed():
     session.run(model.initializer)
     model.run(session)
     session.run(model.infeed.deleter)
-    with pytest.raises(RuntimeError, match="ended by its `deleter`"):
+    with pytest.raises(RuntimeError, match="ended, by its `deleter`"):
         model.run(session)
     session.run(model.initializer)
     model.run(session)

@@ -224,7 +224,7 @@ def test_scopes_inside_functions_with_custom_derivatives():
         Loop(trace(lambda x: mean_square(plain(x @ kernel("a")))))
 
 
-@pytest.mark.parametrize("index", [1.0, "0", None, True])
+@pytest.mark.parametrize("index", [1.0, "0", None, True, np.float32(1)])
 def test_index_type(index):
     with pytest.raises(TypeError, match="ipu_shard: index must be an integer"), ipu_shard(index):
         pass

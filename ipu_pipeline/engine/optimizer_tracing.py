@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 
 from ipu_pipeline.engine import jaxprs
-from ipu_pipeline.engine.programs import Reduction
+from ipu_pipeline.engine.programs import Reduction, count_dtype
 from ipu_pipeline.engine.stages import as_arguments, check_captures
 from ipu_pipeline.engine.variables import VariableSpec
 
@@ -192,7 +192,7 @@ def trace_optimizer(
 
 
 def _divide(accumulator: jax.Array, count: jax.Array) -> jax.Array:
-    wide = jnp.promote_types(accumulator.dtype, jnp.float32)  # counts need not fit 16 bits
+    wide = count_dtype(accumulator.dtype)
     return accumulator.astype(wide) / count.astype(wide)
 
 

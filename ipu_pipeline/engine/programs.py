@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core as jex_core
 
 from ipu_pipeline.engine import jaxprs
@@ -20,6 +21,7 @@ __all__ = [
     "Value",
     "ValueKind",
     "accumulate",
+    "count_dtype",
     "cut",
     "seed",
 ]
@@ -155,6 +157,11 @@ def seed(program: StageProgram, dtype: Any) -> StageProgram:
     return StageProgram(program.name, seeded, arguments, program.results)
 
 
+def count_dtype(dtype: Any) -> Any:
+    """The dtype to divide gradients of some dtype by counts in: 16 bits do not hold these."""
+    return dtype if np.dtype(dtype).itemsize >= 4 else np.dtype(np.float32)
+
+
 def accumulate(program: StageProgram, reduction: Reduction) -> StageProgram:
     """The program with accumulators.
 
@@ -191,8 +198,7 @@ def accumulate(program: StageProgram, reduction: Reduction) -> StageProgram:
         for accumulator, (place, _value) in zip(accumulators, places, strict=True):
             gradient = results[place]
             if reduction is Reduction.RUNNING_MEAN:
-                # In 16 bits, counts would soon be rounded.
-                wide = jnp.promote_types(accumulator.dtype, jnp.float32)
+                wide = count_dtype(accumulator.dtype)
                 number = rest[-1].astype(wide)
                 share = 1 / (number + 1)
                 mean = accumulator.astype(wide) * (number * share) + gradient.astype(wide) * share

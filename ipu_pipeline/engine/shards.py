@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core as jex_core
 
 from ipu_pipeline.engine import hoisting, jaxprs
@@ -65,9 +66,9 @@ def ipu_shard(index: int) -> Iterator[None]:
           with ipu_shard(1):
               return second_half(x)
     """
-    if not hasattr(index, "__index__") or isinstance(index, bool):
+    if not isinstance(index, (int, np.integer)) or isinstance(index, bool):
         raise TypeError(f"ipu_shard: index must be an integer; got {index!r}.")
-    number = index.__index__()
+    number = int(index)
     if number < 0:
         raise ValueError(f"ipu_shard: index must be at least 0; got {number}.")
     current_recorder("ipu_shard", "Its IPU is given by device_mapping: make a stage of each part.")
