@@ -538,6 +538,36 @@ def test_means_in_sixteen_bits(dtype, reduction):
 # Python that is called back.
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+def test_an_error_on_the_device_leaves_what_was_accumulated(sharded):
+    broken = []
+    shard = ipu.scopes.ipu_shard if sharded else unsharded
+
+    def called(x):
+        if broken:
+            raise ArithmeticError("called back")
+        return x
+
+    def body():
+        with shard(0):
+            w = weight_named("w")
+            shape = jax.ShapeDtypeStruct((), np.float32)
+            y = jax.pure_callback(called, shape, jax.lax.stop_gradient(w) * 1.0)
+        with shard(1):
+            loss = w * y
+        return GradientAccumulationOptimizerV2(optax.sgd(0.25), 4).minimize(loss)
+
+    program = front.compile_program(lambda: loops.repeat(2, body))
+    with ipu.Session() as session:
+        session.run(program)
+        broken.append(True)
+        with pytest.raises(Exception, match="called back"):
+            session.run(program)
+        broken.clear()
+        session.run(program)
+        assert session.variables["w"] == 0
+
+
 @pytest.mark.parametrize("mapping", ["loop", [0, 0], [0, 1]])
 def test_an_error_on_the_device_leaves_the_state_before_it(mapping):
     broken = []

@@ -189,7 +189,6 @@ class OneProgram:
           is_part: whether no weight update falls into the block; then only what stages assign changes, and
             `state_leaves` are not needed.
         """
-        donate = donate and not self._has_callbacks
         row = self._residence.rows[0]
         changed = {spec.name for stage in self._traced.stages for spec in stage.assigned}
         if not is_part and self._update is not None:
@@ -232,7 +231,8 @@ class OneProgram:
         block.__name__ = block.__qualname__ = "block"
         sharding = self._residence.rows[0].replicated
         # The carried values are not donated: the first ones are the caller's.
-        return jax.jit(block, donate_argnums=(0, 1, 2) if donate else (0,), out_shardings=sharding)
+        donated = () if self._has_callbacks else (0, 1, 2) if donate else (0,)
+        return jax.jit(block, donate_argnums=donated, out_shardings=sharding)
 
     def _avals(self, sources: Sequence[Source]) -> list[jax.ShapeDtypeStruct]:
         known = dict(zip(self._traced.outputs, self._traced.output_avals, strict=True))

@@ -182,7 +182,7 @@ def _check_separable(
             others = ", ".join(str(stage) for stage in sorted(stages - {own}))
             where = "a leaf that no stage owns" if own is None else f"on stage {own}"
             raise NotImplementedError(
-                f"Updates that join stages are not supported yet: {what}, {where}, depends on the "
-                f"variables of stage {others} (first joined by `{joined_by.get(atom, 'a copy')}`). Global "
+                f"Updates that join stages on several IPUs are not supported yet: {what}, {where}, depends "
+                f"on the variables of stage {others} (first joined by `{joined_by.get(atom, 'a copy')}`). Global "
                 "norms and other whole-tree transformations do this."
             )
