@@ -183,6 +183,6 @@ def _check_separable(
             where = "a leaf that no stage owns" if own is None else f"on stage {own}"
             raise NotImplementedError(
                 f"Updates that join stages on several IPUs are not supported yet: {what}, {where}, depends "
-                f"on the variables of stage {others} (first joined by `{joined_by.get(atom, 'a copy')}`). Global "
-                "norms and other whole-tree transformations do this."
+                f"on the variables of stage {others} (first joined by `{joined_by.get(atom, 'a copy')}`). "
+                "Global norms and other whole-tree transformations do this."
             )
