@@ -32,6 +32,17 @@ def test_output_of_step_3():
     assert lines[7:] == ["Program ran successfully"]
 
 
+@pytest.mark.parametrize("program", [STEP1, STEP2])
+def test_the_repeat_count_is_rounded_up(program):
+    options = ("--dataset", "digits", "--steps", "1", "--repeat-count", "17")
+    lines = run(program, *options).splitlines()
+    assert lines[0] == "Rounding the repeat count up to a multiple of --batches-to-accumulate: 32"
+    assert lines[2].startswith("Steps 1 x examples per step 1024 (")
+    lines = run(program, *options, "--batches-to-accumulate", "1").splitlines()
+    assert lines[1].startswith("Steps 1 x examples per step 544 (")
+    assert "unrecognized arguments: --schedule" in run(program, "--schedule", "Grouped", code=2)
+
+
 @pytest.mark.long
 def test_output_of_step_4_with_four_stages():
     output = run(STEP4, "--dataset", "digits", "--steps", "22", *FOUR_STAGES)
@@ -98,6 +109,8 @@ def test_number_of_steps(capsys):
     )
     assert tutorial_support.count_steps(parser.parse_args(["--epochs", "1"]), 160, 330) == 3
     assert tutorial_support.count_steps(parser.parse_args(["--steps", "7"]), 160, 330) == 7
+    with pytest.raises(ValueError, match="--epochs is too large: 1e\\+308"):
+        tutorial_support.count_steps(parser.parse_args(["--epochs", "1e308"]), 160, 330)
 
 
 MNIST_STEPS = 31
