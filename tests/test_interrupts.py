@@ -16,7 +16,10 @@ PROGRAM = """
     import numpy as np
     import ipu_pipeline as ipu
     from tests import front
-    model = front.Model(repeat_count=int(sys.argv[1]), gradient_accumulation_count=8)
+    mapping = [int(ipu) for ipu in sys.argv[2]]
+    model = front.Model(
+        repeat_count=int(sys.argv[1]), gradient_accumulation_count=8, device_mapping=mapping
+    )
     with ipu.Session() as session:
         session.run(model.initializer)
         print("ready", flush=True)
@@ -36,7 +39,7 @@ PROGRAM = """
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         thread = threading.Timer(0, lambda: None)
         thread.start()
-        model2 = front.Model(repeat_count=2, gradient_accumulation_count=8)
+        model2 = front.Model(repeat_count=2, gradient_accumulation_count=8, device_mapping=mapping)
         session.run(model2.initializer)
         assert model2.run(session).shape == (16,)
         assert session.update_count() == count + 2
@@ -46,10 +49,11 @@ PROGRAM = """
 
 
 @pytest.mark.parametrize("moment", ["first compilation", "long run", "short runs"])
-def test_ctrl_c(moment):
+@pytest.mark.parametrize("mapping", ["01", "00"])  # and as one program
+def test_ctrl_c(moment, mapping):
     repeat_count = "100000" if moment == "long run" else "2"
     process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(PROGRAM), repeat_count],
+        [sys.executable, "-c", textwrap.dedent(PROGRAM), repeat_count, mapping],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
