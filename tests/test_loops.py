@@ -13,6 +13,7 @@ import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline import loops
+from ipu_pipeline.engine.loops import Loop
 from ipu_pipeline.errors import OutOfRangeError
 from ipu_pipeline.ipu_infeed_queue import IPUInfeedQueue
 from ipu_pipeline.ipu_outfeed_queue import IPUOutfeedMode, IPUOutfeedQueue
@@ -787,6 +788,34 @@ def test_a_loop_is_one_program_that_is_compiled_once(caplog):
     assert [record.message for record in caplog.records if "Compiling" in record.message] == []
     loop = model.program.calls[0].loop
     assert [len(programs) for programs in [loop._runner._functions]] == [1]
+
+
+def test_what_a_run_is_cut_into_changes_nothing(monkeypatch):
+    """Random keys, carried values and accumulation go on from block to block."""
+    found = []
+    for block_bytes in (2**26, 1000, 1):
+        monkeypatch.setattr(Loop.__init__, "__defaults__", (None, block_bytes))
+        infeed, outfeed = IPUInfeedQueue(front.data()), IPUOutfeedQueue()
+
+        def body(rate, x, labels, outfeed=outfeed):
+            _rate, x, labels = front.first_stage(rate, x, labels)
+            x = ipu.layers.Dropout(0.5)(x)
+            loss = front.second_stage(rate, x, labels)[1]
+            optimizer = GradientAccumulationOptimizerV2(optax.sgd(rate), 3, reduction_method="RUNNING_MEAN")
+            return rate * 0.9, optimizer.minimize(loss), outfeed.enqueue((loss, x == 0))
+
+        program = front.compile_program(
+            lambda body=body, infeed=infeed: loops.repeat(10, body, [np.float32(0.2)], infeed)
+        )
+        with ipu.Session(seed=3) as session:
+            session.run(infeed.initializer)
+            rates = [session.run(program) for _run in range(2)]
+            found.append((rates, *session.run(outfeed.dequeue()), session.variables))
+        capacities = [capacity for capacity, *_rest in program.calls[0].loop._runner._functions]
+        assert capacities == [{2**26: 10, 1000: 3, 1: 1}[block_bytes]]
+    assert len({mask.tobytes() for mask in found[0][2]}) == 20
+    for other in found[1:]:
+        models.assert_trees_close(other, found[0], 1e-6)
 
 
 def test_traced_counts_are_not_compiled_for_one_by_one(caplog):
