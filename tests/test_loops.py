@@ -848,6 +848,60 @@ def test_other_devices_for_what_was_fetched_ahead():
         models.assert_trees_close(np.concatenate(losses), other.run(session))
 
 
+def test_one_infeed_for_programs_that_take_it_differently():
+    """Blocks of several sizes, single elements on two devices: none is lost, repeated or out of order."""
+    infeed = IPUInfeedQueue([(np.float32(n), np.full(3, n, "int32")) for n in range(1000)])
+    queues, programs = [], []
+
+    def add(make):
+        queues.append(IPUOutfeedQueue())
+        programs.append(front.compile_program(lambda: make(queues[-1])))
+
+    def loop(count, shard, queue):
+        def body(x, y):
+            with shard(0):
+                x = x * 1.0
+            with shard(1):
+                return queue.enqueue((x, y + 0))
+
+        return loops.repeat(count, body, [], infeed)
+
+    def while_loop(queue):
+        def body(n, x, y):
+            return n + 1, queue.enqueue((x * 1.0, y + 0))
+
+        return loops.while_loop(lambda n: n < 4, body, [0], infeed)
+
+    def pipe(mapping, queue):
+        return ipu.pipelining_ops.pipeline(
+            [lambda x, y: (x * 1.0, y), lambda x, y: (x, y + 0)],
+            gradient_accumulation_count=3,
+            repeat_count=2,
+            infeed_queue=infeed,
+            outfeed_queue=queue,
+            device_mapping=mapping,
+        )
+
+    add(lambda queue: loop(5, unsharded, queue))
+    add(lambda queue: loop(2, ipu.scopes.ipu_shard, queue))
+    add(lambda queue: pipe([0, 0], queue))
+    add(while_loop)
+    add(lambda queue: pipe([0, 1], queue))
+    add(lambda queue: loop(7, unsharded, queue))
+    found = []
+    with ipu.Session() as session:
+        session.run(infeed.initializer)
+        for number in np.random.default_rng(1).integers(0, len(programs), 60):
+            if number % 2:
+                time.sleep(0.002)  # so that it fetches ahead for the program before
+            session.run(programs[number])
+            x, y = session.run(queues[number].dequeue())
+            np.testing.assert_array_equal(y, np.stack([x] * 3, axis=1))
+            found += x.tolist()
+    assert found == list(range(len(found)))
+    assert len(found) > 200
+
+
 def test_a_session_ends_only_its_own_pass_over_the_data():
     model = LoopModel(2, 1)
     first, second = ipu.Session(seed=3), ipu.Session(seed=3)
