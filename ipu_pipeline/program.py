@@ -15,6 +15,7 @@ from ipu_pipeline import config
 from ipu_pipeline.calls import Call, ProgramBuilder, building, run_call_p
 from ipu_pipeline.engine import hoisting, jaxprs, names, placement
 from ipu_pipeline.engine.variables import VariableSpec, fresh_trace
+from ipu_pipeline.ipu_infeed_queue import IPUInfeedQueue
 from ipu_pipeline.operations import Operation
 from ipu_pipeline.placeholders import Placeholder
 from ipu_pipeline.placement_report import Placement
@@ -113,31 +114,30 @@ class Program:
             found.update((spec.name, spec) for spec in used.values())
         return found
 
+    @property
+    def infeeds(self) -> list[IPUInfeedQueue]:
+        """The infeeds of its pipelines and loops."""
+        return [call.infeed_queue for call in self.calls if call.infeed_queue is not None]
+
     def run(self, session: Session, feed_dict: Mapping[Placeholder, Any]) -> Any:
         """Runs the program; see `Session.run`."""
         values = dict(self._constants)
         for var, value in zip(self._input_vars, self._feed(feed_dict), strict=True):
             values[var] = value
-        infeeds = [call.infeed_queue for call in self.calls if call.infeed_queue is not None]
-        for infeed in infeeds:
+        for infeed in self.infeeds:
             infeed.check_initialized()
         devices = config.devices_for(self._ipu_device, self.num_ipus)
         row = placement.make_rows(devices, (0,))[0]
-        try:
-            for step in self._steps:
-                if isinstance(step, _CallStep):
-                    operands = [_read(values, atom) for atom in step.operands]
-                    results = session.run_call(step.call, operands, devices)
-                    values.update(zip(step.results, results, strict=True))
-                else:
-                    for var, spec in step.reads.items():
-                        values[var] = session.variable(spec)
-                    arguments = placement.put_host_copies([values[v] for v in step.arguments], row)
-                    values.update(zip(step.results, step.function(*arguments), strict=True))
-        except BaseException:
-            for infeed in infeeds:
-                infeed.stop()
-            raise
+        for step in self._steps:
+            if isinstance(step, _CallStep):
+                operands = [_read(values, atom) for atom in step.operands]
+                results = session.run_call(step.call, operands, devices)
+                values.update(zip(step.results, results, strict=True))
+            else:
+                for var, spec in step.reads.items():
+                    values[var] = session.variable(spec)
+                arguments = placement.put_host_copies([values[v] for v in step.arguments], row)
+                values.update(zip(step.results, step.function(*arguments), strict=True))
         fetched = [None if atom is None else np.array(_read(values, atom)) for atom in self._result_atoms]
         return self._result_tree.unflatten(fetched)
 

@@ -164,18 +164,29 @@ class Session:
                     "outfeed's dequeue() returned, global_variables_initializer(), or a list of them; got "
                     f"{type(one).__name__}."
                 )
-        feeds = feed_dict or {}
-        _check_feeds([one for one in fetches if isinstance(one, Program)], feeds)
+        programs = [one for one in fetches if isinstance(one, Program)]
+        try:
+            values = self._run_all(fetches, programs, feed_dict or {})
+        except BaseException:
+            for program in programs:
+                for infeed in program.infeeds:
+                    infeed.stop()
+            raise
+        result = jax.tree.unflatten(tree, values)
+        return list(result) if isinstance(result, tuple) else result
+
+    def _run_all(
+        self, fetches: Sequence[Any], programs: Sequence[Program], feeds: Mapping[Any, Any]
+    ) -> list[Any]:
+        _check_feeds(programs, feeds)
         needs_devices = any(isinstance(one, (Program, InitializerOperation)) for one in fetches)
         if needs_devices and not config.is_selected():
-            programs = ipu_compiler.compiled_programs()
-            config.select_automatically([(program.ipu_device, program.num_ipus) for program in programs])
-        values = [
+            known = ipu_compiler.compiled_programs()
+            config.select_automatically([(program.ipu_device, program.num_ipus) for program in known])
+        return [
             one.run(self, feeds) if isinstance(one, Program) else self._run_operation(one)
             for one in fetches
         ]
-        result = jax.tree.unflatten(tree, values)
-        return list(result) if isinstance(result, tuple) else result
 
     def _run_operation(self, operation: Any) -> Any:
         if isinstance(operation, InitializerOperation):
