@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import contextvars
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -35,13 +37,13 @@ __all__ = [
 Outfed: TypeAlias = tuple[IPUOutfeedQueue, Any, tuple[jax.ShapeDtypeStruct, ...]]
 
 
-class _Call:
+class _Call(abc.ABC):
     """What pipelines and loops share in a program."""
 
     @property
+    @abc.abstractmethod
     def runner(self) -> Pipeline | Loop:
         """The engine's pipeline or loop."""
-        raise NotImplementedError
 
     @property
     def num_ipus(self) -> int:
@@ -64,7 +66,7 @@ class _Call:
         assert self.runner.updates is not None
         return self.runner.updates.state_tree
 
-    @property
+    @functools.cached_property
     def optimizer_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes and dtypes of the optimizer's state by path; empty without training."""
         updates = self.runner.updates
@@ -143,7 +145,7 @@ class LoopCall(_Call):
         training = self.loop.body.training
         return "Loop" if training is None else training.name
 
-    @property
+    @functools.cached_property
     def settings(self) -> str:
         """How which gradients are accumulated: iterations with other settings cannot go on with them."""
         training = self.loop.body.training

@@ -320,25 +320,18 @@ class Session:
 
     def _place_loop_state(self, call: LoopCall) -> LoopState:
         """The state of a loop on its devices; what an earlier run accumulated is in it."""
-        record = self._state.pipelines.get(call.name, Record())
-        training = call.loop.body.training
-        kept = record.accumulated
-        if kept is not None and kept.count == 0:
+        kept = self._state.pipelines.get(call.name, Record()).accumulated
+        if not call.trains or (kept is not None and kept.count == 0):
             kept = None
-        if kept is not None and training is not None and kept.settings != call.settings:
+        if kept is not None and kept.settings != call.settings:
             raise ValueError(
                 f"The session has the gradients of {kept.count} iterations of {call.name!r}, accumulated "
                 f"by {kept.settings}. This program accumulates by {call.settings}, and cannot go on from "
                 "there. Run the other one until its weight update is complete, or give this optimizer "
                 "another `name`."
             )
-        return call.loop.place(
-            LoopState(
-                self._make_pipeline_state(call),
-                {} if kept is None or training is None else kept.accumulators,
-                0 if kept is None or training is None else kept.count,
-            )
-        )
+        accumulators, count = ({}, 0) if kept is None else (kept.accumulators, kept.count)
+        return call.loop.place(LoopState(self._make_pipeline_state(call), accumulators, count))
 
     def _keep(self, call: Call, state: PipelineState, accumulated: KeptGradients | None = None) -> None:
         record = self._state.pipelines.get(call.name, Record())
@@ -361,7 +354,9 @@ class Session:
         counted = dataclasses.replace(
             state.pipeline, execution_count=np.int32(state.pipeline.execution_count + 1)
         )
-        accumulated = KeptGradients(call.settings, state.accumulators, state.num_accumulated)
+        accumulated = None
+        if call.trains:
+            accumulated = KeptGradients(call.settings, state.accumulators, state.num_accumulated)
         self._keep(call, counted, accumulated)
 
     def _initialize(self) -> None:

@@ -478,12 +478,12 @@ def weight_named(name):
     return ipu.get_variable(name, (), initializer=1.0)
 
 
-def train_on(name, count, every=1, **options):
+def train_on(variable, count, every=1, **options):
     """A program that trains one variable by a gradient of 1."""
 
     def body():
         optimizer = GradientAccumulationOptimizerV2(optax.sgd(1.0), every, **options)
-        return optimizer.minimize(weight_named(name) * 1.0)
+        return optimizer.minimize(weight_named(variable) * 1.0)
 
     return front.compile_program(lambda: loops.repeat(count, body))
 
@@ -498,6 +498,15 @@ def test_programs_that_train_different_variables_under_one_name():
         session.run(a)
         with pytest.raises(ValueError, match=r"SUM of a float32\[\]. This program accumulates by .* of b"):
             session.run(b)
+
+
+def test_a_loop_that_does_not_train_leaves_what_was_accumulated():
+    """Loops without a training step are called Loop, as an optimizer may be."""
+    two, one = train_on("w", 2, 3, name="Loop"), train_on("w", 1, 3, name="Loop")
+    between = front.compile_program(lambda: loops.repeat(1, lambda x: x + weight_named("w"), [0.0]))
+    with ipu.Session() as session:
+        assert session.run([two, between, one])[1] == 1
+        assert session.variables["w"] == -2
 
 
 def test_a_pipeline_of_the_same_name_leaves_what_was_accumulated():

@@ -137,6 +137,9 @@ class OneProgram:
             for value in wanted
             if value.kind == UpdateKind.OUTPUT
         }
+        results = () if self._update is None else self._update.results
+        self._trained = {value.key for value in results if value.kind == UpdateKind.PARAMETER}
+        self._assigned = {spec.name for stage in self._traced.stages for spec in stage.assigned}
         self.stacker = Stacker()
         # Python may raise within the program, so the state before it must outlive it.
         stages = self._traced.stages
@@ -190,10 +193,7 @@ class OneProgram:
             `state_leaves` are not needed.
         """
         row = self._residence.rows[0]
-        changed = {spec.name for stage in self._traced.stages for spec in stage.assigned}
-        if not is_part and self._update is not None:
-            results = self._update.results
-            changed |= {value.key for value in results if value.kind == UpdateKind.PARAMETER}
+        changed = self._assigned if is_part else self._assigned | self._trained
         function = self._functions.get((capacity, donate, is_part))
         if function is None:
             function = self._jit(capacity, donate, is_part)

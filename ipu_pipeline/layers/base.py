@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import weakref
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -62,7 +63,7 @@ _INITIALIZERS: dict[str, Callable[[], Any]] = {
 }
 
 
-class Layer:
+class Layer(abc.ABC):
     """What layers share: a name, and a scope for variables that a second call uses again.
 
     Within a program, a layer without a `name` is called after its kind, `dense`, and the next one in the
@@ -101,8 +102,9 @@ class Layer:
         with names.absolute_scope(scope, reuse=is_again):
             return self._apply(jnp.asarray(inputs), **options)
 
+    @abc.abstractmethod
     def _apply(self, inputs: jax.Array) -> jax.Array:
-        raise NotImplementedError
+        """The layer's outputs; subclasses may take options."""
 
     def _full_name(self) -> str:
         """What errors call the layer while it is applied, for example "Dense encoder/dense"."""
