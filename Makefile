@@ -2,18 +2,26 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Processes that share the tests; at the end of a run one that is idle takes tests from another.
+WORKERS ?= 2
+# How many random pipelines `make random` compares.
+EXAMPLES ?= 5000
+PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
-.PHONY: tutorial test quick lint clean
+.PHONY: tutorial test quick random lint clean
 
 tutorial: $(VENV)/installed
 	$(BIN)/python answers/step4_configurable_stages.py --dataset digits --steps 30 \
 	    --splits dense256 dense128 dense64
 
 test: $(VENV)/installed-dev lint
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 quick: $(VENV)/installed-dev
-	$(BIN)/python -m pytest -m "not long"
+	$(PYTEST) -m "not long"
+
+random: $(VENV)/installed-dev
+	RANDOM_PIPELINES=$(EXAMPLES) $(PYTEST) tests/test_random_pipelines.py
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .

@@ -17,8 +17,9 @@ from ipu_pipeline import (
 from ipu_pipeline.engine.keys import next_rng_key
 from ipu_pipeline.engine.names import variable_scope
 from ipu_pipeline.engine.variables import assign, get_variable
+from ipu_pipeline.operations import global_variables_initializer
 from ipu_pipeline.placeholders import placeholder
-from ipu_pipeline.session import Session, global_variables_initializer
+from ipu_pipeline.session import Session
 
 __version__ = "0.1.0"
 

@@ -6,6 +6,7 @@ import abc
 import contextlib
 import contextvars
 import functools
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -14,13 +15,16 @@ import jax
 import numpy as np
 from jax.extend import core as jex_core
 
+from ipu_pipeline import config
 from ipu_pipeline.engine import names
 from ipu_pipeline.engine.loops import Loop
 from ipu_pipeline.engine.pipeline import Pipeline
-from ipu_pipeline.engine.summaries import summarize
+from ipu_pipeline.engine.recomputation import Recomputation
+from ipu_pipeline.engine.summaries import summarize, summarize_shared, summarize_update
 from ipu_pipeline.engine.variables import VariableSpec
 from ipu_pipeline.ipu_infeed_queue import IPUInfeedQueue
 from ipu_pipeline.ipu_outfeed_queue import IPUOutfeedQueue
+from ipu_pipeline.placeholders import Placeholder
 from ipu_pipeline.placement_report import CallPlacement
 
 __all__ = [
@@ -33,6 +37,8 @@ __all__ = [
     "run_call_p",
 ]
 
+
+_MAX_INT32 = 2**31 - 1
 
 Outfed: TypeAlias = tuple[IPUOutfeedQueue, Any, tuple[jax.ShapeDtypeStruct, ...]]
 
@@ -84,6 +90,10 @@ class PipelineCall(_Call):
       infeed_queue: its feed.
       outfeed_queue: where its outputs or losses go.
       outfeeds_loss: which of the two.
+      outfeed_tree: the structure of what is enqueued.
+      has_count_operand: whether the first operand is the number of micro-batches per weight update.
+      recompute: what stages keep where recomputation is allowed.
+      asks_for_recomputation: whether the user said so, and would expect it.
     """
 
     name: str
@@ -92,6 +102,10 @@ class PipelineCall(_Call):
     infeed_queue: IPUInfeedQueue | None
     outfeed_queue: IPUOutfeedQueue | None
     outfeeds_loss: bool
+    outfeed_tree: Any
+    has_count_operand: bool
+    recompute: Recomputation
+    asks_for_recomputation: bool
 
     @property
     def runner(self) -> Pipeline:
@@ -101,21 +115,48 @@ class PipelineCall(_Call):
     @property
     def outfeeds(self) -> list[Outfed]:
         """The queue that it enqueues to, with the structure of an element, and its shapes and dtypes."""
-        return [] if self.outfeed_queue is None else [(self.outfeed_queue, *self.outfed)]
+        if self.outfeed_queue is None:
+            return []
+        return [(self.outfeed_queue, self.outfeed_tree, self.pipeline.collecting.avals)]
 
-    @property
-    def outfed(self) -> tuple[Any, tuple[jax.ShapeDtypeStruct, ...]]:
-        """The structure of what is enqueued per micro-batch, and shapes and dtypes of its leaves."""
-        traced = self.pipeline.traced
-        if self.outfeeds_loss:
-            return jax.tree.structure(0), traced.loss_avals
-        return traced.output_tree, traced.output_avals
+    def check_count(self, value: Any) -> int:
+        """A number of micro-batches per weight update that is known at run only.
+
+        Raises:
+          ValueError: it is not usable.
+        """
+        count, num_serialized = int(value), self.pipeline.num_serialized
+        if not 1 <= count * num_serialized <= _MAX_INT32:
+            raise ValueError(
+                "gradient_accumulation_count must be from 1 to "
+                f"{_MAX_INT32 // num_serialized}; the value in this run is {count}."
+            )
+        return count
+
+    def find_recomputation(self) -> Recomputation | None:
+        """What stages keep, by the configured system. Warns if the user's mode has no effect."""
+        if config.allows_recomputation():
+            return self.recompute
+        if self.asks_for_recomputation:
+            warnings.warn(
+                f"The recomputation_mode of the pipeline {self.name!r} has no effect, since "
+                "IPUConfig.allow_recompute is not set in the configured system.",
+                stacklevel=2,
+            )
+        return None
 
     def placement(self) -> CallPlacement:
         """What went where."""
         pipeline = self.pipeline
         summary = summarize(pipeline.traced, pipeline.programs, pipeline.device_mapping)
-        return CallPlacement(self.name, *summary, unit="micro-batch")
+        sent = summarize_update(pipeline.updates, pipeline.device_mapping)
+        shared = summarize_shared(
+            pipeline.traced,
+            pipeline.device_mapping,
+            pipeline.plan_accumulators().extra,
+            pipeline.built.accumulator_dtypes,
+        )
+        return CallPlacement(self.name, *summary, unit="micro-batch", sent=(*shared, *sent))
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,7 +208,8 @@ class LoopCall(_Call):
         """What went where."""
         body = self.loop.body
         summary = summarize(body.pipeline, self.loop.programs, body.shards, len(body.changing))
-        return CallPlacement(self.name, *summary, unit="iteration")
+        sent = summarize_update(self.loop.updates, body.shards)
+        return CallPlacement(self.name, *summary, unit="iteration", sent=sent)
 
 
 Call: TypeAlias = PipelineCall | LoopCall
@@ -193,12 +235,14 @@ class ProgramBuilder:
       ipu_device: the number in `/device:IPU:<n>`.
       names: the names that the program gives out.
       inputs: what the function was given, as (value, name).
+      placeholders: the placeholders that the program is compiled for, each with what stands for it.
       calls: the pipelines and loops.
     """
 
     ipu_device: int
     names: names.ProgramNames = field(default_factory=names.ProgramNames)
     inputs: list[tuple[Any, str]] = field(default_factory=list)
+    placeholders: dict[Placeholder, Any] = field(default_factory=dict)
     calls: list[Call] = field(default_factory=list)
 
     def add(
@@ -237,6 +281,16 @@ class ProgramBuilder:
         avals = tuple(jax.core.ShapedArray(aval.shape, aval.dtype) for aval in results)
         _marker, *values = run_call_p.bind(*operands, index=len(self.calls) - 1, results=avals)
         return values
+
+    def traced_input(self, placeholder: Placeholder) -> Any:
+        """The traced value that stands for one of the program's placeholders.
+
+        Raises:
+          ValueError: the program is not compiled for it.
+        """
+        if placeholder not in self.placeholders:
+            placeholder.refuse_capture()
+        return self.placeholders[placeholder]
 
     def describe_input(self, value: Any) -> str | None:
         """The name of a value that the function was given."""

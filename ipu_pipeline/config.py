@@ -20,6 +20,7 @@ from ipu_pipeline.utils import SelectionOrder
 
 __all__ = [
     "IPUConfig",
+    "allows_recomputation",
     "devices_for",
     "is_selected",
     "reset_ipu_configuration",
@@ -35,14 +36,15 @@ class _System:
     Attributes:
       groups: per TensorFlow device (`/device:IPU:<n>`), in the order that stages take them.
       is_automatic: whether nobody configured it, so that it grows with what programs need.
+      allow_recompute: whether pipelines that train recompute.
     """
 
     groups: list[list[Any]]
     is_automatic: bool
+    allow_recompute: bool = False
 
 
 _system: _System | None = None
-_NOT_BUILT = {"allow_recompute": "Recomputation"}
 
 
 class IPUConfig:
@@ -57,7 +59,8 @@ class IPUConfig:
       auto_round_num_ipus: True takes the next power of two where the number is none, and leaves the
         rest idle.
       require_power_of_two: False allows any number.
-      allow_recompute: not built yet; True is a NotImplementedError.
+      allow_recompute: True lets the stages of pipelines that train compute values again in their backward,
+        instead of keeping them; see `pipelining_ops.RecomputationMode`.
 
     Example:
       config = IPUConfig()
@@ -89,8 +92,6 @@ class IPUConfig:
                 raise TypeError(f"IPUConfig.selection_order must be a utils.SelectionOrder; got {value!r}.")
         elif not isinstance(value, bool):
             raise TypeError(f"IPUConfig.{name} must be True or False; got {value!r}.")
-        elif value and name in _NOT_BUILT:
-            raise NotImplementedError(f"IPUConfig.{name}: {_NOT_BUILT[name]} is not built yet.")
         object.__setattr__(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
@@ -128,7 +129,7 @@ class IPUConfig:
                 available[start : start + number] for start, number in zip(starts, reserved, strict=True)
             ]
         groups = [[group[index] for index in self.selection_order.permute(len(group))] for group in chosen]
-        _system = _System(groups, is_automatic=False)
+        _system = _System(groups, is_automatic=False, allow_recompute=self.allow_recompute)
 
     def _check_power_of_two(self, number: int) -> int:
         """How many IPUs to take for a wanted number."""
@@ -189,6 +190,11 @@ def select_automatically(needs: Iterable[tuple[int, int]]) -> None:
 def is_selected() -> bool:
     """Whether devices have been selected, in whatever way."""
     return _system is not None
+
+
+def allows_recomputation() -> bool:
+    """Whether the configured system has `allow_recompute`."""
+    return _system is not None and _system.allow_recompute
 
 
 def selected_devices(ordinal: int) -> list[Any]:

@@ -13,6 +13,7 @@ from jax.extend import core as jex_core
 from ipu_pipeline.calls import LoopCall, current_builder
 from ipu_pipeline.engine import names
 from ipu_pipeline.engine.bodies import trace_body
+from ipu_pipeline.engine.faults import describe_arguments
 from ipu_pipeline.engine.loops import Loop
 from ipu_pipeline.engine.stages import as_arguments, check_captures, check_signature
 from ipu_pipeline.ipu_infeed_queue import IPUInfeedQueue
@@ -123,18 +124,15 @@ def _loop(
     avals = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
     place = f"the body {getattr(body, '__name__', type(body).__name__)} of {what}"
     fed_args, fed_kwargs = as_arguments(element)
-    check_signature(
-        body,
-        ((*jax.tree.unflatten(tree, avals), *fed_args), fed_kwargs),
-        "the inputs and the infeed's element",
-        place,
-    )
+    arguments = (*jax.tree.unflatten(tree, avals), *fed_args)
+    check_signature(body, (arguments, fed_kwargs), "the inputs and the infeed's element", place)
 
     def call(carried: list[Any], fed: Any) -> list[Any]:
         args, kwargs = as_arguments(fed)
         return _new_inputs(body(*jax.tree.unflatten(tree, carried), *args, **kwargs), tree, place)
 
-    traced = trace_body(call, avals, element, builder.names, place)
+    given = describe_arguments(body, arguments, fed_kwargs)
+    traced = trace_body(call, avals, element, builder.names, place, given)
     condition = None if cond is None else _trace_condition(cond, tree, avals, what)
     loop_call = LoopCall(
         loop=Loop(traced, condition),

@@ -1,8 +1,8 @@
-"""What a recorded action returns, to be returned from the compiled function or a loop's body."""
+"""Operations: what recorded actions return, and what `Session.run` runs."""
 
 from __future__ import annotations
 
-__all__ = ["Operation"]
+__all__ = ["InitializerOperation", "Operation", "global_variables_initializer"]
 
 
 class Operation:
@@ -11,3 +11,15 @@ class Operation:
     def __init__(self, name: str) -> None:
         """Names the operation."""
         self.name = name
+
+
+class InitializerOperation:
+    """What `Session.run` runs to set all variables to their initial values."""
+
+
+def global_variables_initializer() -> InitializerOperation:
+    """The operation that sets every variable to its initial value, and forgets optimizer state.
+
+    It is never required: a program's variables come into being when it first runs.
+    """
+    return InitializerOperation()

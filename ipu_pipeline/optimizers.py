@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,15 +13,22 @@ import numpy as np
 import optax
 
 from ipu_pipeline.engine import optimizer_tracing
-from ipu_pipeline.engine.differentiation import GradientMap
-from ipu_pipeline.engine.programs import Reduction
+from ipu_pipeline.engine.gradient_maps import GradientMap, check_gradient_map
+from ipu_pipeline.engine.loss_scaling import scale_loss
+from ipu_pipeline.engine.programs import Reduction, find_accumulator_dtype
 from ipu_pipeline.engine.recording import TrainingStep, current_recorder, record_training_step
-from ipu_pipeline.engine.stages import check_captures
+from ipu_pipeline.engine.shapes import check_float_dtype
 from ipu_pipeline.engine.variables import VariableSpec
 from ipu_pipeline.gradient_accumulation import GradientAccumulationReductionMethod
 from ipu_pipeline.operations import Operation
 
-__all__ = ["GradientAccumulationOptimizerV2", "MapGradientOptimizer", "Unwrapped", "unwrap"]
+__all__ = [
+    "GradientAccumulationOptimizerV2",
+    "LossScalingOptimizer",
+    "MapGradientOptimizer",
+    "Unwrapped",
+    "unwrap",
+]
 
 _MAX_INT32 = 2**31 - 1
 
@@ -79,8 +87,10 @@ class _Optimizer:
         unwrapped = unwrap(self)
         trained = _find_trained(recorder.variables, var_list)
         for gradient_map in unwrapped.gradient_maps:
-            _check_gradient_map(gradient_map, trained)
-        dtypes = _find_dtypes(unwrapped.dtype, trained)
+            check_gradient_map(gradient_map, trained.values())
+        dtypes = {
+            name: find_accumulator_dtype(spec, unwrapped.dtype, "dtype") for name, spec in trained.items()
+        }
         reduction = Reduction[unwrapped.reduction_method.name]
         traced = optimizer_tracing.trace_optimizer(
             unwrapped.transformation, trained, None, (), reduction, dtypes
@@ -94,6 +104,7 @@ class _Optimizer:
             reduction=reduction,
             gradient_map=unwrapped.gradient_map,
             accumulator_dtypes=dtypes,
+            offloads_state=unwrapped.offloads_state,
         )
         record_training_step(recorder, step, loss, captured)
         return Operation(step_name)
@@ -124,16 +135,18 @@ class GradientAccumulationOptimizerV2(_Optimizer):
         Args:
           opt: an Optax transformation, or another of these optimizers.
           num_mini_batches: iterations per weight update, from 1.
-          offload_weight_update_variables: not built yet.
-          replicated_optimizer_state_sharding: not built yet.
+          offload_weight_update_variables: whether the optimizer's state lies in host memory between weight
+            updates; None is False.
+          replicated_optimizer_state_sharding: True warns: there is one replica, and nothing is sharded.
           dtype: of the accumulators: None for that of the variable, a dtype, or a function from a variable
-            (with `name`, `shape` and `dtype`) to a dtype. The optimizer gets them in the variable's dtype.
+            (with `name`, `shape` and `dtype`) to a dtype. The optimizer gets them, and the variable, in the
+            wider of this dtype and the variable's, which its state has too: with float32, a float16 model
+            gets a float32 Adam.
           reduction_method: SUM, MEAN or RUNNING_MEAN of the gradients, or its name.
           name: the optimizer's state is kept under it.
 
         Raises:
           TypeError, ValueError: an argument is not usable.
-          NotImplementedError: an argument is not built yet.
         """
         super().__init__(opt, name)
         if not isinstance(num_mini_batches, (int, np.integer)) or isinstance(num_mini_batches, bool):
@@ -142,15 +155,21 @@ class GradientAccumulationOptimizerV2(_Optimizer):
             raise ValueError(
                 f"num_mini_batches must be from 1 to {_MAX_INT32 - 1}; got {num_mini_batches}."
             )
-        if offload_weight_update_variables:
-            raise NotImplementedError("offload_weight_update_variables is not built yet; leave it at None.")
+        if offload_weight_update_variables not in (None, False, True):
+            raise TypeError(
+                "offload_weight_update_variables must be True, False or None; got "
+                f"{offload_weight_update_variables!r}."
+            )
         if replicated_optimizer_state_sharding:
-            raise NotImplementedError(
-                "replicated_optimizer_state_sharding is not built yet; leave it at False."
+            warnings.warn(
+                "replicated_optimizer_state_sharding will have no effect since there is one replica: "
+                "nothing is sharded.",
+                stacklevel=2,
             )
         if dtype is not None and not callable(dtype):
-            _check_dtype(dtype, "dtype")
+            check_float_dtype(dtype, "dtype")
         self.num_mini_batches = int(num_mini_batches)
+        self.offloads_state = bool(offload_weight_update_variables)
         self.dtype = dtype
         self.reduction_method = GradientAccumulationReductionMethod.parse(reduction_method)
 
@@ -186,17 +205,74 @@ class MapGradientOptimizer(_Optimizer):
         self.gradient_mapping_function = gradient_mapping_function
 
 
+class LossScalingOptimizer(_Optimizer):
+    """Starts the backward from a scale in place of 1, so that small float16 gradients do not become zero.
+
+    An update divides the gradients by the scale again, in 32 bits at least, and the wrapped optimizer runs
+    in these. If a gradient of any stage is not finite, the update is skipped in all stages: variables and
+    the wrapped optimizer's state stay. The scale is in the optimizer's state. Losses that are reported, and
+    gradients that a `MapGradientOptimizer` gets, are without it; a map that gets an infinite or NaN
+    gradient cannot hide it. The backward starts in the loss's dtype, which in float16 holds scales up to
+    65504.
+
+    Example:
+      LossScalingOptimizer(optax.adam(1e-3), initial_scale=2.0**12)
+    """
+
+    def __init__(
+        self,
+        opt: Any,
+        initial_scale: float = 2.0**15,
+        dynamic: bool = True,
+        growth_interval: int = 2000,
+        factor: float = 2.0,
+        name: str = "LossScalingOptimizer",
+    ) -> None:
+        """Wraps an optimizer.
+
+        Args:
+          opt: an Optax transformation, or another of these optimizers.
+          initial_scale: the first scale, a finite number above 0. Powers of two round no gradient.
+          dynamic: whether the scale changes; False keeps it, and skips updates too.
+          growth_interval: after so many updates with finite gradients, from 1, the scale is multiplied by
+            `factor`.
+          factor: above 1. Gradients that are not finite divide the scale by it, down to 1 at least.
+          name: the optimizer's state is kept under it.
+
+        Raises:
+          TypeError, ValueError: an argument is not usable.
+        """
+        super().__init__(opt, name)
+        for argument, value, above in (("initial_scale", initial_scale, 0), ("factor", factor, 1)):
+            if not isinstance(value, (int, float, np.number)) or isinstance(value, bool):
+                raise TypeError(f"{argument} must be a number; got {value!r}.")
+            if not above < value < np.finfo(np.float32).max:
+                raise ValueError(f"{argument} must be finite in float32 and above {above}; got {value}.")
+        if not isinstance(dynamic, bool):
+            raise TypeError(f"dynamic must be True or False; got {dynamic!r}.")
+        if not isinstance(growth_interval, (int, np.integer)) or isinstance(growth_interval, bool):
+            raise TypeError(f"growth_interval must be an integer; got {growth_interval!r}.")
+        if not 1 <= growth_interval <= _MAX_INT32:
+            raise ValueError(f"growth_interval must be from 1 to {_MAX_INT32}; got {growth_interval}.")
+        self._settings = (float(initial_scale), dynamic, int(growth_interval), float(factor))
+
+    def scaled(self, transformation: optax.GradientTransformation) -> optax.GradientTransformation:
+        """A transformation for gradients without the scale as one for gradients with it."""
+        return scale_loss(transformation, *self._settings)
+
+
 @dataclass(frozen=True, eq=False)
 class Unwrapped:
     """What a nest of optimizers amounts to.
 
     Attributes:
-      transformation: the Optax transformation inside.
+      transformation: the Optax transformation inside, with loss scaling if there is an optimizer for that.
       gradient_maps: in the order in which they are applied.
       num_mini_batches: iterations per weight update; 1 without accumulation.
       dtype: of the accumulators, as given.
       reduction_method: of the gradients.
       accumulates: whether there is an accumulating optimizer.
+      offloads_state: whether it keeps its state in host memory.
     """
 
     transformation: optax.GradientTransformation
@@ -205,6 +281,7 @@ class Unwrapped:
     dtype: Any = None
     reduction_method: GradientAccumulationReductionMethod = GradientAccumulationReductionMethod.SUM
     accumulates: bool = False
+    offloads_state: bool = False
 
     @property
     def gradient_map(self) -> GradientMap | None:
@@ -224,10 +301,11 @@ def unwrap(opt: Any) -> Unwrapped:
     """Looks through a nest of optimizers.
 
     Raises:
-      ValueError: two of them accumulate.
+      ValueError: two of them accumulate, or scale the loss.
     """
     maps: list[GradientMap] = []
     accumulating: GradientAccumulationOptimizerV2 | None = None
+    scaling: LossScalingOptimizer | None = None
     while isinstance(opt, _Optimizer):
         if isinstance(opt, MapGradientOptimizer):
             maps.insert(0, opt.gradient_mapping_function)  # the inner ones come first
@@ -235,7 +313,13 @@ def unwrap(opt: Any) -> Unwrapped:
             if accumulating is not None:
                 raise ValueError("An optimizer can accumulate gradients only once; two are nested.")
             accumulating = opt
+        elif isinstance(opt, LossScalingOptimizer):
+            if scaling is not None:
+                raise ValueError("An optimizer can scale the loss only once; two are nested.")
+            scaling = opt
         opt = opt.wrapped
+    if scaling is not None and isinstance(opt, optax.GradientTransformation):
+        opt = scaling.scaled(opt)
     if accumulating is None:
         return Unwrapped(opt, tuple(maps))
     return Unwrapped(
@@ -245,6 +329,7 @@ def unwrap(opt: Any) -> Unwrapped:
         accumulating.dtype,
         accumulating.reduction_method,
         True,
+        accumulating.offloads_state,
     )
 
 
@@ -267,40 +352,3 @@ def _find_trained(
     if not trained:
         raise ValueError("No variables to optimize: the loop's body has asked for no trainable variable.")
     return trained
-
-
-def _find_dtypes(dtype: Any, trained: Mapping[str, VariableSpec]) -> dict[str, np.dtype[Any]]:
-    if dtype is None:
-        return {name: spec.dtype for name, spec in trained.items()}
-    is_function = callable(dtype) and not isinstance(dtype, type)
-    wanted = {name: dtype(spec) if is_function else dtype for name, spec in trained.items()}
-    return {
-        name: trained[name].dtype if own is None else _check_dtype(own, "dtype")
-        for name, own in wanted.items()
-    }
-
-
-def _check_dtype(dtype: Any, argument: str) -> np.dtype[Any]:
-    try:
-        checked = np.dtype(dtype)
-    except TypeError as error:
-        raise ValueError(f"{argument} must be a dtype; got {dtype!r}.") from error
-    if not jnp.issubdtype(checked, jnp.floating):
-        raise ValueError(f"{argument} must be a floating-point dtype; got {checked.name}.")
-    if jax.dtypes.canonicalize_dtype(checked) != checked:
-        raise ValueError(f"{argument} {checked.name} needs JAX's 64-bit mode; give another one.")
-    return checked
-
-
-def _check_gradient_map(gradient_map: Callable[..., Any], trained: Mapping[str, VariableSpec]) -> None:
-    for spec in trained.values():
-        aval = jax.ShapeDtypeStruct(spec.shape, spec.dtype)
-        closed_jaxpr = jax.make_jaxpr(gradient_map)(aval, aval)
-        check_captures(closed_jaxpr.consts, "the gradient_mapping_function", None)
-        results = closed_jaxpr.out_avals
-        if len(results) != 1 or results[0].shape != spec.shape or results[0].dtype != spec.dtype:
-            described = ", ".join(f"{aval.dtype.name}{list(aval.shape)}" for aval in results)
-            raise ValueError(
-                f"gradient_mapping_function must return the gradient's shape and dtype, for {spec}; it "
-                f"returned {described or 'nothing'}."
-            )

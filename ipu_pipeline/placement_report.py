@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ipu_pipeline.engine.summaries import Edge, Part
+from ipu_pipeline.engine.summaries import Edge, Part, Sent
 
 __all__ = ["CallPlacement", "Placement"]
 
@@ -19,12 +19,14 @@ class CallPlacement:
       parts: its stages; of a loop, the runs of operations of one shard.
       edges: what crosses.
       unit: per what: "micro-batch", or of a loop "iteration".
+      sent: what crosses per weight update.
     """
 
     name: str
     parts: tuple[Part, ...]
     edges: tuple[Edge, ...]
     unit: str
+    sent: tuple[Sent, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,15 @@ class Placement:
             for edge in call.edges
         ]
         crossing = _align(edges) if call.edges else ["  nothing crosses"]
-        return "\n".join([call.name, *_align(rows), f"per {call.unit}:", *crossing])
+        lines = [call.name, *_align(rows), f"per {call.unit}:", *crossing]
+        if call.sent:
+            sent = [("from", "to", "bytes", "what", "read by")]
+            sent += [
+                (f"IPU {s.source}", f"IPU {s.target}", f"{s.num_bytes:,}", s.what, s.primitive)
+                for s in call.sent
+            ]
+            lines += ["per weight update:", *_align(sent)]
+        return "\n".join(lines)
 
 
 def _align(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -12,7 +12,7 @@ import numpy as np
 from jax.extend import core as jex_core
 
 from ipu_pipeline import config
-from ipu_pipeline.calls import Call, ProgramBuilder, building, run_call_p
+from ipu_pipeline.calls import Call, PipelineCall, ProgramBuilder, building, run_call_p
 from ipu_pipeline.engine import hoisting, jaxprs, names, placement
 from ipu_pipeline.engine.variables import VariableSpec, fresh_trace
 from ipu_pipeline.ipu_infeed_queue import IPUInfeedQueue
@@ -124,6 +124,11 @@ class Program:
         values = dict(self._constants)
         for var, value in zip(self._input_vars, self._feed(feed_dict), strict=True):
             values[var] = value
+        for step in self._steps:  # a count that is fed is checked before anything runs
+            if isinstance(step, _CallStep) and isinstance(step.call, PipelineCall):
+                for atom in step.operands[: step.call.has_count_operand]:
+                    if isinstance(atom, jex_core.Literal) or atom in values:
+                        step.call.check_count(_read(values, atom))
         for infeed in self.infeeds:
             infeed.check_initialized()
         devices = config.devices_for(self._ipu_device, self.num_ipus)
@@ -178,6 +183,10 @@ def build_program(
     def traced(*arguments: Any) -> list[Any]:
         named = [value.name if isinstance(value, Placeholder) else "a constant" for value in inputs]
         builder.inputs = list(zip(arguments, named, strict=True))
+        given = zip(inputs, arguments, strict=True)
+        builder.placeholders = {
+            value: argument for value, argument in given if isinstance(value, Placeholder)
+        }
         frame = names.Frame(builder.names, False, "the compiled function", is_stage=False)
         with building(builder), names.frame(frame):
             leaves, tree = jax.tree.flatten(function(*arguments))

@@ -18,25 +18,14 @@ from ipu_pipeline.engine.state import PipelineState
 from ipu_pipeline.engine.variables import VariableSpec, initial_value
 from ipu_pipeline.ipu_infeed_queue import InfeedOperation, IPUInfeedQueue
 from ipu_pipeline.ipu_outfeed_queue import OutfeedOperation
+from ipu_pipeline.operations import InitializerOperation
 from ipu_pipeline.placeholders import Placeholder, cast_exactly
 from ipu_pipeline.program import Program
 from ipu_pipeline.session_state import KeptGradients, KeptOptimizer, Record, SessionState
 
-__all__ = ["InitializerOperation", "Session", "global_variables_initializer"]
+__all__ = ["Session"]
 
 _BLIND_ITERATIONS = 64  # of a while_loop without a feed, before the host looks at its condition
-
-
-class InitializerOperation:
-    """What `Session.run` runs to set all variables to their initial values."""
-
-
-def global_variables_initializer() -> InitializerOperation:
-    """The operation that sets every variable to its initial value, and forgets optimizer state.
-
-    It is never required: a program's variables come into being when it first runs.
-    """
-    return InitializerOperation()
 
 
 class Session:
@@ -234,18 +223,22 @@ class Session:
             return []
         return self._run_loop(call, operands, devices)
 
-    def _run_pipeline(self, call: PipelineCall, inputs: Sequence[Any], devices: Sequence[Any]) -> None:
-        pipeline = call.pipeline
+    def _run_pipeline(self, call: PipelineCall, operands: Sequence[Any], devices: Sequence[Any]) -> None:
+        pipeline, inputs, count = call.pipeline, operands, None
+        if call.has_count_operand:
+            count, inputs = call.check_count(operands[0]), operands[1:]
+        if call.trains:
+            pipeline.set_recomputation(call.find_recomputation())
         executor = pipeline.prepare(devices)
         take: Take = take_nothing
         if call.infeed_queue is not None:
-            num_fetched = pipeline.num_fetched(call.repeat_count)
+            num_fetched = pipeline.num_fetched(call.repeat_count, count)
             take = call.infeed_queue.connect(executor.place_element, num_fetched)
         state = pipeline.place(self._make_pipeline_state(call))
         done = 0
         while done < call.repeat_count:
             left = call.repeat_count - done
-            pending = pipeline.accumulate(state, take, inputs, left, call.repeat_count)
+            pending = pipeline.accumulate(state, take, inputs, left, call.repeat_count, count)
             # From here the old state may be gone (its memory is given to the new one) before the new
             # one is in its place.
             with interrupts.deferred():

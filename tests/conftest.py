@@ -1,5 +1,6 @@
-"""Eight CPU devices, strict dtype promotion, one compilation cache for the whole run."""
+"""Eight CPU devices, strict dtype promotion, one compilation cache for each process of the run."""
 
+import os
 import threading
 
 import jax
@@ -13,8 +14,10 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
 def pytest_configure(config):
-    # Many tests compile the same programs: schedules, counts and repeats do not change them.
-    directory = config.cache.mkdir("xla") if hasattr(config, "cache") else None
+    # Many tests compile the same programs: schedules, counts and repeats do not change them. A process of
+    # pytest-xdist has a cache of its own, since JAX writes into a file that others may read already.
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+    directory = config.cache.mkdir(f"xla{worker}") if hasattr(config, "cache") else None
     if directory is not None:
         jax.config.update("jax_compilation_cache_dir", str(directory))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
@@ -46,5 +49,19 @@ def no_thread_left():
 
 
 @pytest.fixture
+def less_optimized():
+    """XLA compiles faster what runs once; for tests that compile hundreds of models."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture
 def rng():
     return np.random.default_rng(1234)
+
+
+def pytest_collection_modifyitems(items):
+    # The longest tests first, so that at the end of a run no process waits for one.
+    items.sort(key=lambda item: "test_random_pipelines" not in item.nodeid)

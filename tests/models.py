@@ -57,7 +57,7 @@ def assert_trees_close(actual, expected, tolerance=1e-5):
         value, reference = np.asarray(value), np.asarray(reference)
         assert value.shape == reference.shape, path
         assert value.dtype == reference.dtype, path
-        if not np.issubdtype(reference.dtype, np.floating):
+        if not jnp.issubdtype(reference.dtype, jnp.floating):
             np.testing.assert_array_equal(value, reference)
             continue
         difference = np.linalg.norm((value - reference).astype(np.float64))

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 
 from ipu_pipeline import datasets
@@ -18,16 +19,16 @@ STEP4 = "answers/step4_configurable_stages.py"
 
 _RECORD = """
 import runpy, sys
+import ipu_pipeline
 import numpy as np
 from ipu_pipeline import session, tutorial_support
 found = {"losses": []}
 class Session(session.Session):
     def run(self, fetch, feed_dict=None):
         if "start" not in found:
-            super().run(session.global_variables_initializer())
+            super().run(ipu_pipeline.global_variables_initializer())
             found["start"] = self.variables
         return super().run(fetch, feed_dict)
-import ipu_pipeline
 ipu_pipeline.Session = Session
 original = tutorial_support.train
 def train(run_step, *rest):
@@ -44,8 +45,15 @@ np.savez(target, losses=np.stack(found["losses"]), **found["start"])
 
 
 def start(*arguments):
-    """Runs Python in the repository's root, without MNIST's folder in the environment."""
+    """Runs Python in the repository's root, without MNIST's folder in the environment.
+
+    The programs share the compilation cache of the tests' process, since many compile the same.
+    """
     environment = {key: value for key, value in os.environ.items() if key != datasets.DATA_DIR_VARIABLE}
+    if jax.config.jax_compilation_cache_dir is not None:
+        environment["JAX_COMPILATION_CACHE_DIR"] = jax.config.jax_compilation_cache_dir
+        environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+        environment["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
     return subprocess.run(
         [sys.executable, *map(str, arguments)],
         capture_output=True,

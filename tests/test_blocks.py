@@ -11,7 +11,7 @@ import pytest
 import ipu_pipeline as ipu
 from ipu_pipeline import engine
 from ipu_pipeline.engine import reference
-from ipu_pipeline.engine.one_program import BlockSizes, block_sizes
+from ipu_pipeline.engine.block_sizes import BlockSizes, block_sizes
 from ipu_pipeline.engine.stacking import Stacker
 from ipu_pipeline.errors import OutOfRangeError
 from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput
@@ -23,15 +23,15 @@ ELEMENT_BYTES = 4 * 12 * 4 + 4 * 4 + 4  # of models.mlp_batches, and the loss
 @pytest.mark.parametrize(
     ("num_micro_batches", "unit", "limit", "expected"),
     [
-        (160, 16, 1000, (16, 160)),  # all in one
-        (160, 16, 100, (16, 80)),  # two blocks of five updates, and not of six and four
-        (48, 16, 47, (16, 32)),
-        (160, 16, 16, (16, 16)),
-        (32, 16, 15, (1, 8)),  # an update in two parts
-        (32, 16, 1, (1, 1)),
-        (7, 1, 3, (1, 3)),
-        (5000, 1, 4000, (1, 1000)),  # not more than 1,024 at once
-        (0, 1, 10, (1, 1)),
+        (160, 16, 1000, (16, 160, 160)),  # all in one
+        (160, 16, 100, (16, 80, 80)),  # two blocks of five updates, and not of six and four
+        (48, 16, 47, (16, 32, 32)),
+        (160, 16, 16, (16, 16, 16)),
+        (32, 16, 15, (1, 8, 8)),  # an update in two parts
+        (32, 16, 1, (1, 1, 1)),
+        (7, 1, 3, (1, 3, 3)),
+        (5000, 1, 4000, (1, 1000, 1000)),  # not more than 1,024 at once
+        (0, 1, 10, (1, 1, 1)),
     ],
 )
 def test_block_sizes(num_micro_batches, unit, limit, expected):
@@ -107,7 +107,8 @@ def test_equals_several_devices(donate, parts, reduction, optimizer, rng):
     steps = [models.mlp_batches(rng, count) for _ in range(3)]
     states = [pipeline.init(jax.random.key(2), steps[0][0], rate) for pipeline in (one, two)]
     if parts > 1:
-        assert one.prepare().sizes(1) == BlockSizes(1, -(-count // parts))
+        capacity = -(-count // parts)
+        assert one.prepare().sizes(1, count) == BlockSizes(1, capacity, capacity)
     for step in steps:
         results = [p.step(s, step, rate) for p, s in zip((one, two), states, strict=True)]
         if not donate:  # the old state can be read, and stepped from again

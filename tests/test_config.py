@@ -172,7 +172,7 @@ def test_selection_order_is_a_permutation(size):
         ("select_ipus", [0, 0], ValueError, "different device indices"),
         ("selection_order", "SNAKE", TypeError, "must be a utils.SelectionOrder"),
         ("ipu_model", 1, TypeError, "must be True or False"),
-        ("allow_recompute", True, NotImplementedError, "allow_recompute: Recomputation is not built yet"),
+        ("allow_recompute", 1, TypeError, "allow_recompute must be True or False"),
     ],
 )
 def test_wrong_settings(name, value, error, message):

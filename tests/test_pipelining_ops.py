@@ -1,7 +1,5 @@
 """Wrong calls: the stated error, from Python, before anything compiles."""
 
-import inspect
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,25 +10,7 @@ import ipu_pipeline as ipu
 from ipu_pipeline import pipelining_ops
 from ipu_pipeline.gradient_accumulation import GradientAccumulationReductionMethod
 from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput, PipelineSchedule, pipeline
-from tests import front
-
-NOT_BUILT = {
-    "gradient_accumulation_dtype": jnp.float32,
-    "batch_serialization_iterations": 2,
-    "recomputation_mode": "Auto",
-    "forward_propagation_stages_poplar_options": [],
-    "backward_propagation_stages_poplar_options": [],
-    "weight_update_poplar_options": {},
-    "offload_weight_update_variables": False,
-    "replicated_optimizer_state_sharding": True,
-    "offload_activations": True,
-    "offload_gradient_accumulation_buffers": True,
-    "replicated_weight_sharding": False,
-    "offload_weights": False,
-    "accumulate_outfeed": True,
-    "accumulate_outfeed_dtype": jnp.float32,
-    "outfeed_mask": [False],
-}
+from tests import front, models
 
 
 def compile_with(**options):
@@ -48,35 +28,25 @@ def compile_with(**options):
         assert not [event for event in events if "backend_compile" in event or "mlir" in event]
 
 
-@pytest.mark.parametrize("argument", NOT_BUILT)
-def test_arguments_not_built_yet(argument):
-    # Another argument is wrong too: what is not built comes first.
-    with pytest.raises(NotImplementedError, match=f"^{argument} is not built yet"):
-        compile_with(**{argument: NOT_BUILT[argument]}, gradient_accumulation_count=None)
-
-
-def test_every_argument_is_built_or_refused():
-    built = {
-        "computational_stages",
-        "gradient_accumulation_count",
-        "repeat_count",
-        "inputs",
-        "infeed_queue",
-        "outfeed_queue",
-        "optimizer_function",
-        "device_mapping",
-        "pipeline_schedule",
-        "continuous_weight_updates",
-        "outfeed_loss",
-        "reduction_method",
-        "name",
-    }
-    assert built | set(NOT_BUILT) == set(inspect.signature(pipeline).parameters)
-
-
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
+        (
+            {"continuous_weight_updates": None},
+            TypeError,
+            "continuous_weight_updates must be False; got None",
+        ),
+        ({"name": ""}, TypeError, "name must be a non-empty string, or None; got ''"),
+        (
+            {"gradient_accumulation_dtype": "float8_e4m3fn"},
+            ValueError,
+            "JAX does not mix float8_e4m3fn with the float32 of variable first/dense/kernel",
+        ),
+        (
+            {"optimizer_function": lambda loss: loss},
+            TypeError,
+            r"the optimizer_function takes \(loss\), but what the last stage returns gives it",
+        ),
         (
             {"continuous_weight_updates": True},
             NotImplementedError,
@@ -91,9 +61,14 @@ def test_every_argument_is_built_or_refused():
         ({"gradient_accumulation_count": 2**31}, ValueError, "gradient_accumulation_count must be"),
         ({"gradient_accumulation_count": 2.5}, TypeError, "gradient_accumulation_count must be .*2.5"),
         (
-            {"gradient_accumulation_count": ipu.placeholder(np.int32)},
-            NotImplementedError,
-            "gradient_accumulation_count as a placeholder",
+            {"gradient_accumulation_count": ipu.placeholder(np.int32, name="count")},
+            ValueError,
+            "Trying to capture the tensor count",
+        ),
+        (
+            {"gradient_accumulation_count": ipu.placeholder(np.float32)},
+            TypeError,
+            r"gradient_accumulation_count must be an integer scalar; got float32\[\]",
         ),
         ({"repeat_count": 0}, ValueError, "repeat_count must be from 1.*got 0"),
         (
@@ -104,9 +79,17 @@ def test_every_argument_is_built_or_refused():
         ({"computational_stages": []}, ValueError, "at least one stage"),
         ({"computational_stages": [1]}, TypeError, r"computational_stages\[0\] must be a function; got 1"),
         (
-            {"computational_stages": [[front.first_stage], front.second_stage]},
-            NotImplementedError,
-            "parallel stages",
+            {"computational_stages": [front.first_stage, [], front.second_stage]},
+            ValueError,
+            r"computational_stages\[1\] must have functions; the list is empty",
+        ),
+        (
+            {
+                "computational_stages": [[front.first_stage, abs], front.second_stage],
+                "device_mapping": [0, 1],
+            },
+            ValueError,
+            r"device_mapping\[0\] must be a list of 2 IPUs, as computational_stages\[0\] is; got 0",
         ),
         ({"infeed_queue": []}, TypeError, "infeed_queue is not an instance of ipu_infeed_queue"),
         ({"outfeed_queue": []}, TypeError, "outfeed_queue is not an instance of ipu_outfeed_queue"),
@@ -166,6 +149,89 @@ def test_every_argument_is_built_or_refused():
 def test_wrong_calls(options, error, message):
     with pytest.raises(error, match=message):
         compile_with(**options)
+
+
+def run(model, num_runs=1, rate=0.1):
+    """What each run enqueues, and the variables afterwards."""
+    with ipu.Session(seed=5) as session:
+        session.run(model.initializer)
+        return [model.run(session, rate) for _run in range(num_runs)], session.variables
+
+
+def right(rate, x, labels):
+    del rate, labels
+    with ipu.variable_scope("right"):
+        return ipu.layers.Dense(16, activation=jnp.tanh)(x)
+
+
+def join(rate, x, labels, y):
+    return front.second_stage(rate, x + y, labels)
+
+
+def both(rate, x, labels):
+    return *front.first_stage(rate, x, labels), right(rate, x, labels)
+
+
+def test_parallel_stages():
+    parallel = front.Model(computational_stages=[[front.first_stage, right], join])
+    assert parallel.program.num_ipus == 3
+    placed = {"device_mapping": [[2, 0], 1]}
+    mapped = front.Model(computational_stages=[(front.first_stage, right), join], **placed)
+    assert mapped.program.calls[0].pipeline.device_mapping == (2, 0, 1)
+    expected = run(front.Model(computational_stages=[both, join]), 2)
+    for model in (parallel, mapped):
+        models.assert_trees_close(run(model, 2), expected)
+
+
+def test_schedules():
+    """The same losses, with other numbers of micro-batches in flight."""
+    found, in_flight = [], {}
+    for schedule in (None, *PipelineSchedule):
+        model = front.Model(
+            computational_stages=[front.first_stage, lambda *values: values, front.second_stage],
+            gradient_accumulation_count=6,
+            pipeline_schedule=schedule,
+        )
+        found.append(run(model, 2))
+        in_flight[schedule] = model.program.calls[0].pipeline.timetable(6).in_flight
+    assert in_flight == {
+        None: (5, 3, 1),
+        PipelineSchedule.Grouped: (5, 3, 1),
+        PipelineSchedule.Interleaved: (3, 2, 1),
+        PipelineSchedule.Sequential: (1, 1, 1),
+    }
+    for other in found[1:]:
+        models.assert_trees_close(other, found[0])
+
+
+def test_the_loss_or_what_the_last_stage_returns():
+    ((losses,), variables) = run(front.Model(outfeed_loss=True), rate=0.25)
+    (((rates, beside),), others) = run(front.Model(outfeed_loss=False), rate=0.25)
+    np.testing.assert_array_equal(rates, np.full(3, 0.25, np.float32))
+    models.assert_trees_close((losses, variables), (beside, others), 0.0)
+
+
+def test_names_keep_optimizers_apart():
+    def compile_one(name, repeat_count):
+        queue = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
+        return front.compile_program(
+            lambda: pipeline(
+                [lambda: jnp.square(ipu.get_variable("v", (), initializer=1.0))],
+                gradient_accumulation_count=1,
+                repeat_count=repeat_count,
+                outfeed_queue=queue,
+                optimizer_function=lambda loss: OptimizerFunctionOutput(optax.sgd(0.25, 0.5), loss),
+                name=name,
+            )
+        )
+
+    with ipu.Session() as session:
+        session.run(compile_one(None, 1))
+        assert session.variables["v"] == 0.5
+        session.run(compile_one("other", 2))
+        assert session.update_count() == session.update_count("Pipeline") == 1
+        assert session.update_count("other") == 2
+        assert session.variables["v"] == 0.0  # with the first one's momentum it would be -0.25
 
 
 def test_outside_of_scopes():
@@ -286,7 +352,14 @@ def test_an_outfeed_enqueued_to_twice():
         front.compile_program(function)
 
 
-def test_var_list_and_extra_arguments_of_the_update():
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {"compute_gradients_kwargs": {"var_list": ["first/dense/bias"]}},
+        {"compute_gradients_args": [["first/dense/bias"]]},
+    ],
+)
+def test_var_list_and_extra_arguments_of_the_update(chosen):
     def trains_biases(rate, loss):
         optimizer = optax.GradientTransformationExtraArgs(
             lambda parameters: (),
@@ -298,8 +371,8 @@ def test_var_list_and_extra_arguments_of_the_update():
         return OptimizerFunctionOutput(
             optimizer,
             loss,
-            compute_gradients_kwargs={"var_list": ["first/dense/bias"]},
             apply_gradients_kwargs={"factor": rate},
+            **chosen,
         )
 
     model = front.Model(optimizer_function=trains_biases)
@@ -312,8 +385,35 @@ def test_var_list_and_extra_arguments_of_the_update():
     assert [n for n in before if not np.array_equal(before[n], after[n])] == ["first/dense/bias"]
     with pytest.raises(ValueError, match="may only have `var_list`; got gate"):
         OptimizerFunctionOutput(optax.sgd(1), 0.0, compute_gradients_kwargs={"gate": 1})
-    with pytest.raises(NotImplementedError, match="apply_gradients_args"):
+    with pytest.raises(TypeError, match="apply_gradients_args must be empty, .* Got \\[1\\]"):
         OptimizerFunctionOutput(optax.sgd(1), 0.0, apply_gradients_args=[1])
+    with pytest.raises(TypeError, match="one argument, `var_list`, once"):
+        OptimizerFunctionOutput(optax.sgd(1), 0.0, [["a"]], {"var_list": ["a"]})
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        ({"apply_gradients_kwargs": ["factor"]}, TypeError, "apply_gradients_kwargs must be a dict"),
+        ({"compute_gradients_kwargs": ["var_list"]}, TypeError, "compute_gradients_kwargs must be a dict"),
+        ({"compute_gradients_kwargs": {3: 1}}, ValueError, "may only have `var_list`; got 3"),
+        ({"compute_gradients_kwargs": {"var_list": "a/b"}}, ValueError, "got the string 'a/b'"),
+        ({"compute_gradients_kwargs": {"var_list": []}}, ValueError, "var_list is empty"),
+        ({"compute_gradients_kwargs": {"var_list": 3}}, TypeError, "var_list must be a list of full names"),
+        ({"compute_gradients_args": "a/b"}, TypeError, "compute_gradients_args must be a list or tuple"),
+    ],
+)
+def test_wrong_fields_of_what_an_optimizer_function_returns(fields, error, message):
+    with pytest.raises(error, match=message):
+        OptimizerFunctionOutput(optax.sgd(1), 0.0, **fields)
+
+
+def test_a_var_list_by_position():
+    def function(rate, loss):
+        return OptimizerFunctionOutput(optax.sgd(rate), loss, compute_gradients_args=[["nope"]])
+
+    with pytest.raises(ValueError, match="'nope' to train does not exist"):
+        compile_with(optimizer_function=function)
 
 
 def test_reduction_methods_parse():
@@ -322,3 +422,26 @@ def test_reduction_methods_parse():
         assert GradientAccumulationReductionMethod.parse(method.name.lower()) is method
     assert [schedule.name for schedule in PipelineSchedule] == ["Grouped", "Interleaved", "Sequential"]
     assert pipelining_ops.pipeline.__doc__
+
+
+@pytest.mark.parametrize("mapping", [[0, 1], [0, 0]])
+def test_gradient_maps_that_change_the_shape_or_capture(mapping):
+    def summed(rate, loss):
+        optimizer = ipu.optimizers.MapGradientOptimizer(optax.sgd(rate), lambda g, _v: g.sum())
+        return OptimizerFunctionOutput(optimizer, loss)
+
+    def captures(rate, loss):
+        optimizer = ipu.optimizers.MapGradientOptimizer(optax.sgd(rate), lambda g, _v: g * rate)
+        return OptimizerFunctionOutput(optimizer, loss)
+
+    for function, message in (
+        (summed, r"must return the gradient's shape.*first/dense/kernel.*it returned float32\[\]"),
+        (captures, "Trying to capture the tensor .* in the gradient_mapping_function"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            front.Model(optimizer_function=function, device_mapping=mapping)
+
+
+def test_a_count_in_an_array_is_checked_when_compiled():
+    with pytest.raises(ValueError, match="gradient_accumulation_count must be from 1.*got 0"):
+        front.Model(gradient_accumulation_count=jax.device_put(np.int32(0)))

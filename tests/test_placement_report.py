@@ -7,7 +7,7 @@ import optax
 
 import ipu_pipeline as ipu
 from ipu_pipeline import loops
-from ipu_pipeline.engine.summaries import Edge, Part
+from ipu_pipeline.engine.summaries import Edge, Part, Sent
 from ipu_pipeline.ipu_infeed_queue import IPUInfeedQueue
 from ipu_pipeline.scopes import ipu_shard
 from tests import front
@@ -72,7 +72,10 @@ def test_of_a_pipeline_and_a_loop_as_a_table():
         "  feed   IPU 0  192             0\n"
         "  feed   IPU 1  16              0\n"
         "  IPU 0  IPU 1  256             0\n"
-        "  IPU 1  IPU 0  0               256"
+        "  IPU 1  IPU 0  0               256\n"
+        "per weight update:\n"
+        "  from   to     bytes  what      read by\n"
+        "  IPU 1  IPU 0  4      1 scalar"
     )
     with ipu.Session() as session:
         session.run(model.initializer)
@@ -116,3 +119,49 @@ def test_one_ipu_needs_no_edges_but_the_feed():
     model = front.Model(device_mapping=[0, 0])
     (call,) = model.program.placement().calls
     assert call.edges == (Edge(None, 0, 4 * 12 * 4 + 4 * 4, 0),)
+
+
+def test_of_variables_that_stages_share():
+    def first(x, labels):
+        with ipu.variable_scope("tied"):
+            return x @ ipu.get_variable("w", (12, 12)), labels
+
+    def middle(x, labels):
+        with ipu.variable_scope("middle"):
+            return x @ ipu.get_variable("w", (12, 12)), labels
+
+    def last(x, labels):
+        with ipu.variable_scope("tied", reuse=True):
+            x = x @ ipu.get_variable("w", (12, 12))
+        return jnp.mean(x**2) + 0.0 * jnp.sum(labels.astype("float32"))
+
+    infeed = IPUInfeedQueue(front.data())
+    outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
+    size = 12 * 12 * 4
+    for mapping, copied in [([0, 1, 2], True), ([0, 1, 0], False)]:
+        program = front.compile_program(
+            lambda mapping=mapping: ipu.pipelining_ops.pipeline(
+                [first, middle, last],
+                gradient_accumulation_count=2,
+                infeed_queue=infeed,
+                outfeed_queue=outfeed,
+                device_mapping=mapping,
+                optimizer_function=lambda loss: ipu.pipelining_ops.OptimizerFunctionOutput(
+                    optax.sgd(0.1), loss
+                ),
+            )
+        )
+        (call,) = program.placement().calls
+        assert call.parts[0].variables == ("tied/w",)
+        assert call.parts[2].variables == (("tied/w (a copy)",) if copied else ())
+        assert call.parts[2].num_variable_bytes == (size if copied else 0)
+        expected = (
+            (
+                Sent(0, 2, "tied/w", size, "stage 2"),
+                Sent(2, 0, "gradient of tied/w", size, "the sum at its home"),
+            )
+            if copied
+            else ()
+        )
+        assert call.sent == expected
+        assert ("gradient of tied/w" in str(program.placement())) == copied

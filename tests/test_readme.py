@@ -13,10 +13,8 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
 
-@pytest.mark.long
-def test_example():
-    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    (expected,) = re.findall(r"```text\n(.*?)```", README, re.DOTALL)
+def run(code):
+    """What a snippet prints."""
     result = subprocess.run(
         [sys.executable, "-W", "error", "-c", code],
         capture_output=True,
@@ -26,17 +24,30 @@ def test_example():
         check=False,
     )
     assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.mark.long
+def test_example():
+    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    (expected,) = re.findall(r"```text\n(.*?)```", README, re.DOTALL)
+    printed = run(code)
     numbers = r"\d+\.\d+"
-    assert re.sub(numbers, "#", result.stdout) == re.sub(numbers, "#", expected)
-    for actual, written in zip(
-        re.findall(numbers, result.stdout), re.findall(numbers, expected), strict=True
-    ):
+    assert re.sub(numbers, "#", printed) == re.sub(numbers, "#", expected)
+    for actual, written in zip(re.findall(numbers, printed), re.findall(numbers, expected), strict=True):
         assert abs(float(actual) - float(written)) < 0.01  # the last digits are the machine's
 
 
+def test_the_plan_of_memory_is_as_its_page_says():
+    page = (ROOT / "docs" / "memory.md").read_text()
+    ((code, expected),) = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", page, re.DOTALL)
+    printed = run(code)
+    assert printed == expected
+
+
 def test_links_lead_somewhere():
-    pages = ["README.md", "CONTRIBUTING.md", "docs/design.md", "tutorial/README.md"]
-    for page in [ROOT / name for name in pages]:
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "tutorial" / "README.md"]
+    for page in [*pages, *sorted((ROOT / "docs").glob("*.md"))]:
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
             assert (page.parent / target).exists(), target
 

@@ -6,6 +6,7 @@ from ipu_pipeline.engine.names import variable_scope
 from ipu_pipeline.engine.pipeline import Pipeline
 from ipu_pipeline.engine.plain_stages import Stage
 from ipu_pipeline.engine.programs import Reduction
+from ipu_pipeline.engine.recomputation import Recomputation, recomputation_checkpoint
 from ipu_pipeline.engine.schedules import Action, ActionKind, ScheduleError, Timetable
 from ipu_pipeline.engine.state import PipelineState, StepOutputs
 from ipu_pipeline.engine.variables import assign, get_variable
@@ -16,6 +17,7 @@ __all__ = [
     "OutOfRangeError",
     "Pipeline",
     "PipelineState",
+    "Recomputation",
     "Reduction",
     "ScheduleError",
     "Stage",
@@ -24,5 +26,6 @@ __all__ = [
     "assign",
     "get_variable",
     "next_rng_key",
+    "recomputation_checkpoint",
     "variable_scope",
 ]

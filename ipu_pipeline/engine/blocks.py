@@ -12,7 +12,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 
-from ipu_pipeline.engine.one_program import BlockResult, BlockSizes, OneProgram, Position, block_sizes
+from ipu_pipeline.engine.block_sizes import BlockSizes, block_sizes
+from ipu_pipeline.engine.collecting import Collecting
+from ipu_pipeline.engine.compiler_options import Options
+from ipu_pipeline.engine.one_program import BlockResult, OneProgram, Position
 from ipu_pipeline.engine.programs import StagePrograms
 from ipu_pipeline.engine.residence import Residence
 from ipu_pipeline.engine.shapes import num_bytes
@@ -25,12 +28,13 @@ Take: TypeAlias = "Callable[[int], Sequence[Any]]"
 
 
 class _Part(NamedTuple):
-    """Where it begins, its stacked micro-batches, how many they are, and the size of the stack."""
+    """Where it begins, micro-batches per update, its own stacked, how many they are, the stack's size."""
 
     position: Position
+    updated_every: int
     feed: list[Any]
     size: int
-    capacity: int
+    room: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +45,7 @@ class PendingBlock:
       num_updates: how many weight updates it will do.
       variables: those before it, with the values that earlier parts assigned.
       accumulators: before it; this block will take their memory.
+      sums: before it, likewise; None if it begins an update.
       inputs: the leaves of the inputs.
       key: the session's random key.
       part: its micro-batches.
@@ -51,6 +56,7 @@ class PendingBlock:
     num_updates: int
     variables: Mapping[str, Any]
     accumulators: dict[str, Any]
+    sums: list[Any] | None
     inputs: Sequence[Any]
     key: Any
     part: _Part
@@ -65,44 +71,59 @@ class BlockExecutor:
         self,
         residence: Residence,
         programs: Sequence[StagePrograms],
-        num_micro_batches: int,
+        collecting: Collecting,
+        *,
         donate: bool,
-        collect_outputs: bool,
         block_bytes: int,
+        num_serialized: int,
+        has_fixed_room: bool,
+        options: Options,
     ) -> None:
         """Nothing is compiled yet.
 
         Args:
           residence: where its state lives, one row.
           programs: the programs of its stages.
-          num_micro_batches: per weight update, or execution.
+          collecting: what is wanted of the last stage.
           donate: whether an update may reuse the memory of the state before it.
-          collect_outputs: whether what the last stage returns is wanted.
           block_bytes: how much of the device a block's feed and outputs may take.
+          num_serialized: how many micro-batches each stage handles before the next one starts.
+          has_fixed_room: whether blocks have one size however many micro-batches an update has.
+          options: XLA's.
         """
         traced = residence.traced
         self.residence = residence
-        self._num_micro_batches = num_micro_batches
         self._donate = donate
         self._block_bytes = block_bytes
-        self._num_outputs = len(traced.outputs) if collect_outputs else 0
-        collected = [*traced.outputs[: self._num_outputs], *([] if traced.loss is None else [traced.loss])]
-        avals = [*traced.output_avals[: self._num_outputs], *traced.loss_avals]
-        self._bytes_each = num_bytes([*avals, *jax.tree.leaves(traced.element)])
+        self._num_serialized = num_serialized
+        self._has_fixed_room = has_fixed_room
+        self._collecting = collecting
+        self._bytes_each = num_bytes([*collecting.avals, *jax.tree.leaves(traced.element)])
         self._assigned = {spec.name for stage in traced.stages for spec in stage.assigned}
         self._program = OneProgram(
-            residence, programs, updated_every=num_micro_batches, collected=collected
+            residence,
+            programs,
+            collected=collecting.sources,
+            summed=[aval.dtype for aval in collecting.avals] if collecting.is_summed else None,
+            group=num_serialized,
+            options=options,
         )
 
     def place_element(self, leaves: Sequence[Any]) -> StackedElement:
         """A micro-batch on the host, sharing no memory with NumPy arrays that are given."""
         return self._program.stacker.add(leaves)
 
-    def sizes(self, num_updates: int) -> BlockSizes:
-        """The blocks into which so many weight updates are cut."""
-        every = self._num_micro_batches
-        sizes = block_sizes(num_updates * every, every, self._bytes_each, self._block_bytes)
-        self._program.stacker.set_capacity(sizes.capacity)
+    def sizes(self, num_updates: int, updated_every: int) -> BlockSizes:
+        """The blocks into which so many weight updates of so many micro-batches are cut."""
+        sizes = block_sizes(
+            num_updates * updated_every,
+            updated_every,
+            self._bytes_each,
+            self._block_bytes,
+            self._num_serialized,
+            self._has_fixed_room,
+        )
+        self._program.stacker.set_capacity(sizes.room)
         return sizes
 
     def fetch(
@@ -114,8 +135,10 @@ class BlockExecutor:
         take: Take,
         accumulators: dict[str, Any],
         num_updates: int,
+        updated_every: int,
         sizes: BlockSizes,
         needs_first_outputs: bool,
+        loss_scale: Any,
     ) -> PendingBlock:
         """Gets a block's micro-batches, and runs the parts before its last one.
 
@@ -128,39 +151,45 @@ class BlockExecutor:
             raises ends the run, and the state has not changed.
           accumulators: placed zeros by full name.
           num_updates: at most so many.
+          updated_every: micro-batches per weight update, or execution.
           sizes: from `sizes`.
           needs_first_outputs: whether the first micro-batch's outputs are wanted beforehand.
+          loss_scale: the scale that the backward starts from.
 
         Returns:
           The block.
         """
-        every = self._num_micro_batches
+        every = updated_every
         if sizes.unit == every:
             wanted = min(num_updates * every, sizes.capacity)
             elements = gather(take, wanted, every)
             elements = elements[: len(elements) // every * every]  # the rest is of an update that ends
-            part = self._make_part(execution_count, 0, elements, sizes)
+            part = self._make_part(execution_count, 0, every, elements, sizes)
             first_outputs = None
             if needs_first_outputs:
                 first_outputs = self._peek(variables, key, inputs, part)
             return PendingBlock(
-                len(elements) // every, variables, accumulators, inputs, key, part, [], first_outputs
+                len(elements) // every, variables, accumulators, None, inputs, key, part, [], first_outputs
             )
         collected: list[Collected] = []
-        first_outputs = None
+        first_outputs = sums = None
         accumulated = 0
         while True:
             wanted = min(sizes.capacity, every - accumulated)
-            part = self._make_part(execution_count, accumulated, gather(take, wanted, wanted), sizes)
+            elements = gather(take, wanted, wanted)
+            part = self._make_part(execution_count, accumulated, every, elements, sizes)
             if needs_first_outputs and accumulated == 0:
                 first_outputs = self._peek(variables, key, inputs, part)
             accumulated += wanted
             if accumulated == every:
-                return PendingBlock(1, variables, accumulators, inputs, key, part, collected, first_outputs)
-            result = self._run(variables, (), accumulators, inputs, key, part, is_part=True)
-            accumulators = result.accumulators
+                return PendingBlock(
+                    1, variables, accumulators, sums, inputs, key, part, collected, first_outputs
+                )
+            result = self._run(variables, (), accumulators, sums, inputs, key, part, True, loss_scale)
+            accumulators, sums = result.accumulators, result.sums
             variables = {**variables, **{name: result.variables[name] for name in self._assigned}}
-            collected.append(self._collect(result, wanted))
+            if not self._collecting.is_summed:
+                collected.append(self._collecting.collect(result.collected, wanted))
 
     def update(self, state_leaves: Sequence[Any], pending: PendingBlock) -> Updated:
         """Runs what `fetch` returned; with `donate` the state before it is gone then.
@@ -173,45 +202,59 @@ class BlockExecutor:
             pending.variables,
             state_leaves,
             pending.accumulators,
+            pending.sums,
             pending.inputs,
             pending.key,
             pending.part,
             is_part=False,
         )
-        collected = [*pending.collected, self._collect(result, pending.part.size)]
+        size = pending.num_updates if self._collecting.is_summed else pending.part.size
+        collected = [*pending.collected, self._collecting.collect(result.collected, size)]
         return Updated(result.variables, result.state_leaves, result.accumulators, collected)
 
     def _make_part(
-        self, execution: int, accumulated: int, elements: Sequence[Any], sizes: BlockSizes
+        self, execution: int, accumulated: int, every: int, elements: Sequence[Any], sizes: BlockSizes
     ) -> _Part:
         has_feed = bool(jax.tree.leaves(self.residence.traced.element))
-        feed = self._program.place_feed(elements, sizes.capacity) if has_feed else []
-        return _Part(Position(accumulated, execution), feed, len(elements), sizes.capacity)
+        feed = self._program.place_feed(elements, sizes.room) if has_feed else []
+        return _Part(Position(accumulated, execution), every, feed, len(elements), sizes.room)
 
     def _run(
         self,
         variables: Mapping[str, Any],
         state_leaves: Sequence[Any],
         accumulators: dict[str, Any],
+        sums: list[Any] | None,
         inputs: Sequence[Any],
         key: Any,
         part: _Part,
         is_part: bool,
+        loss_scale: Any = 1.0,
     ) -> BlockResult:
-        donate = self._donate and not is_part
+        num_sums = 0
+        if self._collecting.is_summed and not is_part:
+            # With a fixed room an update may be as short as a group.
+            shortest = self._num_serialized if self._has_fixed_room else part.updated_every
+            num_sums = max(1, part.room // shortest)
         return self._program.run(
-            variables, state_leaves, accumulators, (), inputs, key, *part, donate=donate, is_part=is_part
+            variables,
+            state_leaves,
+            accumulators,
+            sums,
+            (),
+            inputs,
+            key,
+            *part,
+            donate=self._donate and not is_part,
+            is_part=is_part,
+            loss_scale=loss_scale,
+            num_sums=num_sums,
         )
 
     def _peek(
         self, variables: Mapping[str, Any], key: Any, inputs: Sequence[Any], part: _Part
     ) -> list[Any]:
         return self._program.peek_outputs(variables, (), inputs, key, part.position, part.feed)
-
-    def _collect(self, result: BlockResult, count: int) -> Collected:
-        outputs = result.collected[: self._num_outputs]
-        losses = result.collected[self._num_outputs :]
-        return Collected(outputs, losses[0] if losses else None, count)
 
 
 def gather(take: Take, wanted: int, at_least: int) -> list[Any]:

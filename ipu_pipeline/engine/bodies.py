@@ -12,9 +12,9 @@ from typing import Any, TypeAlias
 
 import jax
 
-from ipu_pipeline.engine import hoisting, jaxprs, names, shards
+from ipu_pipeline.engine import faults, hoisting, jaxprs, names, shards
 from ipu_pipeline.engine.recording import Enqueued, Recorder, TrainingStep, enqueue_p, minimize_p
-from ipu_pipeline.engine.stages import Source, TracedPipeline
+from ipu_pipeline.engine.traced import Source, TracedPipeline
 from ipu_pipeline.engine.variables import fresh_trace
 
 __all__ = ["BodyFunction", "TracedBody", "trace_body"]
@@ -63,6 +63,7 @@ def trace_body(
     element: Any,
     program_names: names.ProgramNames,
     place: str,
+    given: str = "",
 ) -> TracedBody:
     """Traces a body. It does not start a JAX backend.
 
@@ -73,6 +74,7 @@ def trace_body(
       element: a pytree of `ShapeDtypeStruct`s, a micro-batch of the feed; None if there is no feed.
       program_names: the names of the program that the loop is part of.
       place: what errors call the body.
+      given: what errors say that it was given.
 
     Returns:
       The traced body.
@@ -83,11 +85,11 @@ def trace_body(
     """
     try:
         with names.unchanged_on_error(program_names):
-            return _trace(function, carried, element, program_names, place, training=True)
+            return _trace(function, carried, element, program_names, place, given, training=True)
     except _NoTrainingStepError:
         pass  # layers that ask are told so the second time
     with names.unchanged_on_error(program_names):
-        return _trace(function, carried, element, program_names, place, training=False)
+        return _trace(function, carried, element, program_names, place, given, training=False)
 
 
 def _trace(
@@ -96,10 +98,11 @@ def _trace(
     element: Any,
     program_names: names.ProgramNames,
     place: str,
+    given: str,
     training: bool,
 ) -> TracedBody:
     recorder = Recorder()
-    frame = names.Frame(program_names, training, place, is_stage=True, recorder=recorder)
+    frame = names.Frame(program_names, training, place, is_stage=True, recorder=recorder, given=given)
 
     def call(carried_values: list[Any], element_value: Any) -> list[Any]:
         with names.frame(frame):
@@ -109,7 +112,7 @@ def _trace(
         with fresh_trace():
             closed_jaxpr = jax.make_jaxpr(call)(list(carried), element)
     except Exception as error:
-        error.add_note(f"This happened while tracing {place}.")
+        faults.add_note(error, frame)
         raise
     if training and recorder.training_step is None and recorder.asks_for_training:
         raise _NoTrainingStepError
@@ -176,6 +179,7 @@ def _trace(
         loss=sharded.loss,
         loss_avals=() if loss is None else (jax.ShapeDtypeStruct((), loss.aval.dtype),),
         owners=owners,
+        levels=tuple(range(len(sharded.stages))),
     )
     return TracedBody(
         pipeline=pipeline,
@@ -196,10 +200,13 @@ def _check_carried(before: Sequence[Any], after: Sequence[Any], place: str) -> N
             f"they are the inputs of the next iteration; it returns {len(after)} "
             f"({', '.join(described) or 'none'})."
         )
-    for number, (old, new) in enumerate(zip(before, after, strict=True)):
-        if old.shape != new.shape or old.dtype != new.dtype:
-            raise ValueError(
-                f"{place} must return its inputs' shapes and dtypes, since they are the inputs of the next "
-                f"iteration; input {number} is {old.dtype.name}{list(old.shape)}, and {described[number]} "
-                "comes back."
-            )
+    different = [
+        f"input {number} is {old.dtype.name}{list(old.shape)}, and {described[number]} comes back"
+        for number, (old, new) in enumerate(zip(before, after, strict=True))
+        if old.shape != new.shape or old.dtype != new.dtype
+    ]
+    if different:
+        raise ValueError(
+            f"{place} must return its inputs' shapes and dtypes, since they are the inputs of the next "
+            f"iteration; {'; '.join(different)}."
+        )

@@ -5,7 +5,9 @@ backward. What depends on a cotangent is the backward, the rest is the forward, 
 one to the other is a residual, unless the backward can have it without storing it:
 
 1. inputs of the stage are held by the executor anyway;
-2. what depends on variables and constants alone is computed again in the backward.
+2. what depends on variables and constants alone is computed again in the backward;
+3. with recomputation the stage is differentiated in segments (see `recomputation`), and only their
+   beginnings cross.
 
 The last stage is not cut: its forward and backward are one program that starts from the loss. Gradients
 are computed for what depends on trained variables only, and those that are zero whatever the cotangents
@@ -15,21 +17,23 @@ are not computed at all.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend import core as jex_core
 
-from ipu_pipeline.engine import jaxprs, keys, programs
+from ipu_pipeline.engine import jaxprs, keys, programs, recomputation
+from ipu_pipeline.engine.faults import add_derivative_note
+from ipu_pipeline.engine.gradient_maps import GradientMap
 from ipu_pipeline.engine.programs import Reduction, StagePrograms, Value, ValueKind
-from ipu_pipeline.engine.stages import Source, TracedPipeline, TracedStage
+from ipu_pipeline.engine.recomputation import Recomputation
+from ipu_pipeline.engine.traced import Source, TracedPipeline, TracedStage
 
-__all__ = ["GradientMap", "build"]
-
-GradientMap: TypeAlias = "Callable[[jax.Array, jax.Array], jax.Array]"
+__all__ = ["build"]
 
 _RANDOM = (Value(ValueKind.KEY), Value(ValueKind.EXECUTION_COUNT), Value(ValueKind.MICRO_BATCH))
 
@@ -39,6 +43,8 @@ def build(
     trained: Collection[str],
     reduction: Reduction,
     gradient_map: GradientMap | None = None,
+    recompute: Recomputation | None = None,
+    is_scaled: bool = False,
 ) -> tuple[StagePrograms, ...]:
     """Builds the programs of all stages.
 
@@ -47,6 +53,8 @@ def build(
       trained: full names of the variables to take gradients of.
       reduction: how the accumulators take a gradient in.
       gradient_map: `f(gradient, variable) -> gradient`, applied to each micro-batch's gradients.
+      recompute: what stages keep for their backward; None: all that it needs.
+      is_scaled: whether the backward starts from LOSS_SCALE. A gradient map gets gradients without it.
 
     Returns:
       One entry per stage.
@@ -57,9 +65,18 @@ def build(
     senders: dict[Source, list[int]] = {}  # value -> the stages that send a cotangent for it
     built: list[StagePrograms] = []
     for index in reversed(range(len(traced.stages))):
-        joint = _differentiate(traced, index, trained, differentiable, senders, gradient_map)
         is_last = index == len(traced.stages) - 1
-        built.append(_fuse(joint, reduction) if is_last else _split(joint, reduction))
+        stage = traced.stages[index]
+        evaluate = _evaluation(stage, is_last, recompute)
+        try:
+            joint = _differentiate(
+                traced, index, evaluate, trained, differentiable, senders, gradient_map, is_scaled
+            )
+        except Exception as error:  # of a derivative rule, or of an operation that has no derivative
+            if not str(error).startswith(stage.place):
+                add_derivative_note(error, stage.place)
+            raise
+        built.append(_fuse(joint, reduction, is_scaled) if is_last else _split(joint, reduction))
     return tuple(reversed(built))
 
 
@@ -138,13 +155,29 @@ def _stage_avals(stage: TracedStage) -> list[jax.ShapeDtypeStruct]:
     return avals
 
 
-def _call_stage(stage: TracedStage, arguments: Sequence[Any]) -> list[Any]:
+def _call_stage(stage: TracedStage, *arguments: Any) -> list[Any]:
     """Evaluates a stage; the micro-batch's random key is folded here."""
     values = list(arguments)
     if stage.uses_key:
         random = slice(len(stage.variables), len(stage.variables) + len(_RANDOM))
         values[random] = [keys.micro_batch_key(*values[random])]
     return jaxprs.close(stage.flat)(*values)
+
+
+def _evaluation(
+    stage: TracedStage, is_last: bool, recompute: Recomputation | None
+) -> Callable[..., list[Any]]:
+    """The stage as a function of `_stage_arguments`, to be differentiated."""
+    is_cut = recompute is not Recomputation.RECOMPUTE_THEN_BACKPROPAGATE
+    # Nothing is kept between the last stage's forward and backward, so one segment would save nothing.
+    if recompute is None or (is_last and not (is_cut and recomputation.has_marks(stage.flat))):
+        return functools.partial(_call_stage, stage)
+    return recomputation.in_segments(_flatten_stage(stage), is_cut)
+
+
+def _flatten_stage(stage: TracedStage) -> jaxprs.FlatJaxpr:
+    """The stage as a jaxpr that takes `_stage_arguments`."""
+    return jaxprs.flatten(jax.make_jaxpr(functools.partial(_call_stage, stage))(*_stage_avals(stage)))
 
 
 def _own_results(index: int, stage: TracedStage, atoms: Sequence[Any]) -> list[tuple[Value, Any]]:
@@ -161,8 +194,7 @@ def _own_results(index: int, stage: TracedStage, atoms: Sequence[Any]) -> list[t
 
 
 def _build_inference(index: int, stage: TracedStage) -> StagePrograms:
-    closed_jaxpr = jax.make_jaxpr(lambda *values: _call_stage(stage, values))(*_stage_avals(stage))
-    flat = jaxprs.flatten(closed_jaxpr)
+    flat = _flatten_stage(stage)
     labels = dict(zip(flat.inputs, _stage_arguments(stage), strict=True))
     results = _own_results(index, stage, flat.outputs)
     name = f"stage{index}_forward"
@@ -174,17 +206,21 @@ def _build_inference(index: int, stage: TracedStage) -> StagePrograms:
 def _differentiate(
     traced: TracedPipeline,
     index: int,
+    evaluate: Callable[..., list[Any]],
     trained: Collection[str],
     differentiable: set[Source],
     senders: dict[Source, list[int]],
     gradient_map: GradientMap | None,
+    is_scaled: bool,
 ) -> _Joint:
-    """Differentiates one stage. Enters the cotangents that it sends into `senders`."""
+    """Differentiates one stage, as `evaluate`. Enters the cotangents that it sends into `senders`."""
     stage = traced.stages[index]
     received = _received_cotangents(traced, index, senders)
     arguments = _stage_arguments(stage)
     avals = _stage_avals(stage)
     avals += [stage.output_avals[value.index] for value in received]
+    scales = [Value(ValueKind.LOSS_SCALE)] if is_scaled and gradient_map is not None else []
+    avals += [jax.ShapeDtypeStruct((), jnp.float32) for _scale in scales]
     wanted = [
         (Value(ValueKind.ACCUMULATOR, position), Value(ValueKind.VARIABLE, position))
         for position, spec in enumerate(stage.variables)
@@ -201,12 +237,13 @@ def _differentiate(
 
     def joint(*values: Any) -> list[Any]:
         fixed, cotangents = values[: len(arguments)], values[len(arguments) :]
+        cotangents, scale = cotangents[: len(received)], cotangents[len(received) :]
 
         def call(chosen: list[Any]) -> tuple[list[Any], list[Any]]:
             all_values = list(fixed)
             for place, value in zip(places, chosen, strict=True):
                 all_values[place] = value
-            outputs = _call_stage(stage, all_values)
+            outputs = evaluate(*all_values)
             return [outputs[position] for position in differentiated_outputs], outputs
 
         _primals, pull_back, outputs = jax.vjp(call, [fixed[p] for p in places], has_aux=True)
@@ -218,10 +255,11 @@ def _differentiate(
         if gradient_map is not None:
             for number, (value, of) in enumerate(wanted):
                 if value.kind is ValueKind.ACCUMULATOR:
-                    pulled[number] = gradient_map(pulled[number], fixed[arguments.index(of)])
+                    variable = fixed[arguments.index(of)]
+                    pulled[number] = _map_gradient(gradient_map, pulled[number], variable, *scale)
         return [*outputs, *pulled]
 
-    flat = jaxprs.flatten(_trace_joint(joint, avals, stage.place))
+    flat = jaxprs.flatten(_trace_joint(joint, avals, stage.place), recomputation.isolate)
     backward_vars = jaxprs.dependents(flat, flat.inputs[len(arguments) :])
     num_results = len(stage.outputs) + len(stage.assigned)
     pulled = [
@@ -238,12 +276,26 @@ def _differentiate(
         index=index,
         stage=stage,
         flat=flat,
-        labels=dict(zip(flat.inputs, [*arguments, *received], strict=True)),
+        labels=dict(zip(flat.inputs, [*arguments, *received, *scales], strict=True)),
         results=_own_results(index, stage, flat.outputs[:num_results]),
         pulled=pulled,
         backward_vars=backward_vars,
         trained=trained_positions,
     )
+
+
+def _map_gradient(
+    gradient_map: GradientMap, gradient: jax.Array, variable: jax.Array, scale: jax.Array | None = None
+) -> jax.Array:
+    """The mapped gradient, `scale` times as large if there is a scale, as the gradient is before."""
+    if scale is None:
+        return gradient_map(gradient, variable)
+    wide = programs.count_dtype(gradient.dtype)
+    scale = scale.astype(wide)
+    mapped = gradient_map((gradient.astype(wide) / scale).astype(gradient.dtype), variable)
+    scaled = (mapped.astype(wide) * scale).astype(gradient.dtype)
+    # A map such as a clip makes infinity finite, and the update is to see that there was an overflow.
+    return jnp.where(jnp.all(jnp.isfinite(gradient)), scaled, jnp.full_like(scaled, jnp.nan))
 
 
 def _trace_joint(joint: Callable[..., list[Any]], avals: Sequence[Any], place: str) -> Any:
@@ -274,7 +326,7 @@ def _received_cotangents(
     ]
 
 
-def _fuse(joint: _Joint, reduction: Reduction) -> StagePrograms:
+def _fuse(joint: _Joint, reduction: Reduction, is_scaled: bool) -> StagePrograms:
     """Forward and backward as one program that starts from the loss."""
     fused, residuals = programs.cut(
         f"stage{joint.index}_forward_backward",
@@ -285,7 +337,7 @@ def _fuse(joint: _Joint, reduction: Reduction) -> StagePrograms:
         jaxprs.any_equation,
     )
     assert not residuals
-    fused = programs.seed(fused, joint.stage.output_avals[-1].dtype)
+    fused = programs.seed(fused, joint.stage.output_avals[-1].dtype, is_scaled)
     return StagePrograms(programs.accumulate(fused, reduction), None, (), joint.trained)
 
 

@@ -11,18 +11,21 @@ the schedule has the forward; a backward with nothing to compute is no dispatch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 
+from ipu_pipeline.engine.compiler_options import CompilerOptions, Options
+from ipu_pipeline.engine.optimizer_tracing import UpdateKind, UpdateValue
 from ipu_pipeline.engine.placement import Row
 from ipu_pipeline.engine.programs import StageProgram, StagePrograms, Value, ValueKind
 from ipu_pipeline.engine.schedules import ActionKind, Timetable
-from ipu_pipeline.engine.stages import Source, TracedPipeline
+from ipu_pipeline.engine.traced import Source, TracedPipeline
+from ipu_pipeline.engine.updates import UpdateProgram
 
-__all__ = ["FeedSlot", "Plan", "Template", "make_plan"]
+__all__ = ["FeedSlot", "Plan", "Template", "jit_update", "make_plan"]
 
 
 class FeedSlot(NamedTuple):
@@ -42,14 +45,17 @@ class Template:
       function: the jitted program.
       row: where it runs.
       num_arguments: how many there are.
-      accumulators: full names, in the order of the first arguments and the first results.
+      accumulators: keys of accumulators, in the order of the first arguments and the first results.
       variables: (argument, full name).
       inputs: (argument, position among the pipeline's inputs).
       keys: arguments that are the session's key.
       execution_counts: arguments that are the execution count.
       micro_batches: arguments that are the micro-batch's index.
       accumulated: arguments that are the number of micro-batches in the accumulators.
+      loss_scales: arguments that are the scale that the backward starts from.
       loads: (argument, slot).
+      is_backward: whether it is a backward, which reads what its stage has kept.
+      kept: slots that only backwards read from now on.
       assigned: (result, full name).
       stores: (result, slot).
       transfers: (row, results, slots).
@@ -67,7 +73,10 @@ class Template:
     execution_counts: tuple[int, ...] = ()
     micro_batches: tuple[int, ...] = ()
     accumulated: tuple[int, ...] = ()
+    loss_scales: tuple[int, ...] = ()
     loads: tuple[tuple[int, int], ...] = ()
+    is_backward: bool = False
+    kept: tuple[int, ...] = ()
     assigned: tuple[tuple[int, str], ...] = ()
     stores: tuple[tuple[int, int], ...] = ()
     transfers: tuple[tuple[Row, tuple[int, ...], tuple[int, ...]], ...] = ()
@@ -76,39 +85,54 @@ class Template:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """The dispatches of a step.
+    """What a step dispatches.
 
     Attributes:
-      templates: one per program.
-      dispatches: (template, micro-batch), in the order in which the host starts them.
+      templates: one per program, by its kind and stage.
       last_forward: the template of the last stage's forward.
       collected: where the last stage's outputs, and then the loss, are found after it: ("slot", number) or
         ("input", position).
       feed_slots: where a micro-batch's leaves go.
-      num_slots: how many slots a micro-batch has.
+      slot_rows: the row that each of a micro-batch's slots is on.
     """
 
-    templates: tuple[Template, ...]
-    dispatches: list[tuple[Template, int]]
+    templates: dict[tuple[ActionKind, int], Template]
     last_forward: Template
     collected: tuple[tuple[str, int], ...]
     feed_slots: tuple[FeedSlot, ...]
-    num_slots: int
+    slot_rows: tuple[Row, ...]
+
+    @property
+    def num_slots(self) -> int:
+        """How many slots a micro-batch has."""
+        return len(self.slot_rows)
+
+    def dispatches(self, timetable: Timetable) -> list[tuple[Template, int]]:
+        """(template, micro-batch), in the order in which the host starts them."""
+        return [
+            (self.templates[action.kind, action.stage], action.micro_batch)
+            for action in timetable.order
+            if (action.kind, action.stage) in self.templates
+        ]
 
 
 def make_plan(
     traced: TracedPipeline,
     programs: Sequence[StagePrograms],
     rows: Sequence[Row],
-    timetable: Timetable,
+    accumulator_keys: Mapping[tuple[int, str], str],
+    options: CompilerOptions,
+    donate_accumulators: bool = True,
 ) -> Plan:
-    """Works out the dispatches of a step, and jits the programs.
+    """Works out the templates of a step's dispatches, and jits the programs.
 
     Args:
       traced: the pipeline.
       programs: the programs of its stages.
       rows: where its stages live.
-      timetable: the checked schedule.
+      accumulator_keys: (stage, full name of a variable) -> the key of the accumulator.
+      options: XLA's, per program.
+      donate_accumulators: whether programs that accumulate may destroy what they add to.
 
     Returns:
       The plan.
@@ -143,27 +167,46 @@ def make_plan(
 
     templates: dict[tuple[ActionKind, int], Template] = {}
     for number, (kind, index, program) in enumerate(order):
-        template = _make_template(traced, rows, index, program, slots)
+        own_options = options.of_forward if kind is ActionKind.FORWARD else options.of_backward
+        function = _jit(program, rows[index], own_options(index), donate_accumulators)
+        template = _make_template(traced, rows, index, program, function, slots, accumulator_keys)
         template.index = number
         template.loads = loads[number]
+        template.is_backward = kind is ActionKind.BACKWARD
         template.releases = tuple(slot for slot, last in last_use.items() if last == number)
         templates[kind, index] = template
+    last_forward = templates[ActionKind.FORWARD, last_stage]
+    _find_kept(list(templates.values()), {slot: last_forward for kind, slot in collected if kind == "slot"})
     return Plan(
-        templates=tuple(templates.values()),
-        dispatches=[
-            (templates[action.kind, action.stage], action.micro_batch)
-            for action in timetable.order
-            if (action.kind, action.stage) in templates
-        ],
-        last_forward=templates[ActionKind.FORWARD, last_stage],
+        templates=templates,
+        last_forward=last_forward,
         collected=tuple(collected),
         feed_slots=tuple(
             FeedSlot(source.index, row, number)
             for (kind, source, row), number in slots.numbers.items()
             if kind == "value" and source.kind == "element"
         ),
-        num_slots=len(slots.numbers),
+        slot_rows=tuple(_row_of(rows, key) for key in slots.numbers),
     )
+
+
+def _find_kept(templates: Sequence[Template], collected: Mapping[int, Template]) -> None:
+    """Enters into forwards which slots are kept for backwards from then on.
+
+    Args:
+      templates: in the order of a micro-batch.
+      collected: the slots that are read as what the last stage returns, and after which forward.
+    """
+    last_forward: dict[int, Template] = {}  # slot -> the last forward that makes or reads it
+    for template in templates:
+        if not template.is_backward:
+            used = [slot for _place, slot in (*template.loads, *template.stores)]
+            used += [slot for _row, _results, slots in template.transfers for slot in slots]
+            last_forward.update(dict.fromkeys(used, template))
+    last_forward.update(collected)
+    read = {slot for t in templates if t.is_backward for _place, slot in t.loads}
+    for slot in sorted(read & last_forward.keys()):
+        last_forward[slot].kept += (slot,)
 
 
 class _SlotNumbers:
@@ -191,8 +234,24 @@ def _slot_key(traced: TracedPipeline, rows: Sequence[Row], index: int, value: Va
     return None
 
 
+def _row_of(rows: Sequence[Row], key: tuple[str, Any, Any]) -> Row:
+    """The row of the slot with a name, see `_slot_key`."""
+    kind, of, third = key
+    if kind == "value":
+        assert isinstance(third, Row)
+        return third
+    index: int = of if kind == "residual" else of.stage
+    return rows[index]
+
+
 def _make_template(
-    traced: TracedPipeline, rows: Sequence[Row], index: int, program: StageProgram, slots: _SlotNumbers
+    traced: TracedPipeline,
+    rows: Sequence[Row],
+    index: int,
+    program: StageProgram,
+    function: Callable[..., list[Any]],
+    slots: _SlotNumbers,
+    accumulator_keys: Mapping[tuple[int, str], str],
 ) -> Template:
     stage = traced.stages[index]
     row = rows[index]
@@ -232,10 +291,12 @@ def _make_template(
     ]
     return Template(
         index=-1,
-        function=_jit(program, row),
+        function=function,
         row=row,
         num_arguments=len(program.arguments),
-        accumulators=tuple(names[v.index] for v in program.arguments[: program.num_accumulators]),
+        accumulators=tuple(
+            accumulator_keys[index, names[v.index]] for v in program.arguments[: program.num_accumulators]
+        ),
         variables=tuple(
             (place, names[program.arguments[place].index]) for place in places(ValueKind.VARIABLE)
         ),
@@ -244,6 +305,7 @@ def _make_template(
         execution_counts=places(ValueKind.EXECUTION_COUNT),
         micro_batches=places(ValueKind.MICRO_BATCH),
         accumulated=places(ValueKind.ACCUMULATED),
+        loss_scales=places(ValueKind.LOSS_SCALE),
         assigned=tuple(assigned),
         stores=tuple(stores),
         transfers=tuple(
@@ -253,14 +315,46 @@ def _make_template(
     )
 
 
-def _jit(program: StageProgram, row: Row) -> Callable[..., list[Any]]:
+def _jit(
+    program: StageProgram, row: Row, options: Options, donate_accumulators: bool
+) -> Callable[..., list[Any]]:
     def function(*arguments: Any) -> list[Any]:
         return program.function(*arguments)
 
     function.__name__ = function.__qualname__ = program.name
     jitted: Callable[..., list[Any]] = jax.jit(
         function,
-        donate_argnums=tuple(range(program.num_accumulators)),
+        donate_argnums=tuple(range(program.num_accumulators)) if donate_accumulators else (),
         out_shardings=row.replicated,
+        compiler_options=dict(options),
+    )
+    return jitted
+
+
+def jit_update(
+    program: UpdateProgram, later: Sequence[UpdateProgram], donate: bool, options: Options
+) -> Callable[..., list[Any]]:
+    """Jits an update program. It donates the accumulators, and with `donate` what else it returns anew.
+
+    Args:
+      program: the program.
+      later: those that run after it, whose arguments must still be there.
+      donate: whether the variables and optimizer state may be destroyed.
+      options: XLA's.
+    """
+
+    def is_donated(value: UpdateValue) -> bool:
+        if value not in program.results or any(value in other.arguments for other in later):
+            return False
+        return donate or value.kind == UpdateKind.GRADIENT
+
+    donated = tuple(place for place, value in enumerate(program.arguments) if is_donated(value))
+
+    def function(*arguments: Any) -> list[Any]:
+        return program.function(*arguments)
+
+    function.__name__ = function.__qualname__ = program.name
+    jitted: Callable[..., list[Any]] = jax.jit(
+        function, donate_argnums=donated, compiler_options=dict(options)
     )
     return jitted

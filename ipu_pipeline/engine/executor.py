@@ -5,24 +5,31 @@ Dispatch is asynchronous: the host runs ahead of the devices, which wait for dat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from ipu_pipeline.engine import placement
-from ipu_pipeline.engine.dispatches import make_plan
+from ipu_pipeline.engine import jaxprs, placement
+from ipu_pipeline.engine.accumulators import Accumulator
+from ipu_pipeline.engine.collecting import Collecting
+from ipu_pipeline.engine.compiler_options import NO_OPTIONS, CompilerOptions
+from ipu_pipeline.engine.dispatches import Template, jit_update, make_plan
 from ipu_pipeline.engine.optimizer_tracing import UpdateKind
 from ipu_pipeline.engine.placement import Row
 from ipu_pipeline.engine.programs import StagePrograms
-from ipu_pipeline.engine.residence import Residence
+from ipu_pipeline.engine.residence import Residence, UpdateValues
 from ipu_pipeline.engine.schedules import Timetable
 from ipu_pipeline.engine.state import Collected, Updated
-from ipu_pipeline.engine.updates import UpdateProgram, Updates
+from ipu_pipeline.engine.updates import UpdateProgram
 
 __all__ = ["Accumulated", "Executor"]
+
+_MAX_ORDERS = 8  # of dispatches that are kept, where the number of micro-batches is known at run only
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,57 +37,81 @@ class Accumulated:
     """What micro-batches give before a weight update.
 
     Attributes:
-      outputs: per micro-batch, the leaves of what the last stage returned; empty where they are not wanted.
-      losses: per micro-batch, the loss; empty without training.
+      num_micro_batches: how many there were.
+      first_outputs: the leaves of what the last stage returned for the first one; None where the optimizer
+        does not read them.
+      last_outputs: likewise for the last one.
+      collected: what was to be collected, per micro-batch; or one entry, the sums.
       assigned: new values of the variables that stages assign, by full name.
-      accumulators: by full name; empty without training.
+      accumulators: by key; empty without training.
     """
 
-    outputs: list[list[Any]]
-    losses: list[Any]
+    num_micro_batches: int
+    first_outputs: list[Any]
+    last_outputs: list[Any]
+    collected: list[Collected]
     assigned: dict[str, Any]
     accumulators: dict[str, Any]
 
-    def collect(self) -> list[Collected]:
-        """What each micro-batch gave."""
-        losses = self.losses or [None] * len(self.outputs)
-        return [Collected(out, loss, None) for out, loss in zip(self.outputs, losses, strict=True)]
+
+# Told, after each dispatch, its template and micro-batch, and the slots of all micro-batches.
+Observer: TypeAlias = "Callable[[Template, int, Sequence[Sequence[Any] | None]], None]"
 
 
 class Executor:
-    """Runs micro-batches and weight updates of one traced pipeline on given devices."""
+    """Runs micro-batches and weight updates of one traced pipeline on given devices.
+
+    Attributes:
+      residence: where the pipeline's state lives.
+      plan: its programs, and what they exchange.
+      observer: told what is held after each dispatch; None for nobody.
+    """
 
     def __init__(
         self,
         residence: Residence,
         programs: Sequence[StagePrograms],
-        timetable: Timetable,
-        num_micro_batches: int,
-        updated_every: int,
+        make_timetable: Callable[[int], Timetable],
         donate: bool,
-        collect_outputs: bool,
+        collecting: Collecting,
+        options: CompilerOptions = NO_OPTIONS,
     ) -> None:
         """Jits the programs; XLA compiles each at its first call.
 
         Args:
           residence: where its state lives.
           programs: the programs of its stages.
-          timetable: the checked schedule.
-          num_micro_batches: in the schedule.
-          updated_every: micro-batches per weight update.
+          make_timetable: the checked schedule for so many micro-batches.
           donate: whether an update may reuse the memory of the variables and optimizer state before it.
-          collect_outputs: whether what the last stage returns is wanted for all micro-batches, and not
-            for the first and the last one only.
+          collecting: what is wanted of the last stage.
+          options: XLA's, per program.
         """
         self.residence = residence
-        self._num_micro_batches = num_micro_batches
-        self._updated_every = updated_every
-        self._collect_outputs = collect_outputs
-        self.plan = make_plan(residence.traced, programs, residence.rows, timetable)
+        self.observer: Observer | None = None
+        self._collecting = collecting
+        keys = residence.accumulator_plan.keys
+        # Python may raise within a program, so what goes into a step must outlive it.
+        stages = residence.traced.stages
+        self._has_callbacks = any(jaxprs.has_callbacks(stage.flat) for stage in stages)
+        self.plan = make_plan(
+            residence.traced, programs, residence.rows, keys, options, not self._has_callbacks
+        )
+        self._make_timetable = make_timetable
+        self._dispatches: dict[int, list[tuple[Template, int]]] = {}  # by the number of micro-batches
+        last_row = self.plan.last_forward.row
+        self._zero_sums = jax.jit(
+            lambda: [jnp.zeros(aval.shape, aval.dtype) for aval in collecting.avals],
+            out_shardings=last_row.replicated,
+        )
+        self._read: tuple[set[Any], set[Any]] = (set(), set())  # outputs that `init` and `update` read
+        if residence.updates is not None:
+            self._read = (_find_read(residence.updates.inits), _find_read(residence.updates.updates))
         self._update_functions: list[Callable[..., list[Any]]] = []
         if residence.updates is not None:
+            programs_of_update = residence.updates.updates
             self._update_functions = [
-                _jit_update(program, donate, residence.updates) for program in residence.updates.updates
+                jit_update(program, programs_of_update[number + 1 :], donate, options.update)
+                for number, program in enumerate(programs_of_update)
             ]
 
     def place_element(self, leaves: Sequence[Any], first: int = 0) -> list[Any]:
@@ -111,8 +142,10 @@ class Executor:
         inputs: Sequence[Any],
         next_element: Callable[[], Sequence[Any]],
         accumulators: dict[str, Any],
+        num_micro_batches: int,
         first_micro_batch: int = 0,
         num_accumulated: int = 0,
+        loss_scale: Any = 1.0,
     ) -> Accumulated:
         """Runs the micro-batches of the schedule.
 
@@ -123,24 +156,31 @@ class Executor:
           inputs: the leaves of the inputs that are constant during the step.
           next_element: returns the placed leaves of the next micro-batch (see `place_element`). What it
             raises ends the step; the variables then have not changed.
-          accumulators: placed, by full name; their memory is reused.
+          accumulators: placed, by key; their memory is reused.
+          num_micro_batches: how many to run.
           first_micro_batch: the index of the first one.
           num_accumulated: how many micro-batches the accumulators have taken in.
+          loss_scale: of an optimizer with loss scaling, the scale.
 
         Returns:
           What the micro-batches gave, still being computed.
         """
         accumulators = dict(accumulators)
-        prepared, placed_inputs = self._prepare(variables, key, execution_count, inputs)
-        values: list[Any] = [None] * self._num_micro_batches
-        outputs: list[list[Any]] = [[] for _ in values]
-        losses: list[Any] = []
+        prepared, placed_inputs = self._prepare(variables, key, execution_count, inputs, loss_scale)
+        values: list[Any] = [None] * num_micro_batches
+        first_outputs: list[Any] = []
+        last_outputs: list[Any] = []
+        collecting = self._collecting
+        collected: list[Collected] = []
+        sums = self._zero_sums() if collecting.is_summed else []
         assigned: dict[str, Any] = {}
-        constant = self.residence.constant
-        has_loss = self.residence.traced.loss is not None
+        residence = self.residence
+        constant = residence.constant
+        offloads = residence.offloads_in_micro_batches
+        num_outputs = len(residence.traced.outputs)
         last_forward = self.plan.last_forward
         feed_slots = [feed_slot.slot for feed_slot in self.plan.feed_slots]
-        for template, micro_batch in self.plan.dispatches:
+        for template, micro_batch in self._order(num_micro_batches):
             slots = values[micro_batch]
             if slots is None:
                 slots = values[micro_batch] = [None] * self.plan.num_slots
@@ -152,6 +192,14 @@ class Executor:
                 arguments[place] = accumulators[name]
             for place, slot in template.loads:
                 arguments[place] = slots[slot]
+            if offloads:
+                for place, name in template.variables:
+                    if name in residence.offloaded:
+                        arguments[place] = variables[name]
+                places = [place for place, value in enumerate(arguments) if value is not None]
+                loaded = placement.put([arguments[place] for place in places], template.row)
+                for place, value in zip(places, loaded, strict=True):
+                    arguments[place] = value
             for place in template.micro_batches:
                 arguments[place] = constant(first_micro_batch + micro_batch, template.row)
             for place in template.accumulated:
@@ -159,6 +207,9 @@ class Executor:
             results = template.function(*arguments)
             for name, result in zip(names, results, strict=False):
                 accumulators[name] = result
+            if residence.offloads_accumulators and names:
+                stored = placement.put(results[: len(names)], template.row, offloaded=True)
+                accumulators.update(zip(names, stored, strict=True))
             for place, slot in template.stores:
                 slots[slot] = results[place]
             for row, moved, targets in template.transfers:
@@ -175,16 +226,47 @@ class Executor:
                     slots[number] if kind == "slot" else placed_inputs[last_forward.row, number]
                     for kind, number in self.plan.collected
                 ]
-                if has_loss:
-                    losses.append(leaves.pop())
-                if self._collect_outputs or micro_batch in (0, self._num_micro_batches - 1):
-                    outputs[micro_batch] = leaves
+                if micro_batch == 0:
+                    first_outputs = _only(leaves[:num_outputs], self._read[0])
+                if micro_batch == num_micro_batches - 1:
+                    last_outputs = _only(leaves[:num_outputs], self._read[1])
+                wanted = [leaves[place] for place in collecting.places]
+                if collecting.has_loss:
+                    wanted.append(leaves[-1])
+                if collecting.is_summed:
+                    sums = _add(sums, wanted)
+                else:
+                    collected.append(collecting.collect(wanted, None))
+            if residence.offloads_activations and template.kept:
+                self._store(template, slots)
             for slot in template.releases:
                 slots[slot] = None
-        return Accumulated(outputs, losses, assigned, accumulators)
+            if self.observer is not None:
+                self.observer(template, micro_batch, values)
+        if collecting.is_summed:
+            collected = [collecting.collect(sums, None)]
+        if self._has_callbacks:
+            made = [(part.outputs, part.loss) for part in collected]
+            jax.block_until_ready((made, last_outputs, assigned, accumulators))
+        return Accumulated(
+            num_micro_batches, first_outputs, last_outputs, collected, assigned, accumulators
+        )
+
+    def _order(self, num_micro_batches: int) -> list[tuple[Template, int]]:
+        known = self._dispatches.get(num_micro_batches)
+        if known is None:
+            if len(self._dispatches) == _MAX_ORDERS:
+                del self._dispatches[next(iter(self._dispatches))]
+            known = self.plan.dispatches(self._make_timetable(num_micro_batches))
+            self._dispatches[num_micro_batches] = known
+        return known
 
     def update(
-        self, variables: Mapping[str, Any], state_leaves: Sequence[Any], accumulated: Accumulated
+        self,
+        variables: Mapping[str, Any],
+        state_leaves: Sequence[Any],
+        accumulated: Accumulated,
+        updated_every: int,
     ) -> Updated:
         """Runs the weight update.
 
@@ -192,40 +274,64 @@ class Executor:
           variables: what was given to `accumulate`.
           state_leaves: placed leaves of the optimizer's state.
           accumulated: what it returned.
+          updated_every: micro-batches per weight update.
         """
         updates = self.residence.updates
         new_variables = {**variables, **accumulated.assigned}
         if updates is None:
-            return Updated(new_variables, [], {}, accumulated.collect())
+            return Updated(new_variables, [], {}, accumulated.collected)
         new_leaves = list(state_leaves)
-        # All arguments first: an update may reuse memory that another one's copy is still made from.
-        prepared = [
-            self.residence.update_arguments(
-                program,
-                stage,
-                variables,
-                accumulated.accumulators,
-                state_leaves,
-                accumulated.outputs[-1],
-                self._updated_every,
-            )
-            for program, stage in zip(updates.updates, updates.stages, strict=True)
-        ]
-        zeros: dict[str, Any] = {}
-        for program, function, arguments in zip(
-            updates.updates, self._update_functions, prepared, strict=True
-        ):
+        plan = self.residence.accumulator_plan
+        merged = plan.merge(accumulated.accumulators, self._add_to_home)
+        zeros = {key: self._clear(key, accumulated.accumulators[key]) for key in plan.extra}
+        values = UpdateValues(
+            variables,
+            merged,
+            state_leaves,
+            accumulated.last_outputs,
+            updated_every,
+        )
+        residence = self.residence
+        offloads = residence.offloads_anything
+        made = {
+            UpdateKind.PARAMETER: new_variables,
+            UpdateKind.GRADIENT: zeros,
+            UpdateKind.STATE: new_leaves,
+            UpdateKind.SENT: values.sent,
+        }
+        for program, function in zip(updates.updates, self._update_functions, strict=True):
+            arguments = self.residence.update_arguments(program, values)
             for value, result in zip(program.results, function(*arguments), strict=True):
-                if value.kind == UpdateKind.PARAMETER:
-                    new_variables[value.key] = result
-                elif value.kind == UpdateKind.GRADIENT:
-                    zeros[value.key] = result
-                else:
-                    new_leaves[value.key] = result
-        return Updated(new_variables, new_leaves, zeros, accumulated.collect())
+                if offloads and residence.is_offloaded(value):
+                    (result,) = placement.put([result], residence.rows[program.stage], offloaded=True)
+                made[value.kind][value.key] = result  # type: ignore[index]  # a dict or a list
+        return Updated(new_variables, new_leaves, zeros, accumulated.collected)
+
+    def _store(self, template: Template, slots: list[Any]) -> None:
+        """Moves what is kept for backwards to host memory, on the row where it is."""
+        for row in dict.fromkeys(self.plan.slot_rows[slot] for slot in template.kept):
+            own = [slot for slot in template.kept if self.plan.slot_rows[slot] is row]
+            stored = placement.put([slots[slot] for slot in own], row, offloaded=True)
+            for slot, value in zip(own, stored, strict=True):
+                slots[slot] = value
+
+    def _add_to_home(self, accumulator: Accumulator, total: Any, part: Any) -> Any:
+        home = self.residence.rows[self.residence.traced.owners[accumulator.variable]]
+        return _add(*placement.put([total, part], home))
+
+    def _clear(self, key: str, accumulator: Any) -> Any:
+        residence = self.residence
+        row = residence.rows[residence.accumulator_plan.extra[key].stage]
+        zeros = _zeros_like(*placement.put([accumulator], row))
+        return placement.put([zeros], row, residence.offloads_accumulators)[0]
 
     def _prepare(
-        self, variables: Mapping[str, Any], key: Any, execution_count: int, inputs: Sequence[Any]
+        self,
+        variables: Mapping[str, Any],
+        key: Any,
+        execution_count: int,
+        inputs: Sequence[Any],
+        loss_scale: Any,
     ) -> tuple[list[list[Any]], dict[tuple[Row, int], Any]]:
         """What stays the same during a step.
 
@@ -233,7 +339,8 @@ class Executor:
           Per template its arguments, None where they differ by micro-batch; and the inputs by row and
           position, where they are needed.
         """
-        wanted = {(t.row, position): None for t in self.plan.templates for _place, position in t.inputs}
+        templates = self.plan.templates.values()
+        wanted = {(t.row, position): None for t in templates for _place, position in t.inputs}
         last_row = self.plan.last_forward.row
         wanted.update(
             {(last_row, position): None for kind, position in self.plan.collected if kind == "input"}
@@ -243,37 +350,41 @@ class Executor:
             for row, position in wanted
         }
         prepared = []
-        for template in self.plan.templates:
+        for template in templates:
             row = template.row
             arguments: list[Any] = [None] * template.num_arguments
-            for place, name in template.variables:
-                arguments[place] = variables[name]
+            here = [(p, name) for p, name in template.variables if name not in self.residence.offloaded]
+            # A shared variable is copied from its home once per step.
+            read = placement.put([variables[name] for _place, name in here], row)
+            for (place, _name), value in zip(here, read, strict=True):
+                arguments[place] = value
             for place, position in template.inputs:
                 arguments[place] = placed[row, position]
             for place in template.keys:
                 (arguments[place],) = placement.put([key], row)
+            for place in template.loss_scales:
+                (arguments[place],) = placement.put([loss_scale], row)
             for place in template.execution_counts:
                 (arguments[place],) = placement.put([np.int32(execution_count)], row)
             prepared.append(arguments)
         return prepared, placed
 
 
-def _jit_update(program: UpdateProgram, donate: bool, updates: Updates) -> Callable[..., list[Any]]:
-    """Jits an update. It donates the accumulators, and with `donate` what else it returns anew."""
+def _find_read(programs: Sequence[UpdateProgram]) -> set[Any]:
+    """Positions of the last stage's outputs that some programs read."""
+    return {v.key for program in programs for v in program.arguments if v.kind == UpdateKind.OUTPUT}
 
-    def is_donated(value: Any) -> bool:
-        if value not in program.results:
-            return False
-        if value.kind == UpdateKind.STATE and updates.state_leaves[value.key].stage is None:
-            # Replicated: another stage on the same IPU may read the same array.
-            return donate and len(updates.stages) == 1
-        return donate or value.kind == UpdateKind.GRADIENT
 
-    donated = tuple(place for place, value in enumerate(program.arguments) if is_donated(value))
+def _only(leaves: Sequence[Any], places: Collection[int]) -> list[Any]:
+    """The leaves, None in other places."""
+    return [leaf if place in places else None for place, leaf in enumerate(leaves)]
 
-    def function(*arguments: Any) -> list[Any]:
-        return program.function(*arguments)
 
-    function.__name__ = function.__qualname__ = program.name
-    jitted: Callable[..., list[Any]] = jax.jit(function, donate_argnums=donated)
-    return jitted
+@functools.partial(jax.jit, donate_argnums=0)
+def _add(totals: Any, parts: Any) -> Any:
+    return jax.tree.map(lambda total, part: total + part.astype(total.dtype), totals, parts)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _zeros_like(value: jax.Array) -> jax.Array:
+    return jnp.zeros_like(value)

@@ -24,7 +24,6 @@ __all__ = ["MARKERS", "Hoisted", "contains", "hoist", "marker_rule", "variable_i
 
 Body: TypeAlias = "Callable[[Sequence[Any]], list[Any]]"
 
-_CHECKPOINTS = ("checkpoint", "remat", "remat2")  # names of jax.checkpoint's primitive over time
 MARKERS = (read_variable_p, assign_variable_p, micro_batch_key_p)
 
 
@@ -199,7 +198,7 @@ def _rebuild(equation: Any, place: str, program_names: names.ProgramNames) -> _R
     name = equation.primitive.name
     params = equation.params
     call: Callable[[list[Body], list[Any]], list[Any]]
-    if name in _CHECKPOINTS:
+    if name in jaxprs.CHECKPOINTS:
         bodies = [jex_core.ClosedJaxpr(params["jaxpr"], ())]
         call = functools.partial(_call_checkpoint, params)
     elif name == "scan":
@@ -220,7 +219,7 @@ def _rebuild(equation: Any, place: str, program_names: names.ProgramNames) -> _R
             by_body[id(body)] = hoist(body, place, program_names)
     hoisted = [by_body[id(body)] for body in bodies]
     assigned = {spec: None for body in hoisted for spec in body.assigned}
-    if assigned and name not in _CHECKPOINTS:
+    if assigned and name not in jaxprs.CHECKPOINTS:
         raise ValueError(
             f"{place}: variable {next(iter(assigned)).name} is assigned inside the body of {name}. "
             "Return the value from the body and assign it outside."

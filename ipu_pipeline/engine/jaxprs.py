@@ -15,6 +15,7 @@ from jax.extend import core as jex_core
 from jax.interpreters import partial_eval
 
 __all__ = [
+    "CHECKPOINTS",
     "Atom",
     "EquationRule",
     "FlatJaxpr",
@@ -22,14 +23,18 @@ __all__ = [
     "Program",
     "any_equation",
     "aval_struct",
+    "calls_back",
+    "can_reduce",
     "close",
     "dependents",
     "extract",
     "flatten",
     "has_callbacks",
+    "has_primitive",
     "is_inlined",
     "lift_captures",
     "map_atoms",
+    "reduce",
     "substitute",
 ]
 
@@ -40,6 +45,8 @@ Atom: TypeAlias = Any
 Equation: TypeAlias = Any
 InlineFunction: TypeAlias = "Callable[[Any, list[Atom]], list[Atom]]"
 EquationRule: TypeAlias = "Callable[[Equation, list[Atom], InlineFunction], list[Atom] | None]"
+
+CHECKPOINTS = ("checkpoint", "remat", "remat2")  # names of jax.checkpoint's primitive over time
 
 _INLINED = {
     "jit": "jaxpr",
@@ -170,14 +177,20 @@ def any_equation(equation: Equation) -> bool:
 
 def has_callbacks(flat: FlatJaxpr) -> bool:
     """Whether a jaxpr calls back into Python, at any depth; what Python raises then ends the program."""
-    return any(map(_calls_back, flat.equations))
+    return any(map(calls_back, flat.equations))
 
 
-def _calls_back(equation: Equation) -> bool:
-    if "callback" in equation.primitive.name:  # pure_callback, io_callback, debug_callback
+def calls_back(equation: Equation) -> bool:
+    """Whether an equation calls back into Python, at any depth."""
+    return has_primitive(equation, "callback")  # pure_callback, io_callback, debug_callback
+
+
+def has_primitive(equation: Equation, name: str) -> bool:
+    """Whether an equation is of a primitive with some text in its name, or has one inside, at any depth."""
+    if name in equation.primitive.name:
         return True
     bodies = jex_core.jaxprs_in_params(equation.params)
-    return any(_calls_back(inner) for body in bodies for inner in body.eqns)
+    return any(has_primitive(inner, name) for body in bodies for inner in body.eqns)
 
 
 def map_atoms(known: dict[Var, Atom], atoms: Iterable[Atom]) -> list[Atom]:
@@ -216,7 +229,7 @@ def dependents(flat: FlatJaxpr, roots: Iterable[Var]) -> set[Var]:
             outputs = equation.outvars
             if len(outputs) > 1 and equation.primitive.name == "scan":
                 outputs = [
-                    var for place, var in enumerate(outputs) if _reads(_reduce(equation, {place}), found)
+                    var for place, var in enumerate(outputs) if _reads(reduce(equation, {place}), found)
                 ]
             found.update(outputs)
     return found
@@ -228,7 +241,12 @@ def _reads(equation: Equation | None, variables: Collection[Var]) -> bool:
     )
 
 
-def _reduce(equation: Equation, places: Collection[int]) -> Equation | None:
+def can_reduce(equation: Equation) -> bool:
+    """Whether `reduce` can be asked for some of the equation's outputs."""
+    return equation.primitive in partial_eval.dce_rules
+
+
+def reduce(equation: Equation, places: Collection[int]) -> Equation | None:
     """The equation without the outputs that are not at `places`, and without what only they need."""
     rule = partial_eval.dce_rules[equation.primitive]
     _used_inputs, reduced = rule([place in places for place in range(len(equation.outvars))], equation)
@@ -268,7 +286,7 @@ def extract(
             places = {
                 place for place, var in enumerate(equation.outvars) if var in needed and var not in given
             }
-            equation = _reduce(equation, places) or equation
+            equation = reduce(equation, places) or equation
         if is_kept:
             kept.append(equation)
             needed.update(atom for atom in equation.invars if not isinstance(atom, jex_core.Literal))

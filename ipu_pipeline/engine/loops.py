@@ -12,9 +12,13 @@ import jax
 import numpy as np
 
 from ipu_pipeline.engine import differentiation, placement, schedules, updates
+from ipu_pipeline.engine.accumulators import plan_accumulators
+from ipu_pipeline.engine.block_sizes import block_sizes
 from ipu_pipeline.engine.bodies import TracedBody
+from ipu_pipeline.engine.collecting import make_collecting
 from ipu_pipeline.engine.executor import Executor
-from ipu_pipeline.engine.one_program import OneProgram, Position, block_sizes
+from ipu_pipeline.engine.offloading import Offload
+from ipu_pipeline.engine.one_program import OneProgram, Position
 from ipu_pipeline.engine.programs import Reduction, StagePrograms
 from ipu_pipeline.engine.residence import Residence
 from ipu_pipeline.engine.shapes import num_bytes
@@ -80,9 +84,6 @@ class Loop:
           body: the body.
           condition: of a loop that ends by itself: whether it goes on, from the carried values.
           block_bytes: how much of the device a block's feed and what it enqueues may take.
-
-        Raises:
-          NotImplementedError: the update of one shard's variables depends on another shard's.
         """
         self.body = body
         self._condition = condition
@@ -96,9 +97,13 @@ class Loop:
             self.programs: tuple[StagePrograms, ...] = differentiation.build(traced, (), Reduction.SUM)
         else:
             homes = {name: body.shards.index(body.shards[stage]) for name, stage in traced.owners.items()}
-            self.updates = updates.cut_updates(training.optimizer, homes)
+            self.updates = updates.cut_updates(training.optimizer, homes, len(body.shards) - 1)
             self.programs = differentiation.build(
-                traced, training.optimizer.trained, training.reduction, training.gradient_map
+                traced,
+                training.optimizer.trained,
+                training.reduction,
+                training.gradient_map,
+                is_scaled=self.updates.loss_scale is not None,
             )
         self._timetable = schedules.timetable(
             "sequential", len(traced.stages), 1, body.shards, training is not None
@@ -135,7 +140,7 @@ class Loop:
         stacked = traced.output_avals[self._num_not_stacked :]
         feed = traced.element[len(self.body.changing) :]
         sizes = block_sizes(max(count, 1), 1, num_bytes([*stacked, *feed]), self._block_bytes)
-        self._runner.stacker.set_capacity(sizes.capacity)
+        self._runner.stacker.set_capacity(sizes.room)
         return sizes.capacity
 
     @property
@@ -154,13 +159,16 @@ class Loop:
         traced = self.body.pipeline
         rows = placement.make_rows(devices, self.body.shards)
         self._devices = used
-        self._residence = residence = Residence(traced, self.updates, rows)
+        training = self.body.training
+        reduction = Reduction.SUM if training is None else training.reduction
+        accumulators = plan_accumulators(traced, self.programs, self.body.shards, reduction)
+        offload = [Offload.WEIGHT_UPDATE_VARIABLES] if training and training.offloads_state else []
+        self._residence = residence = Residence(traced, self.updates, rows, accumulators, offload)
         first, last = self.body.num_read, self._num_not_stacked
         if self.is_one_program:
             program = self._runner = OneProgram(
                 residence,
                 self.programs,
-                updated_every=self.updated_every,
                 collected=traced.outputs[last:],
                 carried=traced.outputs[first:last],
                 condition=None if self._condition is None else self._holds,
@@ -168,7 +176,7 @@ class Loop:
             self._place_feed = program.stacker.add
         else:
             executor = self._runner = Executor(
-                residence, self.programs, self._timetable, 1, self.updated_every, True, True
+                residence, self.programs, lambda _count: self._timetable, True, make_collecting(traced)
             )
             self._place_feed = functools.partial(executor.place_element, first=len(self.body.changing))
         return residence
@@ -293,10 +301,12 @@ class Loop:
             before.variables,
             leaves,
             state.accumulators,
+            None,
             changing,
             inputs,
             before.key,
             position,
+            self.updated_every,
             feed,
             len(elements),
             capacity,
@@ -329,6 +339,11 @@ class Loop:
             next(carried if feed_slot.leaf < num_changing else fed)
             for feed_slot in executor.plan.feed_slots
         ]
+        assert self._residence is not None
+        optimizer_state = before.optimizer_state
+        loss_scale = self._residence.loss_scale(
+            None if optimizer_state is None else jax.tree.leaves(optimizer_state)
+        )
         accumulated = executor.accumulate(
             before.variables,
             before.key,
@@ -336,15 +351,17 @@ class Loop:
             inputs,
             lambda: placed,
             state.accumulators,
+            1,
             iteration,
             state.num_accumulated,
+            loss_scale,
         )
-        (outputs,) = accumulated.outputs
+        outputs = accumulated.collected[0].outputs
         before = self.init_optimizer_state(before, outputs)
         variables = {**before.variables, **accumulated.assigned}
         accumulators, leaves = accumulated.accumulators, jax.tree.leaves(before.optimizer_state)
         if state.num_accumulated + 1 == self.updated_every:
-            updated = executor.update(before.variables, leaves, accumulated)
+            updated = executor.update(before.variables, leaves, accumulated, self.updated_every)
             variables, leaves, accumulators = updated.variables, updated.state_leaves, updated.accumulators
         state = dataclasses.replace(state, pipeline=before)
         new_state = self._advance(state, variables, leaves, accumulators, 1)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ipu_pipeline.engine.faults import Faults
     from ipu_pipeline.engine.recording import Recorder
     from ipu_pipeline.engine.variables import VariableSpec
 
@@ -24,6 +25,7 @@ __all__ = [
     "absolute_scope",
     "current_frame",
     "current_scope",
+    "failed_scope",
     "frame",
     "hash_name",
     "is_in_stage",
@@ -88,6 +90,8 @@ class Frame:
       place: what errors call the function, for example "stage 0 (encoder)".
       is_stage: whether the function is a stage, so that it may assign variables and draw keys.
       recorder: where a looped body's training step and what it enqueues are noted; None in a stage.
+      given: what errors say that it was given, for example "x: float32[4, 12]".
+      faults: where faults are noted that let its trace go on; None: they end it.
     """
 
     names: ProgramNames
@@ -95,6 +99,8 @@ class Frame:
     place: str
     is_stage: bool
     recorder: Recorder | None = None
+    given: str = ""
+    faults: Faults | None = None
 
     def is_training(self) -> bool:
         """Whether the program trains; for layers that then behave differently."""
@@ -103,6 +109,7 @@ class Frame:
         return self.training
 
 
+_SCOPE_ATTRIBUTE = "_ipu_pipeline_scope"  # of an error
 _frame: contextvars.ContextVar[Frame | None] = contextvars.ContextVar("frame", default=None)
 _scope: contextvars.ContextVar[tuple[str, bool]] = contextvars.ContextVar("scope", default=("", False))
 
@@ -192,6 +199,9 @@ def variable_scope(name: str, reuse: bool | None = None, use_resource: bool = Tr
     token = _scope.set((full_name, reusing or bool(reuse)))
     try:
         yield full_name
+    except BaseException as error:
+        _record_scope(error, full_name)
+        raise
     finally:
         _scope.reset(token)
 
@@ -202,8 +212,20 @@ def absolute_scope(full_name: str, reuse: bool) -> Iterator[None]:
     token = _scope.set((full_name, reuse or is_reusing()))
     try:
         yield
+    except BaseException as error:
+        _record_scope(error, full_name)
+        raise
     finally:
         _scope.reset(token)
+
+
+def failed_scope(error: BaseException) -> str:
+    """The full name of the innermost variable scope that an error left; "" if it left none."""
+    return str(vars(error).get(_SCOPE_ATTRIBUTE, ""))
+
+
+def _record_scope(error: BaseException, full_name: str) -> None:
+    vars(error).setdefault(_SCOPE_ATTRIBUTE, full_name)  # the innermost one comes first
 
 
 def hash_name(name: str) -> int:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import optax
 
 from ipu_pipeline.engine import jaxprs
+from ipu_pipeline.engine.loss_scaling import LossScale, LossScaled
 from ipu_pipeline.engine.programs import Reduction, count_dtype
 from ipu_pipeline.engine.stages import as_arguments, check_captures
 from ipu_pipeline.engine.variables import VariableSpec
@@ -42,6 +43,7 @@ class UpdateKind:
     STATE = "state"  # position among the leaves of the optimizer's state
     OUTPUT = "output"  # position among the last stage's outputs
     COUNT = "count"  # number of micro-batches, int32
+    SENT = "sent"  # what one update program makes for another, counted over all of them
 
 
 class UpdateValue(NamedTuple):
@@ -64,6 +66,7 @@ class TracedOptimizer:
       state_tree: structure of the state.
       state_paths: the path of each of its leaves.
       state_avals: their shapes and dtypes.
+      loss_scale: where the scale of the loss is; None without loss scaling.
     """
 
     init: jaxprs.FlatJaxpr
@@ -74,6 +77,7 @@ class TracedOptimizer:
     state_tree: Any
     state_paths: tuple[Any, ...]
     state_avals: tuple[jax.ShapeDtypeStruct, ...]
+    loss_scale: LossScale | None
 
 
 def trace_optimizer(
@@ -94,8 +98,8 @@ def trace_optimizer(
       output_tree: structure of what the last stage returns.
       output_avals: shapes and dtypes of its leaves.
       reduction: MEAN divides the accumulators by the number of micro-batches.
-      accumulator_dtypes: dtype of each variable's accumulator. The optimizer gets gradients in the
-        variable's dtype.
+      accumulator_dtypes: dtype of each variable's accumulator. The optimizer gets the variable and its
+        gradient in the wider of the two dtypes, so its state is in that; the new value is cast back.
 
     Returns:
       The jaxprs. Traced values that the optimizer captured are among their constants.
@@ -108,6 +112,12 @@ def trace_optimizer(
         name: jax.ShapeDtypeStruct(spec.shape, accumulator_dtypes[name]) for name, spec in trained.items()
     }
     output_avals = list(output_avals)
+
+    def widen(values: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            name: value.astype(jnp.promote_types(trained[name].dtype, accumulator_dtypes[name]))
+            for name, value in values.items()
+        }
 
     def transformation(outputs: Sequence[Any]) -> tuple[Any, dict[str, Any]]:
         made: Any = optimizer
@@ -126,15 +136,18 @@ def trace_optimizer(
     state_trees: list[Any] = []
 
     def init(parameters: dict[str, Any], outputs: list[Any]) -> list[Any]:
-        state = transformation(outputs)[0].init(parameters)
+        made = transformation(outputs)[0]
+        state = made.init(widen(parameters))
         paths_and_leaves, tree = jax.tree_util.tree_flatten_with_path(state)
-        state_trees[:] = [tree, [path for path, _leaf in paths_and_leaves]]
+        # The scale is the first field of `LossScaleState`.
+        loss_scale = LossScale(0, made.initial_scale) if isinstance(made, LossScaled) else None
+        state_trees[:] = [tree, [path for path, _leaf in paths_and_leaves], loss_scale]
         return [leaf for _path, leaf in paths_and_leaves]
 
     # Optax mixes dtypes freely (adam does), so its code is traced under JAX's own promotion.
     with jax.numpy_dtype_promotion("standard"):
         init_jaxpr = jax.make_jaxpr(init)(parameter_avals, output_avals)
-    state_tree, paths = state_trees
+    state_tree, paths, loss_scale = state_trees
     state_avals = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in init_jaxpr.out_avals]
 
     def update(
@@ -148,7 +161,7 @@ def trace_optimizer(
         gradients = dict(accumulators)
         if reduction is Reduction.MEAN:
             gradients = {name: _divide(acc, count) for name, acc in gradients.items()}
-        gradients = {name: value.astype(trained[name].dtype) for name, value in gradients.items()}
+        parameters, gradients = widen(parameters), widen(gradients)
         state = jax.tree.unflatten(state_tree, state_leaves)
         changes, new_state = made.update(gradients, state, parameters, **extra)
         new_leaves, new_tree = jax.tree.flatten(new_state)
@@ -158,7 +171,7 @@ def trace_optimizer(
                 f"{new_tree} instead of {state_tree}."
             )
         new_parameters = optax.apply_updates(parameters, changes)
-        ordered = [new_parameters[name] for name in trained]
+        ordered = [new_parameters[name].astype(spec.dtype) for name, spec in trained.items()]
         return [*ordered, *(jnp.zeros_like(accumulators[name]) for name in trained), *new_leaves]
 
     count_aval = jax.ShapeDtypeStruct((), jnp.int32)
@@ -188,6 +201,7 @@ def trace_optimizer(
         state_tree,
         tuple(paths),
         tuple(state_avals),
+        loss_scale,
     )
 
 

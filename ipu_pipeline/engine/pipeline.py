@@ -1,11 +1,12 @@
 """The engine's public call: a pipeline of stage functions, with the state going in and coming out.
 
-Over 400 lines, half of which describe arguments.
+Over 600 lines, four in ten of them docstrings and signatures: it takes all that a caller can say.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -14,16 +15,31 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_pipeline.engine import differentiation, names, optimizer_tracing, placement, schedules, updates
-from ipu_pipeline.engine import stages as stage_tracing
+from ipu_pipeline.engine import (
+    names,
+    optimizer_tracing,
+    placement,
+    schedules,
+    stage_lists,
+)
+from ipu_pipeline.engine.accumulators import AccumulatorPlan, plan_accumulators
 from ipu_pipeline.engine.blocks import BlockExecutor, PendingBlock, Take, take_nothing
+from ipu_pipeline.engine.building import Built, Recipe, build
+from ipu_pipeline.engine.collecting import Collecting
+from ipu_pipeline.engine.compiler_options import Options, check_compiles, plan_options
 from ipu_pipeline.engine.errors import OutOfRangeError
 from ipu_pipeline.engine.executor import Accumulated, Executor
-from ipu_pipeline.engine.plain_stages import Stage
+from ipu_pipeline.engine.gradient_maps import GradientMap
+from ipu_pipeline.engine.memory_plan import StageMemory, plan_memory
+from ipu_pipeline.engine.offloading import Offload, parse_offload
 from ipu_pipeline.engine.programs import Reduction, StagePrograms
+from ipu_pipeline.engine.recomputation import Recomputation
 from ipu_pipeline.engine.residence import Residence
 from ipu_pipeline.engine.shapes import as_shape, check_like
+from ipu_pipeline.engine.stage_lists import StageEntry, flatten_stages
 from ipu_pipeline.engine.state import Collected, PipelineState, StepOutputs
+from ipu_pipeline.engine.traced import TracedPipeline
+from ipu_pipeline.engine.updates import Updates
 from ipu_pipeline.engine.variables import VariableSpec, initial_value
 
 __all__ = ["Pipeline"]
@@ -41,37 +57,52 @@ class Pipeline:
 
     def __init__(
         self,
-        stages: Sequence[stage_tracing.StageFunction | Stage],
+        stages: Sequence[StageEntry | Sequence[StageEntry]],
         *,
-        num_micro_batches: int,
+        num_micro_batches: int | None,
         loss: Callable[..., Any] | None = None,
         optimizer: optimizer_tracing.Optimizer | None = None,
         schedule: str | schedules.ScheduleFunction = "grouped",
-        device_mapping: Sequence[int] | None = None,
+        device_mapping: stage_lists.Mapping | None = None,
         devices: Sequence[Any] | None = None,
         reduction: str | Reduction = "sum",
         donate: bool = False,
         trained: Collection[str] | Callable[[], Collection[str] | None] | None = None,
         program_names: names.ProgramNames | None = None,
         describe_capture: Callable[[Any], str | None] | None = None,
-        gradient_map: Callable[[], differentiation.GradientMap | None] | None = None,
-        collect_outputs: bool = True,
+        gradient_map: Callable[[], GradientMap | None] | None = None,
+        recompute: str | Recomputation | None = None,
+        offload: Collection[str | Offload] = (),
+        accumulator_dtype: Any = None,
+        num_serialized: int = 1,
+        collect_outputs: bool | Callable[[Any], Sequence[bool]] = True,
+        collect_losses: bool = True,
+        sum_collected: bool = False,
+        sum_dtype: Any = None,
         block_bytes: int = 64 * 2**20,
+        forward_options: Sequence[Options] | None = None,
+        backward_options: Sequence[Options] | None = None,
+        update_options: Options | None = None,
+        option_names: Mapping[str, str] | None = None,
     ) -> None:
         """Checks the arguments; nothing is traced or compiled yet.
 
         Args:
           stages: functions that take what the one before returns (a tuple or list as positional
             arguments, a dict as keyword arguments), with variables by `get_variable`; or `Stage`s. The
-            first one takes the inputs of `step` and then the micro-batch.
-          num_micro_batches: micro-batches per step, at least 1.
+            first one takes the inputs of `step` and then the micro-batch. A list of them in place of one:
+            parallel stages, which run at the same time on the same values; what they return is
+            concatenated.
+          num_micro_batches: micro-batches per step, at least 1. None: each step says how many; another
+            number than before is not compiled for.
           loss: takes what the last stage returns, returns a scalar; goes with `optimizer`. Without both
             the pipeline only runs forwards.
           optimizer: an Optax transformation; or a function of what the last stage returned for the last
             micro-batch (for the state at the start: the first) which returns one, or a pair of one and
             a dict of extra arguments for its `update`.
           schedule: "grouped", "interleaved", "sequential" or a function like `schedules.grouped`.
-          device_mapping: the IPU of each stage, a number from 0; by default each has its own.
+          device_mapping: the IPU of each stage, a number from 0; a list of numbers for parallel stages. By
+            default each has its own.
           devices: the JAX device of each IPU; by default the first of `jax.devices()`.
           reduction: "sum", "mean" or "running_mean" of the gradients over the micro-batches.
           donate: whether `step` may destroy the state that it is given. False makes it a pure function.
@@ -81,58 +112,98 @@ class Pipeline:
           describe_capture: the name of a value from outside the stages, for the error about it.
           gradient_map: returns, once the stages have been traced, None or a function of a gradient and its
             variable; it is applied to each micro-batch's gradients, before accumulation.
-          collect_outputs: False leaves what the last stage returns out of `StepOutputs`, which saves memory
-            where only losses are wanted.
+          recompute: "auto", "recompute_then_backpropagate" or "recompute_and_backpropagate_interleaved"
+            (see `Recomputation`). None: stages keep what their backward needs.
+          offload: any of "weight_update_variables", "activations", "gradient_accumulation_buffers" and
+            "weights" (see `Offload`), which then lie in host memory while no program uses them.
+          accumulator_dtype: of the gradients' sums or means: None for the variable's dtype, a dtype, or a
+            function from a variable (`VariableSpec`, with `name`, `shape`, `dtype`) to one of these.
+          num_serialized: how many micro-batches a stage handles, one after another, before the next stage
+            starts. With k a step has `num_micro_batches` times k of them. Above 1 only with the schedule
+            "sequential" and all stages on one device.
+          collect_outputs: False leaves what the last stage returns out of `StepOutputs`, which saves
+            memory. A function, from what it returns as a pytree of `jax.ShapeDtypeStruct`s to one boolean
+            per leaf, leaves out those with False; `StepOutputs.outputs` then has lists of the other leaves.
+          collect_losses: False likewise leaves out losses.
+          sum_collected: whether what is collected is summed over the micro-batches of a step, as they
+            finish. `StepOutputs` then has one entry, the sums.
+          sum_dtype: of sums: None for that of the value, a dtype, or a function from the value's
+            `jax.ShapeDtypeStruct` (of one micro-batch) to one of these. Booleans need one, and
+            floating-point numbers are not summed as integers.
           block_bytes: with all stages on one device, how much of it the micro-batches that are handled by
             one call, and their outputs, may take.
+          forward_options: per stage, XLA's options for its forward program, by name, as for the
+            `compiler_options` of `jax.jit`. The last stage's forward and backward are one program, which
+            gets the options of both; with all stages on one device everything is one, which gets all.
+          backward_options: likewise for the backward programs; only with an optimizer.
+          update_options: for the programs of the weight update; only with an optimizer.
+          option_names: what errors call these three arguments, by their names here.
 
         Raises:
+          TypeError: a compiler option has not the type of one.
           ValueError: an argument is not usable.
         """
-        if not stages:
-            raise ValueError("stages must have at least one function; got none.")
-        is_integer = isinstance(num_micro_batches, (int, np.integer)) and num_micro_batches is not True
-        if not is_integer or num_micro_batches < 1:
-            raise ValueError(
-                f"num_micro_batches must be an integer of at least 1; got {num_micro_batches}."
-            )
+        if num_micro_batches is not None:
+            _check_positive("num_micro_batches", num_micro_batches)
+        _check_positive("num_serialized", num_serialized)
         if isinstance(trained, str):
             raise ValueError(f"trained must be a collection of full names; got the string {trained!r}.")
         if (loss is None) != (optimizer is None):
             raise ValueError("loss and optimizer go together: give both to train, none for forwards only.")
-        mapping = tuple(range(len(stages)) if device_mapping is None else device_mapping)
-        if len(mapping) != len(stages) or any(ipu < 0 for ipu in mapping):
+        functions, mapping = flatten_stages(stages, device_mapping)
+        levels = tuple(level for level, parallel in enumerate(functions) for _stage in parallel)
+        if num_serialized > 1 and (schedule != "sequential" or len(set(mapping)) > 1):
             raise ValueError(
-                f"device_mapping must have one number from 0 for each of the {len(stages)} stages; got "
-                f"{list(mapping)}."
+                'num_serialized above 1 needs the schedule "sequential" and all stages on one IPU; got '
+                f"{num_serialized} with the schedule {schedule!r} and device_mapping {list(mapping)}."
             )
-        self._functions = [
-            stage.with_variables(index) if isinstance(stage, Stage) else stage
-            for index, stage in enumerate(stages)
-        ]
+        self._options = plan_options(
+            len(mapping),
+            len(set(mapping)) == 1,
+            optimizer is not None,
+            forward_options,
+            backward_options,
+            update_options,
+            option_names or {},
+        )
+        self._recipe = Recipe(
+            functions=functions,
+            mapping=mapping,
+            loss=loss,
+            optimizer=optimizer,
+            reduction=Reduction(reduction),
+            trained=trained,
+            program_names=program_names or names.ProgramNames(),
+            describe_capture=describe_capture,
+            gradient_map=gradient_map,
+            accumulator_dtype=accumulator_dtype,
+            collect=(collect_outputs, collect_losses, sum_collected, sum_dtype),
+        )
         self._num_micro_batches = num_micro_batches
-        self._loss = loss
-        self._optimizer = optimizer
-        self._schedule = schedule
         self._mapping = mapping
         self._devices = devices
-        self._reduction = Reduction(reduction)
         self._donate = donate
-        self._trained = trained
-        self._program_names = program_names or names.ProgramNames()
-        self._describe_capture = describe_capture
-        self._gradient_map = gradient_map
-        self._collect_outputs = collect_outputs
+        self._offload = parse_offload(offload)
+        self._recompute = None if recompute is None else Recomputation(recompute)
+        self._num_serialized = num_serialized
         self._block_bytes = block_bytes
-        self._traced: stage_tracing.TracedPipeline | None = None
+        self._built: Built | None = None
         self._programs: tuple[StagePrograms, ...] = ()
-        self._updates: updates.Updates | None = None
         self._executor: Executor | BlockExecutor | None = None
         self._accumulators: dict[str, Any] | None = None  # the zeros that the last update left
         self._placed: weakref.ref[PipelineState] | None = None  # the last state that is known to be placed
-        self.timetable = schedules.timetable(
-            schedule, len(stages), num_micro_batches, mapping, loss is not None
+        # A function by itself, so that what calls it does not hold the pipeline: an infeed holds the
+        # executor, and the pipeline's program the infeed.
+        self._make_timetable = functools.partial(
+            _make_timetable, schedule, mapping, loss is not None, levels
         )
+        # One program needs no timetable, but a schedule of the user's is checked all the same.
+        known = 1 if num_micro_batches is None else num_micro_batches
+        self.timetable(min(known, 64) if len(set(mapping)) == 1 else known)
+
+    def timetable(self, num_micro_batches: int) -> schedules.Timetable:
+        """The checked timetable of a step with so many micro-batches, or groups of `num_serialized`."""
+        return self._make_timetable(num_micro_batches)
 
     # What is known about the pipeline.
 
@@ -147,28 +218,61 @@ class Pipeline:
         return self._mapping
 
     @property
-    def traced(self) -> stage_tracing.TracedPipeline:
-        """The stages as jaxprs."""
-        if self._traced is None:
+    def built(self) -> Built:
+        """What there is once it has been traced."""
+        if self._built is None:
             raise RuntimeError("The pipeline has not been traced; call trace, init or step first.")
-        return self._traced
+        return self._built
+
+    @property
+    def traced(self) -> TracedPipeline:
+        """The stages as jaxprs."""
+        return self.built.traced
 
     @property
     def programs(self) -> tuple[StagePrograms, ...]:
         """The programs of each stage, as they were before XLA."""
-        assert self.traced is not None
+        assert self.built is not None
         return self._programs
 
     @property
-    def updates(self) -> updates.Updates | None:
+    def updates(self) -> Updates | None:
         """The optimizer's programs; None without training."""
-        assert self.traced is not None
-        return self._updates
+        return self.built.updates
+
+    @property
+    def num_serialized(self) -> int:
+        """How many micro-batches a stage handles before the next stage starts."""
+        return self._num_serialized
+
+    @property
+    def collecting(self) -> Collecting:
+        """What is collected of the last stage."""
+        return self.built.collecting
 
     @property
     def variables(self) -> dict[str, VariableSpec]:
         """All variables by full name."""
         return self.traced.variables
+
+    def plan_memory(self, num_micro_batches: int | None = None) -> tuple[StageMemory, ...]:
+        """What each stage will hold between forwards and backwards, by the programs and the schedule.
+
+        Args:
+          num_micro_batches: of a step, where the pipeline has no fixed number.
+        """
+        count = self._num_micro_batches if num_micro_batches is None else num_micro_batches
+        if count is None:
+            raise ValueError("plan_memory: num_micro_batches must be given, as for `step`; it is None.")
+        if len(set(self._mapping)) == 1:  # one program, which ends a micro-batch before the next one starts
+            in_flight = (self.num_serialized,) * len(self._mapping)
+        else:
+            in_flight = self.timetable(count).in_flight
+        return plan_memory(self.traced, self._programs, self._mapping, in_flight)
+
+    def plan_accumulators(self) -> AccumulatorPlan:
+        """Which program accumulates where."""
+        return plan_accumulators(self.traced, self._programs, self._mapping, self._recipe.reduction)
 
     # Building.
 
@@ -181,46 +285,31 @@ class Pipeline:
 
         Raises:
           ValueError: the pipeline was traced before, with other shapes or dtypes.
-          Others: see `stages.trace`, `optimizer_tracing.trace_optimizer` and `updates.cut_updates`.
+          ValueError: an accumulator's dtype is not usable, or something cannot be summed.
+          ValueError: there is a gradient map, and parallel stages on several IPUs share a trained variable.
+          Others: see `stages.trace`, whose faults are raised together with those of `trained`;
+            `optimizer_tracing.trace_optimizer` and `updates.cut_updates`.
         """
         element = jax.tree.map(as_shape, micro_batch)
         input_shapes = tuple(jax.tree.map(as_shape, value) for value in inputs)
-        if self._traced is not None:
-            known = (self._traced.element, self._traced.inputs)
+        if self._built is not None:
+            known = (self._built.traced.element, self._built.traced.inputs)
             if known != (element, input_shapes):
                 raise ValueError(
                     "The pipeline was traced for the micro-batch and inputs "
                     f"{known}, and now got {(element, input_shapes)}."
                 )
             return
-        with names.unchanged_on_error(self._program_names):
-            traced = stage_tracing.trace(
-                self._functions,
-                element,
-                input_shapes,
-                self._loss,
-                self._program_names,
-                self._describe_capture,
-            )
-            trained: dict[str, VariableSpec] = {}
-            traced_updates = None
-            if self._optimizer is not None:
-                trained = self._find_trained(traced)
-                traced_optimizer = optimizer_tracing.trace_optimizer(
-                    self._optimizer,
-                    trained,
-                    traced.output_tree,
-                    traced.output_avals,
-                    self._reduction,
-                    {name: spec.dtype for name, spec in trained.items()},
-                )
-                optimizer_tracing.check_optimizer_captures(traced_optimizer, self._describe_capture)
-                # What is on one IPU is updated together, by its first stage.
-                homes = {name: self._mapping.index(self._mapping[s]) for name, s in traced.owners.items()}
-                traced_updates = updates.cut_updates(traced_optimizer, homes)
-            gradient_map = None if self._gradient_map is None else self._gradient_map()
-            self._programs = differentiation.build(traced, trained, self._reduction, gradient_map)
-        self._updates, self._traced = traced_updates, traced
+        self._built = build(self._recipe, element, input_shapes, self._recompute)
+        self._programs = self._built.programs
+
+    def set_recomputation(self, recompute: Recomputation | None) -> None:
+        """Says what stages keep for their backward. If that is new, everything is compiled again."""
+        if recompute is self._recompute:
+            return
+        self._recompute, self._executor = recompute, None
+        if self._built is not None:
+            self._programs = self._built.make_programs(recompute)
 
     def prepare(self, devices: Sequence[Any] | None = None) -> Executor | BlockExecutor:
         """What runs the pipeline; made at the first call, which starts JAX's backend.
@@ -231,6 +320,9 @@ class Pipeline:
 
         Returns:
           An `Executor`; with all stages on one device a `BlockExecutor`.
+
+        Raises:
+          ValueError: there are too few devices, or XLA refuses a compiler option.
         """
         if self._executor is not None and (devices is None or self._has_devices(devices)):
             return self._executor
@@ -242,18 +334,30 @@ class Pipeline:
                 f"{len(devices)}. On a CPU, before the first use of JAX, "
                 f'jax.config.update("jax_num_cpu_devices", {self.num_ipus}) makes more.'
             )
+        rows = placement.make_rows(devices, self._mapping)
+        check_compiles(self._options, rows)
         self._devices = list(devices)
         self._placed = self._accumulators = None
-        rows = placement.make_rows(devices, self._mapping)
-        residence = Residence(self.traced, self._updates, rows)
-        count, donate, collect = self._num_micro_batches, self._donate, self._collect_outputs
+        residence = Residence(self.traced, self.updates, rows, self.plan_accumulators(), self._offload)
         if len(set(self._mapping)) == 1:
             self._executor = BlockExecutor(
-                residence, self._programs, count, donate, collect, self._block_bytes
+                residence,
+                self._programs,
+                self.collecting,
+                donate=self._donate,
+                block_bytes=self._block_bytes,
+                num_serialized=self._num_serialized,
+                has_fixed_room=self._num_micro_batches is None,
+                options=self._options.whole,
             )
         else:
             self._executor = Executor(
-                residence, self._programs, self.timetable, count, count, donate, collect
+                residence,
+                self._programs,
+                self._make_timetable,
+                self._donate,
+                self.collecting,
+                self._options,
             )
         return self._executor
 
@@ -303,7 +407,7 @@ class Pipeline:
         Returns:
           The state; None without training, and if it depends on outputs that are not given.
         """
-        updates = self._updates
+        updates = self.updates
         if updates is None or (updates.init_needs_outputs and outputs is None):
             return None
         residence = self.prepare().residence
@@ -313,34 +417,42 @@ class Pipeline:
     # Running.
 
     def step(
-        self, state: PipelineState, micro_batches: Iterable[Any], *inputs: Any
+        self,
+        state: PipelineState,
+        micro_batches: Iterable[Any],
+        *inputs: Any,
+        num_micro_batches: int | None = None,
     ) -> tuple[PipelineState, StepOutputs]:
         """Runs all micro-batches and, in training, one weight update.
 
         Args:
           state: from `init` or the step before; with `donate` it must not be used afterwards.
-          micro_batches: yields at least `num_micro_batches` pytrees of arrays; what is left stays there.
+          micro_batches: yields pytrees of arrays, at least as many as the step has micro-batches; what is
+            left stays there.
           *inputs: pytrees of arrays that are constant during the step.
+          num_micro_batches: if the pipeline was given None, how many.
 
         Returns:
           The new state and the outputs, still being computed.
 
         Raises:
           OutOfRangeError: there are too few micro-batches.
-          ValueError: a micro-batch or an input has another shape, dtype or structure than the first.
+          ValueError: a micro-batch or an input has another shape, dtype or structure than the first; or
+            `num_micro_batches` is given twice, or not at all.
         """
+        every = self._updated_every(num_micro_batches)
         iterator = iter(micro_batches)
-        if self._traced is None:
+        if self._built is None:
             try:
                 first = next(iterator)
             except StopIteration:
-                raise OutOfRangeError(self._describe_shortage(0)) from None
+                raise OutOfRangeError(_describe_shortage(0, every)) from None
             self.trace(first, *inputs)
             iterator = _chain(first, iterator)
         executor = self.prepare()
         state = self.place(state)
         input_leaves = self.check_inputs(inputs)
-        numbers = iter(range(self._num_micro_batches))
+        numbers = iter(range(every))
 
         def take(wanted: int) -> list[Any]:
             del wanted
@@ -348,24 +460,47 @@ class Pipeline:
             try:
                 element = next(iterator)
             except StopIteration:
-                raise OutOfRangeError(self._describe_shortage(number)) from None
+                raise OutOfRangeError(_describe_shortage(number, every)) from None
             return [executor.place_element(self.check_element(element, number))]
 
         has_feed = bool(jax.tree.leaves(self.traced.element))
-        pending = self.accumulate(state, take if has_feed else take_nothing, input_leaves)
+        feed = take if has_feed else take_nothing
+        pending = self.accumulate(state, feed, input_leaves, num_micro_batches=num_micro_batches)
         new_state, collected = self.update(state, pending)
         outputs, losses = [], []
         for part in collected:
             found, loss = _unstack(part)
-            if self._collect_outputs:
+            if callable(self._recipe.collect[0]):
+                outputs += found
+            elif self._recipe.collect[0]:
                 outputs += [self.traced.output_tree.unflatten(leaves) for leaves in found]
             losses += loss
         return new_state, StepOutputs(outputs, losses)
 
-    def num_fetched(self, num_updates: int) -> int:
-        """How many micro-batches `accumulate` takes at once, if so many weight updates are to be done."""
+    def num_fetched(self, num_updates: int, num_micro_batches: int | None = None) -> int:
+        """How many micro-batches `accumulate` takes at once.
+
+        Args:
+          num_updates: how many weight updates are to be done.
+          num_micro_batches: as for `step`.
+        """
         executor = self.prepare()
-        return executor.sizes(num_updates).capacity if isinstance(executor, BlockExecutor) else 1
+        if isinstance(executor, Executor):
+            return 1
+        return executor.sizes(num_updates, self._updated_every(num_micro_batches)).capacity
+
+    def _updated_every(self, num_micro_batches: int | None) -> int:
+        """How many micro-batches a step has, those of a group counted one by one."""
+        known = self._num_micro_batches
+        if (known is None) == (num_micro_batches is None):
+            raise ValueError(
+                "num_micro_batches must be given once, to the pipeline or, if that got None, to each step; "
+                f"the pipeline got {known}, the step {num_micro_batches}."
+            )
+        count = num_micro_batches if known is None else known
+        assert count is not None
+        _check_positive("num_micro_batches", count)
+        return int(count) * self._num_serialized
 
     def accumulate(
         self,
@@ -374,6 +509,7 @@ class Pipeline:
         input_leaves: Sequence[Any],
         num_updates: int = 1,
         num_total: int = 1,
+        num_micro_batches: int | None = None,
     ) -> Accumulated | PendingBlock:
         """The first part of `step`: all that leaves the state as it is.
 
@@ -384,23 +520,31 @@ class Pipeline:
           input_leaves: the leaves of the inputs.
           num_updates: how many weight updates may be done together.
           num_total: how many there are in the run, which the sizes of blocks depend on.
+          num_micro_batches: as for `step`.
 
         Returns:
           What `update` takes.
         """
+        every = self._updated_every(num_micro_batches)
         executor = self.prepare()
         accumulators, self._accumulators = self._accumulators, None
         if accumulators is None:
-            trained = {} if self._updates is None else self._trained_dtypes()
-            accumulators = executor.residence.make_accumulators(trained)
+            accumulators = executor.residence.make_accumulators(self.built.accumulator_dtypes)
         known = (state.variables, state.key, int(state.execution_count), input_leaves)
+        optimizer_state = state.optimizer_state
+        leaves = None if optimizer_state is None else jax.tree.leaves(optimizer_state)
+        loss_scale = executor.residence.loss_scale(leaves)
         if isinstance(executor, Executor):
-            return executor.accumulate(*known, lambda: take(1)[0], accumulators)
+            return executor.accumulate(
+                *known, lambda: take(1)[0], accumulators, every, loss_scale=loss_scale
+            )
         needs_outputs = (
-            self._updates is not None and state.optimizer_state is None and self._updates.init_needs_outputs
+            self.updates is not None and state.optimizer_state is None and self.updates.init_needs_outputs
         )
-        sizes = executor.sizes(num_total)
-        return executor.fetch(*known, take, accumulators, num_updates, sizes, needs_outputs)
+        sizes = executor.sizes(num_total, every)
+        return executor.fetch(
+            *known, take, accumulators, num_updates, every, sizes, needs_outputs, loss_scale
+        )
 
     def update(
         self, state: PipelineState, pending: Accumulated | PendingBlock
@@ -412,15 +556,15 @@ class Pipeline:
         """
         executor = self.prepare()
         leaves: list[Any] = []
-        if self._updates is not None:
+        if self.updates is not None:
             optimizer_state = state.optimizer_state
             if optimizer_state is None:
-                first = pending.outputs[0] if isinstance(pending, Accumulated) else pending.first_outputs
-                optimizer_state = self.init_optimizer_state(state.variables, first)
+                optimizer_state = self.init_optimizer_state(state.variables, pending.first_outputs)
             leaves = self._state_leaves(optimizer_state)
         if isinstance(pending, Accumulated):
             assert isinstance(executor, Executor)
-            updated, num_updates = executor.update(state.variables, leaves, pending), 1
+            count = pending.num_micro_batches
+            updated, num_updates = executor.update(state.variables, leaves, pending, count), 1
         else:
             assert isinstance(executor, BlockExecutor)
             updated, num_updates = executor.update(leaves, pending), pending.num_updates
@@ -430,21 +574,14 @@ class Pipeline:
             variables=updated.variables,
             execution_count=np.int32(state.execution_count + num_updates),
         )
-        if self._updates is not None:
+        if self.updates is not None:
             new_state = dataclasses.replace(
                 new_state,
-                optimizer_state=self._updates.state_tree.unflatten(updated.state_leaves),
+                optimizer_state=self.updates.state_tree.unflatten(updated.state_leaves),
                 update_count=np.int32(state.update_count + num_updates),
             )
         self._placed = weakref.ref(new_state)
         return new_state, updated.collected
-
-    def _trained_dtypes(self) -> dict[str, Any]:
-        return {
-            stage.variables[place].name: stage.variables[place].dtype
-            for stage, programs in zip(self.traced.stages, self._programs, strict=True)
-            for place in programs.trained
-        }
 
     def place(self, state: PipelineState) -> PipelineState:
         """The state with its leaves on the devices of their stages.
@@ -465,9 +602,9 @@ class Pipeline:
                 )
         residence = self.prepare().residence
         optimizer_state = state.optimizer_state
-        if self._updates is not None and optimizer_state is not None:
+        if self.updates is not None and optimizer_state is not None:
             leaves = residence.place_optimizer_state(self._state_leaves(optimizer_state))
-            optimizer_state = self._updates.state_tree.unflatten(leaves)
+            optimizer_state = self.updates.state_tree.unflatten(leaves)
         return dataclasses.replace(
             state,
             variables=residence.place_variables(state.variables),
@@ -486,46 +623,44 @@ class Pipeline:
         """The leaves of the inputs, checked likewise."""
         return check_like(tuple(inputs), self.traced.inputs, "The inputs")
 
-    def _find_trained(self, traced: stage_tracing.TracedPipeline) -> dict[str, VariableSpec]:
-        wanted = self._trained() if callable(self._trained) else self._trained
-        known = traced.variables
-        if wanted is not None:
-            for name in wanted:
-                if name not in known or not known[name].trainable:
-                    fault = "is not trainable" if name in known else "does not exist"
-                    raise ValueError(
-                        f"The variable {name!r} to train {fault}. Trainable are: "
-                        f"{', '.join(n for n, spec in known.items() if spec.trainable) or 'none'}."
-                    )
-        trained = {
-            name: spec
-            for name, spec in known.items()
-            if spec.trainable and (wanted is None or name in wanted)
-        }
-        if not trained:
-            raise ValueError("No variables to optimize: no stage has a trainable variable.")
-        return trained
-
     def _state_leaves(self, optimizer_state: Any) -> list[Any]:
-        assert self._updates is not None
+        assert self.updates is not None
         leaves, tree = jax.tree.flatten(optimizer_state)
-        if tree != self._updates.state_tree:
+        if tree != self.updates.state_tree:
             raise ValueError(
                 "The state's optimizer_state is of another optimizer or of other variables: it has the "
-                f"structure {tree}, and the pipeline's optimizer makes {self._updates.state_tree}."
+                f"structure {tree}, and the pipeline's optimizer makes {self.updates.state_tree}."
             )
         return leaves
 
-    def _describe_shortage(self, number: int) -> str:
-        return f"The data ended after {number} of the {self._num_micro_batches} micro-batches of a step."
+
+def _make_timetable(
+    schedule: str | schedules.ScheduleFunction,
+    mapping: tuple[int, ...],
+    trains: bool,
+    levels: tuple[int, ...],
+    num_micro_batches: int,
+) -> schedules.Timetable:
+    return schedules.timetable(schedule, len(levels), num_micro_batches, mapping, trains, levels)
+
+
+def _check_positive(argument: str, value: Any) -> None:
+    is_integer = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    if not is_integer or value < 1:
+        raise ValueError(f"{argument} must be an integer of at least 1; got {value}.")
+
+
+def _describe_shortage(number: int, every: int) -> str:
+    return f"The data ended after {number} of the {every} micro-batches of a step."
 
 
 def _unstack(part: Collected) -> tuple[list[list[Any]], list[Any]]:
     """The outputs and the losses of each micro-batch; no losses without training."""
     if part.size is None:
         return [part.outputs], [] if part.loss is None else [part.loss]
-    outputs = [list(leaf[: part.size]) for leaf in part.outputs]
-    losses = [] if part.loss is None else list(part.loss[: part.size])
+    # All of a stack, whose size does not depend on the number of micro-batches: that compiles once.
+    outputs = [list(leaf)[: part.size] for leaf in part.outputs]
+    losses = [] if part.loss is None else list(part.loss)[: part.size]
     return [[leaf[number] for leaf in outputs] for number in range(part.size)], losses
 
 

@@ -1,4 +1,4 @@
-"""Where stages live. The only module that moves arrays.
+"""Where stages live. The only module that moves arrays from outside of compiled programs.
 
 A stage lives on a row of a mesh with the axis `replica`, of size 1 as long as there is no data
 parallelism. What every replica has whole is `replicated` over the row; a micro-batch is split along its
@@ -7,6 +7,7 @@ first axis over the row.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 __all__ = ["Row", "copy_to", "make_rows", "put", "put_host_copies"]
+
+_HOST_MEMORY = "pinned_host"
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +32,22 @@ class Row:
 
     ipu: int
     replicated: NamedSharding
+
+    @functools.cached_property
+    def host(self) -> NamedSharding:
+        """The sharding of what is kept in host memory for the row.
+
+        Raises:
+          ValueError: its devices cannot read host memory.
+        """
+        for device in self.devices:
+            kinds = [memory.kind for memory in device.addressable_memories()]
+            if _HOST_MEMORY not in kinds:
+                raise ValueError(
+                    f"Offloading needs the memory kind {_HOST_MEMORY!r}; {device} has {', '.join(kinds)}. "
+                    "Offload nothing there."
+                )
+        return self.replicated.with_memory_kind(_HOST_MEMORY)
 
     @property
     def devices(self) -> tuple[Any, ...]:
@@ -53,13 +72,13 @@ def make_rows(devices: Sequence[Any], device_mapping: Sequence[int]) -> tuple[Ro
     return tuple(rows[ipu] for ipu in device_mapping)
 
 
-def put(arrays: Sequence[Any], row: Row) -> list[Any]:
-    """The arrays on a row. Those that are there already stay the same objects.
+def put(arrays: Sequence[Any], row: Row, offloaded: bool = False) -> list[Any]:
+    """The arrays on a row, or in host memory for it. Those that are there already stay the same objects.
 
     JAX arrays are transferred without waiting for them. NumPy arrays may be shared instead of copied
     on a CPU: whoever can change them afterwards uses `put_host_copies`.
     """
-    sharding = row.replicated
+    sharding = row.host if offloaded else row.replicated
     away = [
         place
         for place, array in enumerate(arrays)
@@ -73,9 +92,9 @@ def put(arrays: Sequence[Any], row: Row) -> list[Any]:
     return placed
 
 
-def put_host_copies(arrays: Sequence[Any], row: Row) -> list[Any]:
-    """The arrays on a row, sharing no memory with NumPy arrays of the caller's."""
-    return put([a if isinstance(a, jax.Array) else np.array(a) for a in arrays], row)
+def put_host_copies(arrays: Sequence[Any], row: Row, offloaded: bool = False) -> list[Any]:
+    """The arrays where `put` puts them, sharing no memory with NumPy arrays of the caller's."""
+    return put([a if isinstance(a, jax.Array) else np.array(a) for a in arrays], row, offloaded)
 
 
 def copy_to(arrays: Sequence[Any], row: Row) -> list[Any]:

@@ -13,6 +13,8 @@ import numpy as np
 from jax.extend import core as jex_core
 
 from ipu_pipeline.engine import jaxprs
+from ipu_pipeline.engine.shapes import check_float_dtype
+from ipu_pipeline.engine.variables import VariableSpec
 
 __all__ = [
     "Reduction",
@@ -23,6 +25,7 @@ __all__ = [
     "accumulate",
     "count_dtype",
     "cut",
+    "find_accumulator_dtype",
     "seed",
 ]
 
@@ -52,6 +55,7 @@ class ValueKind(enum.Enum):
     INPUT = enum.auto()  # position in the stage's inputs
     OUTPUT = enum.auto()  # position in the stage's outputs
     RESIDUAL = enum.auto()  # counted per stage
+    LOSS_SCALE = enum.auto()  # what the backward starts from, float32
     COTANGENT = enum.auto()  # position in the stage's outputs, one for each consumer
     INPUT_COTANGENT = enum.auto()  # position in the stage's inputs
 
@@ -144,22 +148,56 @@ def cut(
     return StageProgram(name, program, tuple(arguments), labelled), residuals
 
 
-def seed(program: StageProgram, dtype: Any) -> StageProgram:
-    """The program with its COTANGENT argument, the one of the loss, set to 1."""
+def seed(program: StageProgram, dtype: Any, is_scaled: bool) -> StageProgram:
+    """The program with the loss's COTANGENT argument set to 1, or to a LOSS_SCALE argument."""
     is_seed = [value.kind is ValueKind.COTANGENT for value in program.arguments]
 
     def seeded(*arguments: Any) -> list[Any]:
         given = iter(arguments)
         one = jnp.ones((), dtype)
-        return program.function(*(one if seeded_here else next(given) for seeded_here in is_seed))
+        values = [one if own and not is_scaled else next(given) for own in is_seed]
+        return program.function(
+            *(v.astype(dtype) if own else v for v, own in zip(values, is_seed, strict=True))
+        )
 
-    arguments = tuple(v for v in program.arguments if v.kind is not ValueKind.COTANGENT)
+    arguments = tuple(
+        Value(ValueKind.LOSS_SCALE) if own else value
+        for own, value in zip(is_seed, program.arguments, strict=True)
+        if is_scaled or not own
+    )
     return StageProgram(program.name, seeded, arguments, program.results)
 
 
 def count_dtype(dtype: Any) -> Any:
     """The dtype to divide gradients of some dtype by counts in: 16 bits do not hold these."""
     return dtype if np.dtype(dtype).itemsize >= 4 else np.dtype(np.float32)
+
+
+def find_accumulator_dtype(spec: VariableSpec, wanted: Any, argument: str) -> np.dtype[Any]:
+    """The dtype of a variable's accumulator.
+
+    Args:
+      spec: the variable.
+      wanted: None for the variable's dtype, a dtype, or a function from the variable to one of these.
+      argument: what errors call `wanted`.
+
+    Raises:
+      ValueError: it is no floating-point dtype, or JAX does not mix it with the variable's.
+    """
+    if callable(wanted) and not isinstance(wanted, type):
+        wanted = wanted(spec)
+    if wanted is None:
+        return np.dtype(spec.dtype)
+    dtype = check_float_dtype(wanted, argument)
+    try:
+        with jax.numpy_dtype_promotion("standard"):
+            jnp.promote_types(spec.dtype, dtype)
+    except jax.dtypes.TypePromotionError as error:
+        raise ValueError(
+            f"{argument}: JAX does not mix {dtype.name} with the {spec.dtype.name} of variable "
+            f"{spec.name}; give another dtype."
+        ) from error
+    return dtype
 
 
 def accumulate(program: StageProgram, reduction: Reduction) -> StageProgram:

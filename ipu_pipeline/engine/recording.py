@@ -16,7 +16,7 @@ import numpy as np
 from jax.extend import core as jex_core
 
 from ipu_pipeline.engine import names
-from ipu_pipeline.engine.differentiation import GradientMap
+from ipu_pipeline.engine.gradient_maps import GradientMap
 from ipu_pipeline.engine.optimizer_tracing import TracedOptimizer
 from ipu_pipeline.engine.programs import Reduction
 from ipu_pipeline.engine.variables import VariableSpec
@@ -44,6 +44,7 @@ class TrainingStep:
       reduction: of the gradients over these.
       gradient_map: applied to each iteration's gradients, before accumulation.
       accumulator_dtypes: by full name of the variable.
+      offloads_state: whether the optimizer's state lies in host memory between updates.
     """
 
     name: str
@@ -52,6 +53,7 @@ class TrainingStep:
     reduction: Reduction
     gradient_map: GradientMap | None
     accumulator_dtypes: Mapping[str, Any]
+    offloads_state: bool
 
 
 @dataclass(frozen=True, eq=False)

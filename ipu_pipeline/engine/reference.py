@@ -7,7 +7,8 @@ programs, no placement. Every test of a way to run a model compares with it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,9 +17,11 @@ import numpy as np
 import optax
 
 from ipu_pipeline.engine import jaxprs, keys, stages
+from ipu_pipeline.engine.loss_scaling import LossScaled, LossScaleState
 from ipu_pipeline.engine.optimizer_tracing import Optimizer
-from ipu_pipeline.engine.programs import Reduction
+from ipu_pipeline.engine.programs import Reduction, count_dtype
 from ipu_pipeline.engine.state import PipelineState, StepOutputs
+from ipu_pipeline.engine.traced import Source, TracedPipeline
 
 __all__ = ["Gradients", "gradients", "step"]
 
@@ -26,12 +29,13 @@ Gradients = dict[str, Any]
 
 
 def gradients(
-    traced: stages.TracedPipeline,
+    traced: TracedPipeline,
     state: PipelineState,
     micro_batch: Any,
     index: int,
     inputs: Sequence[Any],
     trained: Sequence[str],
+    loss_scale: Any = None,
 ) -> tuple[Any, Gradients, list[Any], dict[str, Any]]:
     """One micro-batch.
 
@@ -42,21 +46,22 @@ def gradients(
       index: the micro-batch's.
       inputs: pytrees of arrays that are constant during the step.
       trained: full names of the variables to differentiate.
+      loss_scale: what the gradients, but not the loss, are multiplied by; None: 1.
 
     Returns:
       The loss, its gradients, the leaves of the last stage's outputs, and the variables afterwards.
     """
 
-    def forward(chosen: dict[str, Any]) -> tuple[Any, tuple[list[Any], dict[str, Any]]]:
+    def forward(chosen: dict[str, Any]) -> tuple[Any, tuple[Any, list[Any], dict[str, Any]]]:
         variables = {**state.variables, **chosen}
         new_variables = dict(state.variables)
         count, number = jnp.int32(state.execution_count), jnp.int32(index)
         key = keys.micro_batch_key(state.key, count, number)
-        values: dict[stages.Source, Any] = {}
+        values: dict[Source, Any] = {}
         for place, leaf in enumerate(jax.tree.leaves(tuple(inputs))):
-            values[stages.Source("input", place)] = jnp.asarray(leaf)
+            values[Source("input", place)] = jnp.asarray(leaf)
         for place, leaf in enumerate(jax.tree.leaves(stages.as_arguments(micro_batch))):
-            values[stages.Source("element", place)] = jnp.asarray(leaf)
+            values[Source("element", place)] = jnp.asarray(leaf)
         for stage in traced.stages:
             arguments = [variables[spec.name] for spec in stage.variables]
             arguments += [key] if stage.uses_key else []
@@ -68,21 +73,34 @@ def gradients(
                 (spec.name, value) for spec, value in zip(stage.assigned, assigned, strict=True)
             )
         loss = jnp.float32(0) if traced.loss is None else values[traced.loss]
-        return loss, ([values[source] for source in traced.outputs], new_variables)
+        scaled = loss if loss_scale is None else loss * loss_scale.astype(loss.dtype)
+        return scaled, (loss, [values[source] for source in traced.outputs], new_variables)
 
     chosen = {name: state.variables[name] for name in trained}
-    (loss, (outputs, variables)), grads = jax.value_and_grad(forward, has_aux=True)(chosen)
+    (_scaled, (loss, outputs, variables)), grads = jax.value_and_grad(forward, has_aux=True)(chosen)
     return loss, grads, outputs, variables
 
 
+@functools.lru_cache(maxsize=4)
+def _compile_gradients(traced: TracedPipeline, trained: tuple[str, ...]) -> Callable[..., Any]:
+    def call(
+        state: PipelineState, micro_batch: Any, index: int, inputs: Sequence[Any], loss_scale: Any
+    ) -> Any:
+        return gradients(traced, state, micro_batch, index, inputs, trained, loss_scale)
+
+    return jax.jit(call)
+
+
 def step(
-    traced: stages.TracedPipeline,
+    traced: TracedPipeline,
     state: PipelineState,
     micro_batches: Sequence[Any],
     *inputs: Any,
     optimizer: Optimizer | None = None,
     reduction: str | Reduction = "sum",
     trained: Sequence[str] | None = None,
+    accumulator_dtypes: Mapping[str, Any] | None = None,
+    compiled: bool = False,
 ) -> tuple[PipelineState, StepOutputs]:
     """The counterpart of `Pipeline.step`, on whatever device the arrays are on.
 
@@ -94,6 +112,10 @@ def step(
       optimizer: as given to the pipeline.
       reduction: as given to the pipeline.
       trained: as given to the pipeline.
+      accumulator_dtypes: dtype of each trained variable's accumulator, by full name; None: the variables'
+        own. The optimizer runs in the wider of the two.
+      compiled: whether a micro-batch is one compiled program instead of one operation after another; that
+        pays for many steps of one model.
 
     Returns:
       The new state and the outputs.
@@ -101,25 +123,40 @@ def step(
     reduction = Reduction(reduction)
     if trained is None:
         trained = [name for name, spec in traced.variables.items() if spec.trainable]
-    accumulated: Gradients = {}
+    specs = {name: traced.variables[name] for name in trained}
+    dtypes = {name: spec.dtype for name, spec in specs.items()}
+    dtypes |= {name: np.dtype(dtype) for name, dtype in (accumulator_dtypes or {}).items()}
+    accumulated = {name: jnp.zeros(spec.shape, dtypes[name]) for name, spec in specs.items()}
+    loss_scale = None
+    if isinstance(state.optimizer_state, LossScaleState):
+        loss_scale = state.optimizer_state.scale
+    elif isinstance(optimizer, LossScaled):
+        loss_scale = jnp.float32(optimizer.initial_scale)
     all_outputs: list[list[Any]] = []
     losses: list[Any] = []
     running = state
     for index, micro_batch in enumerate(micro_batches):
-        differentiated = trained if optimizer is not None else ()
-        loss, grads, outputs, variables = gradients(
-            traced, running, micro_batch, index, inputs, differentiated
-        )
+        differentiated = tuple(trained) if optimizer is not None else ()
+        if compiled:
+            stateless = dataclasses.replace(running, optimizer_state=None)
+            found = _compile_gradients(traced, differentiated)(
+                stateless, micro_batch, index, inputs, loss_scale
+            )
+        else:
+            found = gradients(traced, running, micro_batch, index, inputs, differentiated, loss_scale)
+        loss, grads, outputs, variables = found
         running = dataclasses.replace(running, variables=variables)
         all_outputs.append(outputs)
         losses.append(loss)
         for name, gradient in grads.items():
-            if index == 0:
-                accumulated[name] = gradient
-            elif reduction is Reduction.RUNNING_MEAN:
-                accumulated[name] += (gradient - accumulated[name]) / (index + 1)
+            before = accumulated[name]
+            if reduction is Reduction.RUNNING_MEAN:
+                wide = count_dtype(before.dtype)
+                before, gradient = before.astype(wide), gradient.astype(wide)
+                after = before + (gradient - before) / (index + 1)
             else:
-                accumulated[name] += gradient
+                after = before + gradient.astype(before.dtype)
+            accumulated[name] = after.astype(dtypes[name])
     unflatten = traced.output_tree.unflatten
     step_outputs = StepOutputs(
         [unflatten(outputs) for outputs in all_outputs], losses if optimizer is not None else []
@@ -128,7 +165,10 @@ def step(
     if optimizer is None:
         return running, step_outputs
     if reduction is Reduction.MEAN:
-        accumulated = {name: value / len(micro_batches) for name, value in accumulated.items()}
+        accumulated = {
+            name: value.astype(count_dtype(value.dtype)) / len(micro_batches)
+            for name, value in accumulated.items()
+        }
 
     def transformation(outputs: list[Any]) -> tuple[Any, dict[str, Any]]:
         if isinstance(optimizer, optax.GradientTransformation):
@@ -138,7 +178,10 @@ def step(
         pair = (made, {}) if isinstance(made, optax.GradientTransformation) else made
         return optax.with_extra_args_support(pair[0]), pair[1]
 
-    parameters = {name: state.variables[name] for name in trained}
+    with jax.numpy_dtype_promotion("standard"):
+        wide_dtypes = {name: jnp.promote_types(specs[name].dtype, dtypes[name]) for name in trained}
+    parameters = {name: state.variables[name].astype(wide_dtypes[name]) for name in trained}
+    accumulated = {name: value.astype(wide_dtypes[name]) for name, value in accumulated.items()}
     optimizer_state = state.optimizer_state
     if optimizer_state is None:
         optimizer_state = transformation(all_outputs[0])[0].init(parameters)
@@ -146,6 +189,7 @@ def step(
     with jax.numpy_dtype_promotion("standard"):
         changes, optimizer_state = made.update(accumulated, optimizer_state, parameters, **extra)
         parameters = optax.apply_updates(parameters, changes)
+    parameters = {name: value.astype(specs[name].dtype) for name, value in parameters.items()}
     return (
         dataclasses.replace(
             running,

@@ -2,35 +2,77 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import numpy as np
 
 from ipu_pipeline.engine import placement
+from ipu_pipeline.engine.accumulators import Accumulator, AccumulatorPlan
+from ipu_pipeline.engine.offloading import Offload
 from ipu_pipeline.engine.optimizer_tracing import UpdateKind, UpdateValue
 from ipu_pipeline.engine.placement import Row
-from ipu_pipeline.engine.stages import TracedPipeline
+from ipu_pipeline.engine.traced import TracedPipeline
 from ipu_pipeline.engine.updates import UpdateProgram, Updates
 
-__all__ = ["Residence"]
+__all__ = ["Residence", "UpdateValues"]
 
 
 _MAX_CONSTANTS = 4096  # per row; loops count their iterations without end
 
 
+@dataclass(frozen=True, eq=False)
+class UpdateValues:
+    """What the programs of one weight update read.
+
+    Attributes:
+      variables: by full name.
+      accumulators: by full name.
+      state_leaves: of the optimizer's state.
+      outputs: the leaves of the last stage's outputs, for one micro-batch.
+      count: micro-batches per weight update.
+      sent: what its programs have made for each other so far, by number.
+      copies: what was copied to another IPU than its own, by value and that IPU.
+    """
+
+    variables: Mapping[str, Any]
+    accumulators: Mapping[str, Any]
+    state_leaves: Sequence[Any]
+    outputs: Sequence[Any]
+    count: int
+    sent: dict[int, Any] = field(default_factory=dict)
+    copies: dict[tuple[UpdateValue, int], Any] = field(default_factory=dict)
+
+
 class Residence:
     """Puts variables, optimizer state and accumulators on the rows of their stages."""
 
-    def __init__(self, traced: TracedPipeline, updates: Updates | None, rows: Sequence[Row]) -> None:
+    def __init__(
+        self,
+        traced: TracedPipeline,
+        updates: Updates | None,
+        rows: Sequence[Row],
+        accumulator_plan: AccumulatorPlan,
+        offload: Collection[Offload] = (),
+    ) -> None:
         """Jits the programs that make optimizer state; XLA compiles each at its first call.
 
         Args:
           traced: the pipeline.
           updates: its optimizer; None without training.
           rows: where its stages live.
+          accumulator_plan: its accumulators.
+          offload: what lies in host memory.
         """
+        self.offloads_state = Offload.WEIGHT_UPDATE_VARIABLES in offload
+        self.offloads_accumulators = Offload.GRADIENT_ACCUMULATION_BUFFERS in offload
+        self.offloads_activations = Offload.ACTIVATIONS in offload
+        self.offloaded: frozenset[str] = frozenset()  # full names of variables
+        if Offload.WEIGHTS in offload:
+            self.offloaded = frozenset(n for n, spec in traced.variables.items() if spec.trainable)
+        self.accumulator_plan = accumulator_plan
         self.traced = traced
         self.updates = updates
         self.rows = tuple(rows)
@@ -40,44 +82,64 @@ class Residence:
             self._init_functions = [jax.jit(program.function) for program in updates.inits]
 
     def place_variables(self, variables: Mapping[str, Any]) -> dict[str, Any]:
-        """Those of the variables that the pipeline has, each on its stage's row.
+        """Those of the variables that the pipeline has, each on its home's row.
 
         They share no memory with NumPy arrays that are given.
         """
         placed: dict[str, Any] = {}
-        for index, stage in enumerate(self.traced.stages):
-            names = [spec.name for spec in stage.variables if spec.name in variables]
-            arrays = placement.put_host_copies([variables[name] for name in names], self.rows[index])
-            placed.update(zip(names, arrays, strict=True))
+        for index, row in enumerate(self.rows):
+            for is_offloaded in (False, True):
+                names = [
+                    name
+                    for name, home in self.traced.owners.items()
+                    if home == index and name in variables and (name in self.offloaded) is is_offloaded
+                ]
+                arrays = [variables[name] for name in names]
+                placed.update(zip(names, placement.put_host_copies(arrays, row, is_offloaded), strict=True))
         return placed
 
     def place_accumulators(self, accumulators: Mapping[str, Any]) -> dict[str, Any]:
-        """Accumulators by full name, each on its variable's row."""
-        return {
-            name: placement.put_host_copies([value], self.rows[self.traced.owners[name]])[0]
-            for name, value in accumulators.items()
-        }
+        """Accumulators by key, each on its row."""
+        placed = {}
+        for key, value in accumulators.items():
+            row = self.rows[self._accumulator(key).stage]
+            (placed[key],) = placement.put_host_copies([value], row, self.offloads_accumulators)
+        return placed
 
     def make_accumulators(self, dtypes: Mapping[str, Any]) -> dict[str, Any]:
-        """Zeros for the gradients of the variables, placed.
+        """Zeros for the gradients of the variables, placed, by key.
 
         Args:
-          dtypes: of each accumulator, by the variable's full name.
+          dtypes: of each variable's accumulators, by the variable's full name.
         """
         variables = self.traced.variables
+        keys = {key: self._accumulator(key).variable for key in (*dtypes, *self.accumulator_plan.extra)}
         return self.place_accumulators(
-            {name: np.zeros(variables[name].shape, dtype) for name, dtype in dtypes.items()}
+            {key: np.zeros(variables[name].shape, dtypes[name]) for key, name in keys.items()}
         )
+
+    def _accumulator(self, key: str) -> Accumulator:
+        return self.accumulator_plan.extra.get(key) or Accumulator(key, self.traced.owners[key])
 
     def place_optimizer_state(self, leaves: Sequence[Any]) -> list[Any]:
         """The leaves of the optimizer's state, each on its stage's row."""
         updates = self.updates
         assert updates is not None
-        homes = [updates.stages[0] if leaf.stage is None else leaf.stage for leaf in updates.state_leaves]
         return [
-            placement.put_host_copies([leaf], self.rows[home])[0]
-            for home, leaf in zip(homes, leaves, strict=True)
+            placement.put_host_copies([leaf], self.rows[known.stage], self.offloads_state)[0]
+            for known, leaf in zip(updates.state_leaves, leaves, strict=True)
         ]
+
+    def loss_scale(self, state_leaves: Sequence[Any] | None) -> Any:
+        """The scale that the backward starts from; 1 without loss scaling.
+
+        Args:
+          state_leaves: of the optimizer's state; None if it has not been made yet.
+        """
+        known = None if self.updates is None else self.updates.loss_scale
+        if known is None:
+            return np.float32(1)
+        return np.float32(known.initial) if state_leaves is None else state_leaves[known.leaf]
 
     def init_optimizer_state(
         self, variables: Mapping[str, Any], outputs: Sequence[Any] | None
@@ -95,49 +157,61 @@ class Residence:
         updates = self.updates
         assert updates is not None
         leaves: list[Any] = [None] * len(updates.state_leaves)
-        for program, function, stage in zip(
-            updates.inits, self._init_functions, updates.stages, strict=True
-        ):
-            arguments = self.update_arguments(program, stage, variables, {}, (), outputs or (), 0)
+        values = UpdateValues(variables, {}, (), outputs or (), 0)
+        for program, function in zip(updates.inits, self._init_functions, strict=True):
+            arguments = self.update_arguments(program, values)
             for value, result in zip(program.results, function(*arguments), strict=True):
-                leaves[value.key] = result
+                if value.kind == UpdateKind.SENT:
+                    values.sent[value.key] = result
+                else:
+                    leaves[value.key] = result
         return self.place_optimizer_state(leaves)
 
-    def update_arguments(
-        self,
-        program: UpdateProgram,
-        stage: int,
-        variables: Mapping[str, Any],
-        accumulators: Mapping[str, Any],
-        state_leaves: Sequence[Any],
-        outputs: Sequence[Any],
-        count: int,
-    ) -> list[Any]:
+    def update_arguments(self, program: UpdateProgram, values: UpdateValues) -> list[Any]:
         """The arguments of an update program, on the row of its stage.
 
         Args:
           program: the program.
-          stage: its stage.
-          variables: by full name.
-          accumulators: by full name.
-          state_leaves: of the optimizer's state.
-          outputs: the leaves of the last stage's outputs, for one micro-batch.
-          count: micro-batches per weight update.
+          values: what it can read; what is copied is entered there.
         """
-        row = self.rows[stage]
+        row = self.rows[program.stage]
+        known: Mapping[str, Mapping[Any, Any] | Sequence[Any]] = {
+            UpdateKind.PARAMETER: values.variables,
+            UpdateKind.GRADIENT: values.accumulators,
+            UpdateKind.STATE: values.state_leaves,
+            UpdateKind.OUTPUT: values.outputs,
+            UpdateKind.SENT: values.sent,
+        }
 
         def find(value: UpdateValue) -> Any:
-            if value.kind == UpdateKind.PARAMETER:
-                return variables[value.key]
-            if value.kind == UpdateKind.GRADIENT:
-                return accumulators[value.key]
-            if value.kind == UpdateKind.STATE:
-                return state_leaves[value.key]
-            if value.kind == UpdateKind.OUTPUT:
-                return outputs[value.key]
-            return self.constant(count, row)
+            if value.kind == UpdateKind.COUNT:
+                return self.constant(values.count, row)
+            return values.copies.get((value, row.ipu), known[value.kind][value.key])
 
-        return placement.put([find(value) for value in program.arguments], row)
+        found = [find(value) for value in program.arguments]
+        placed = placement.put(found, row)
+        for value, before, after in zip(program.arguments, found, placed, strict=True):
+            if after is not before:
+                values.copies[value, row.ipu] = after
+        return placed
+
+    @property
+    def offloads_in_micro_batches(self) -> bool:
+        """Whether anything in host memory is needed for micro-batches."""
+        return bool(self.offloaded) or self.offloads_accumulators or self.offloads_activations
+
+    @property
+    def offloads_anything(self) -> bool:
+        """Whether anything lies in host memory."""
+        return self.offloads_state or self.offloads_in_micro_batches
+
+    def is_offloaded(self, value: UpdateValue) -> bool:
+        """Whether what an update makes goes to host memory."""
+        if value.kind == UpdateKind.PARAMETER:
+            return value.key in self.offloaded
+        if value.kind == UpdateKind.GRADIENT:
+            return self.offloads_accumulators
+        return value.kind == UpdateKind.STATE and self.offloads_state
 
     def constant(self, number: int, row: Row) -> Any:
         """An int32 scalar on a row; small ones are made once."""

@@ -26,6 +26,7 @@ stage per IPU, Interleaved is the non-interleaved 1F1B schedule of PipeDream-Flu
 
 from __future__ import annotations
 
+import bisect
 import enum
 import functools
 from collections.abc import Callable, Sequence
@@ -71,9 +72,9 @@ class Action(NamedTuple):
 
 Row: TypeAlias = "tuple[Action | None, ...]"
 Rows: TypeAlias = "tuple[Row, ...]"
-ScheduleFunction: TypeAlias = (
-    "Callable[[int, int, tuple[int, ...], bool], Sequence[Sequence[Action | None]]]"
-)
+ScheduleFunction: TypeAlias = "Callable[..., Sequence[Sequence[Action | None]]]"
+_MAX_ACTIONS = 2**22  # they are all written down and checked beforehand: half a minute, a gigabyte
+
 StageTimes: TypeAlias = "Callable[[int, int], int]"
 
 
@@ -103,7 +104,11 @@ class Timetable:
 
 
 def grouped(
-    num_stages: int, num_micro_batches: int, device_mapping: Sequence[int], training: bool = True
+    num_stages: int,
+    num_micro_batches: int,
+    device_mapping: Sequence[int],
+    training: bool = True,
+    levels: Sequence[int] | None = None,
 ) -> Rows:
     """Rows of the Grouped schedule.
 
@@ -112,56 +117,79 @@ def grouped(
       num_micro_batches: micro-batches per weight update.
       device_mapping: the IPU of each stage, from 0.
       training: whether there are backwards.
+      levels: the level of each stage, ascending from 0; those of one level run in the same time-steps.
+        None: each stage has its own.
 
     Returns:
       One row per IPU.
     """
-    last_forward = num_stages + 2 * (num_micro_batches - 1)
+    num_levels = num_stages if levels is None else levels[-1] + 1
+    last_forward = num_levels + 2 * (num_micro_batches - 1)
 
-    def forward(stage: int, micro_batch: int) -> int:
-        num_filled = num_stages - stage  # forwards of this stage in time-steps 1..num_stages
+    def forward(level: int, micro_batch: int) -> int:
+        num_filled = num_levels - level  # forwards of this level in time-steps 1..num_levels
         if micro_batch < num_filled:
-            return stage + 1 + micro_batch
-        return num_stages + 2 * (micro_batch - num_filled + 1)
+            return level + 1 + micro_batch
+        return num_levels + 2 * (micro_batch - num_filled + 1)
 
-    def backward(stage: int, micro_batch: int) -> int:
-        hops = num_stages - 1 - stage
-        start = num_stages + 1 + 2 * micro_batch  # on the last stage
+    def backward(level: int, micro_batch: int) -> int:
+        hops = num_levels - 1 - level
+        start = num_levels + 1 + 2 * micro_batch  # on the last level
         slow_hops = min(hops, num_micro_batches - 1 - micro_batch)  # while forward time-steps remain
         assert start + 2 * slow_hops <= last_forward + 1
         return start + 2 * slow_hops + (hops - slow_hops)
 
-    return _rows(num_stages, num_micro_batches, device_mapping, training, forward, backward)
+    return _rows(
+        levels or range(num_stages), num_micro_batches, device_mapping, training, forward, backward
+    )
 
 
 def interleaved(
-    num_stages: int, num_micro_batches: int, device_mapping: Sequence[int], training: bool = True
+    num_stages: int,
+    num_micro_batches: int,
+    device_mapping: Sequence[int],
+    training: bool = True,
+    levels: Sequence[int] | None = None,
 ) -> Rows:
     """Rows of the Interleaved schedule; arguments and result as in `grouped`."""
+    num_levels = num_stages if levels is None else levels[-1] + 1
 
-    def forward(stage: int, micro_batch: int) -> int:
-        return stage + 1 + 2 * micro_batch
+    def forward(level: int, micro_batch: int) -> int:
+        return level + 1 + 2 * micro_batch
 
-    def backward(stage: int, micro_batch: int) -> int:
-        return 2 * num_stages - stage + 2 * micro_batch
+    def backward(level: int, micro_batch: int) -> int:
+        return 2 * num_levels - level + 2 * micro_batch
 
-    return _rows(num_stages, num_micro_batches, device_mapping, training, forward, backward)
+    return _rows(
+        levels or range(num_stages), num_micro_batches, device_mapping, training, forward, backward
+    )
 
 
 def sequential(
-    num_stages: int, num_micro_batches: int, device_mapping: Sequence[int], training: bool = True
+    num_stages: int,
+    num_micro_batches: int,
+    device_mapping: Sequence[int],
+    training: bool = True,
+    levels: Sequence[int] | None = None,
 ) -> Rows:
     """Rows of the Sequential schedule; arguments and result as in `grouped`."""
-    period = num_stages * (2 if training else 1)
+    num_levels = num_stages if levels is None else levels[-1] + 1
+    period = num_levels * (2 if training else 1)
 
-    def forward(stage: int, micro_batch: int) -> int:
-        return period * micro_batch + stage + 1
+    def forward(level: int, micro_batch: int) -> int:
+        return period * micro_batch + level + 1
 
-    def backward(stage: int, micro_batch: int) -> int:
-        return period * micro_batch + 2 * num_stages - stage
+    def backward(level: int, micro_batch: int) -> int:
+        return period * micro_batch + 2 * num_levels - level
 
     return _rows(
-        num_stages, num_micro_batches, device_mapping, training, forward, backward, inference=forward
+        levels or range(num_stages),
+        num_micro_batches,
+        device_mapping,
+        training,
+        forward,
+        backward,
+        inference=forward,
     )
 
 
@@ -177,24 +205,34 @@ def timetable(
     num_micro_batches: int,
     device_mapping: tuple[int, ...],
     training: bool,
+    levels: tuple[int, ...] | None = None,
 ) -> Timetable:
     """The checked timetable of a schedule.
 
     Args:
       schedule: a name of `named_schedules`, or a function with the arguments of `grouped` that returns
-        one sequence of actions (None: wait one time-step) per IPU.
+        one sequence of actions (None: wait one time-step) per IPU. It gets `levels` only where there are
+        parallel stages.
       num_stages: how many stages there are.
       num_micro_batches: micro-batches per weight update.
       device_mapping: the IPU of each stage, from 0.
       training: whether there are backwards.
+      levels: as in `grouped`.
 
     Returns:
       The timetable; the same object for the same arguments.
 
     Raises:
       ScheduleError: what `check` finds.
-      ValueError: no schedule has that name.
+      ValueError: no schedule has that name, or there are too many actions.
     """
+    num_actions = num_stages * num_micro_batches * (2 if training else 1)
+    if num_actions > _MAX_ACTIONS:
+        raise ValueError(
+            f"{num_micro_batches} micro-batches per weight update on {num_stages} stages are "
+            f"{num_actions} actions; a schedule over several IPUs has up to {_MAX_ACTIONS}. Update more "
+            "often, or put all stages on one IPU."
+        )
     if isinstance(schedule, str):
         functions = named_schedules()
         if schedule not in functions:
@@ -202,8 +240,12 @@ def timetable(
                 f"schedule must be one of {', '.join(functions)} or a function; got {schedule!r}."
             )
         schedule = functions[schedule]
-    rows = schedule(num_stages, num_micro_batches, device_mapping, training)
-    return check(rows, num_stages, num_micro_batches, device_mapping, training)
+    if levels is None or len(set(levels)) == num_stages:
+        rows = schedule(num_stages, num_micro_batches, device_mapping, training)
+        levels = tuple(range(num_stages))
+    else:
+        rows = schedule(num_stages, num_micro_batches, device_mapping, training, levels)
+    return check(rows, num_stages, num_micro_batches, device_mapping, training, levels)
 
 
 def check(
@@ -212,12 +254,13 @@ def check(
     num_micro_batches: int,
     device_mapping: Sequence[int],
     training: bool,
+    levels: Sequence[int] | None = None,
 ) -> Timetable:
     """Proves that a schedule is complete, ordered and free of deadlock.
 
     Each IPU follows its own row, one slot per time-step, and waits at an action whose inputs are not
-    there yet: a forward needs the stage before to have gone forward, a backward needs the stage's own
-    forward and the backward of the stage after, all in earlier time-steps.
+    there yet: a forward needs the stages of the level before to have gone forward, a backward needs the
+    stage's own forward and the backwards of the level after, all in earlier time-steps.
 
     Args:
       rows: one row per IPU; None is a time-step in which the IPU waits.
@@ -225,6 +268,7 @@ def check(
       num_micro_batches: micro-batches per weight update.
       device_mapping: the IPU of each stage.
       training: whether there are backwards.
+      levels: as in `grouped`.
 
     Returns:
       The timetable.
@@ -237,6 +281,7 @@ def check(
     frozen: Rows = tuple(tuple(row) for row in rows)
     _check_complete(frozen, num_stages, num_micro_batches, device_mapping, training)
 
+    levels = range(num_stages) if levels is None else levels
     num_forwards = [0] * num_stages  # done, per stage: the next forward's micro-batch
     num_backwards = [0] * num_stages
     in_flight = [0] * num_stages
@@ -255,7 +300,7 @@ def check(
             action = row[positions[ipu]]
             if action is None:
                 num_idle += 1
-            elif _is_ready(action, num_stages, num_forwards, num_backwards):
+            elif _is_ready(action, levels, num_forwards, num_backwards):
                 done.append(action)
             else:
                 continue
@@ -307,15 +352,15 @@ def format_rows(rows: Rows, marked: tuple[int, int] | None = None) -> str:
 
 
 def _rows(
-    num_stages: int,
+    levels: Sequence[int],
     num_micro_batches: int,
     device_mapping: Sequence[int],
     training: bool,
     forward: StageTimes,
     backward: StageTimes,
-    inference: StageTimes = lambda stage, micro_batch: stage + micro_batch + 1,
+    inference: StageTimes = lambda level, micro_batch: level + micro_batch + 1,
 ) -> Rows:
-    """Rows from the time-steps that actions have when every stage has an IPU of its own.
+    """Rows from the time-steps that actions of a level have when every stage has an IPU of its own.
 
     An IPU with one stage keeps those time-steps. An IPU with several stages does their actions in that
     order, one after another, and then no IPU has a fixed time-step: it waits for data only.
@@ -323,12 +368,13 @@ def _rows(
     timed: list[list[tuple[int, int, Action]]] = [[] for _ in range(max(device_mapping) + 1)]
     for stage, ipu in enumerate(device_mapping):
         for micro_batch in range(num_micro_batches):
-            time_step = forward(stage, micro_batch) if training else inference(stage, micro_batch)
+            level = levels[stage]
+            time_step = forward(level, micro_batch) if training else inference(level, micro_batch)
             timed[ipu].append((time_step, stage, Action(ActionKind.FORWARD, stage, micro_batch)))
             if training:
-                time_step = backward(stage, micro_batch)
+                time_step = backward(level, micro_batch)
                 timed[ipu].append((time_step, stage, Action(ActionKind.BACKWARD, stage, micro_batch)))
-    is_lock_step = len(set(device_mapping)) == num_stages
+    is_lock_step = len(set(device_mapping)) == len(levels)
     rows = []
     for entries in timed:
         row: list[Action | None] = []
@@ -388,14 +434,17 @@ def _check_complete(
 
 
 def _is_ready(
-    action: Action, num_stages: int, num_forwards: Sequence[int], num_backwards: Sequence[int]
+    action: Action, levels: Sequence[int], num_forwards: Sequence[int], num_backwards: Sequence[int]
 ) -> bool:
     kind, stage, micro_batch = action
     if kind is ActionKind.FORWARD:
-        return stage == 0 or num_forwards[stage - 1] > micro_batch
-    return num_forwards[stage] > micro_batch and (
-        stage == num_stages - 1 or num_backwards[stage + 1] > micro_batch
-    )
+        done, level = num_forwards, levels[stage] - 1
+    else:
+        done, level = num_backwards, levels[stage] + 1
+        if num_forwards[stage] <= micro_batch:
+            return False
+    first = bisect.bisect_left(levels, level)
+    return all(done[s] > micro_batch for s in range(first, bisect.bisect_right(levels, level)))
 
 
 def _describe_deadlock(rows: Rows, positions: Sequence[int], time_step: int) -> str:

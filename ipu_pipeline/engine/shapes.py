@@ -7,9 +7,18 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["as_shape", "check_like", "num_bytes", "trees_equal"]
+__all__ = [
+    "as_shape",
+    "check_dtype",
+    "check_float_dtype",
+    "check_like",
+    "describe",
+    "num_bytes",
+    "trees_equal",
+]
 
 
 def as_shape(value: Any) -> jax.ShapeDtypeStruct:
@@ -17,6 +26,41 @@ def as_shape(value: Any) -> jax.ShapeDtypeStruct:
     if not hasattr(value, "dtype"):
         value = np.asarray(value)
     return jax.ShapeDtypeStruct(tuple(value.shape), jax.dtypes.canonicalize_dtype(value.dtype))
+
+
+def check_dtype(dtype: Any, argument: str) -> np.dtype[Any]:
+    """A dtype that was given for an argument.
+
+    Raises:
+      ValueError: it is none, or needs JAX's 64-bit mode.
+    """
+    try:
+        checked: np.dtype[Any] = np.dtype(dtype)
+    except TypeError as error:
+        raise ValueError(f"{argument} must be a dtype; got {dtype!r}.") from error
+    if jax.dtypes.canonicalize_dtype(checked) != checked:
+        raise ValueError(f"{argument} {checked.name} needs JAX's 64-bit mode; give another one.")
+    return checked
+
+
+def check_float_dtype(dtype: Any, argument: str) -> np.dtype[Any]:
+    """Likewise a floating-point dtype."""
+    checked = check_dtype(dtype, argument)
+    if not jnp.issubdtype(checked, jnp.floating):
+        raise ValueError(f"{argument} must be a floating-point dtype; got {checked.name}.")
+    return checked
+
+
+class _Bare(str):
+    """A text that has no quotes in the text of a tree."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def describe(value: Any) -> str:
+    """Shapes and dtypes of a pytree for errors, for example `{'x': float32[4, 12]}`."""
+    return str(jax.tree.map(lambda leaf: _Bare(f"{leaf.dtype.name}{list(leaf.shape)}"), value))
 
 
 def num_bytes(shapes: Iterable[Any]) -> int:
@@ -38,19 +82,33 @@ def check_like(value: Any, expected: Any, what: str) -> list[Any]:
       what: what errors call the value.
 
     Raises:
-      ValueError: structure, shape or dtype differ.
+      ValueError: structure, shape or dtype differ; it names the paths of all leaves that do.
     """
     leaves, tree = jax.tree.flatten(value)
-    expected_leaves, expected_tree = jax.tree.flatten(expected)
+    expected_tree = jax.tree.structure(expected)
+    found, wanted = _shapes_by_path(value), _shapes_by_path(expected)
+    different = [
+        (f"at {path}, " if path else "", describe(known), describe(found[path]))
+        for path, known in wanted.items()
+        if path in found and (found[path].shape, found[path].dtype) != (known.shape, known.dtype)
+    ]
     if not trees_equal(tree, expected_tree):
-        raise ValueError(f"{what} must have the structure {expected_tree}; got {tree}.")
-    for leaf, known in zip(leaves, expected_leaves, strict=True):
-        shape = as_shape(leaf)
-        if shape.shape != known.shape or shape.dtype != known.dtype:
-            raise ValueError(
-                f"{what} must have the shape and dtype of the first one, "
-                f"{known.dtype.name}{list(known.shape)}; got {shape.dtype.name}{list(shape.shape)}. "
-                "Sizes are fixed: drop the remainder of a data set that does not fill its last batch "
-                "(drop_remainder)."
-            )
+        missing = [path for path in wanted if path not in found]
+        unexpected = [path for path in found if path not in wanted]
+        parts = [f"{what} must have the structure {expected_tree}; got {tree}."]
+        parts += [f"Missing: {', '.join(missing)}."] if missing else []
+        parts += [f"Unexpected: {', '.join(unexpected)}."] if unexpected else []
+        parts += [f"It must have, {path}{old}; got {new}." for path, old, new in different]
+        raise ValueError(" ".join(parts))
+    if different:
+        described = "; ".join(f"{path}{old}; got {new}" for path, old, new in different)
+        raise ValueError(
+            f"{what} must have the shape and dtype of the first one, {described}. Sizes are fixed: drop "
+            "the remainder of a data set that does not fill its last batch (drop_remainder)."
+        )
     return leaves
+
+
+def _shapes_by_path(value: Any) -> dict[str, jax.ShapeDtypeStruct]:
+    paths_and_leaves = jax.tree_util.tree_flatten_with_path(value)[0]
+    return {jax.tree_util.keystr(path): as_shape(leaf) for path, leaf in paths_and_leaves}

@@ -23,7 +23,7 @@ from jax.extend import core as jex_core
 
 from ipu_pipeline.engine import hoisting, jaxprs
 from ipu_pipeline.engine.recording import current_recorder
-from ipu_pipeline.engine.stages import Source, TracedStage
+from ipu_pipeline.engine.traced import Source, TracedStage
 from ipu_pipeline.engine.variables import VariableSpec
 
 __all__ = ["ShardedFunction", "ipu_shard", "read_shard", "refuse_inner_scopes", "split"]

@@ -1,15 +1,14 @@
-"""Stage functions traced, one after another, and the routes of the values between them.
+"""Stage functions traced, one after another.
 
 Every function is traced once, to a jaxpr, on the shapes of what the one before returns. Values that a
-stage only passes on are not part of its program: each value is known by its `Source`, the place where
-it is made, and goes from there straight to where it is used.
+stage only passes on are not part of its program.
 """
 
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import jax
@@ -17,13 +16,14 @@ import jax.numpy as jnp
 from jax.extend import core as jex_core
 
 from ipu_pipeline.engine import hoisting, jaxprs, names
-from ipu_pipeline.engine.variables import VariableSpec, fresh_trace
+from ipu_pipeline.engine.faults import Faults, describe_arguments, find_signature_fault
+from ipu_pipeline.engine.recomputation import check_marks
+from ipu_pipeline.engine.shapes import describe
+from ipu_pipeline.engine.traced import Source, TracedPipeline, TracedStage, share_variables
+from ipu_pipeline.engine.variables import fresh_trace
 
 __all__ = [
-    "Source",
     "StageFunction",
-    "TracedPipeline",
-    "TracedStage",
     "as_arguments",
     "check_captures",
     "check_signature",
@@ -31,84 +31,10 @@ __all__ = [
 ]
 
 StageFunction: TypeAlias = "Callable[..., Any]"
+Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-@dataclass(frozen=True)
-class Source:
-    """Where a value between stages comes from.
-
-    `kind` is "input" (an input that is constant during a step), "element" (a leaf of the micro-batch) or
-    "output" (of stage `stage`); `index` is the position among the leaves there.
-    """
-
-    kind: str
-    index: int
-    stage: int = -1
-
-
-@dataclass(frozen=True, eq=False)
-class TracedStage:
-    """One stage as a jaxpr.
-
-    Attributes:
-      place: what errors call it, for example "stage 0 (encoder)".
-      flat: takes `[*variables, key if uses_key, *inputs]`, returns `[*outputs, *assigned values]`.
-      variables: the variables that it reads or assigns.
-      assigned: those that it assigns.
-      uses_key: whether it draws random keys.
-      inputs: where its inputs come from, each source once.
-      outputs: where its outputs come from; those of kind "output" with its own index are its own.
-      output_avals: their shapes and dtypes.
-    """
-
-    place: str
-    flat: jaxprs.FlatJaxpr
-    variables: tuple[VariableSpec, ...]
-    assigned: tuple[VariableSpec, ...]
-    uses_key: bool
-    inputs: tuple[Source, ...]
-    outputs: tuple[Source, ...]
-    output_avals: tuple[jax.ShapeDtypeStruct, ...]
-
-    @property
-    def input_vars(self) -> list[Any]:
-        """The jaxpr's variables of the inputs."""
-        return self.flat.inputs[len(self.variables) + self.uses_key :]
-
-
-@dataclass(frozen=True, eq=False)
-class TracedPipeline:
-    """All stages, and what surrounds them.
-
-    Attributes:
-      stages: in order.
-      element: shapes and dtypes of a micro-batch, as it was given.
-      inputs: shapes and dtypes of the inputs that are constant during a step.
-      output_tree: the structure of what the last stage returns.
-      outputs: where the leaves of that come from, the loss not among them.
-      output_avals: their shapes and dtypes.
-      loss: where the loss comes from; None without training.
-      loss_avals: its shape and dtype; empty without training.
-      owners: full name of every variable -> the stage that has it.
-    """
-
-    stages: tuple[TracedStage, ...]
-    element: Any
-    inputs: tuple[Any, ...]
-    output_tree: Any
-    outputs: tuple[Source, ...]
-    output_avals: tuple[jax.ShapeDtypeStruct, ...]
-    loss: Source | None
-    loss_avals: tuple[jax.ShapeDtypeStruct, ...]
-    owners: dict[str, int]
-
-    @property
-    def variables(self) -> dict[str, VariableSpec]:
-        """All variables by full name."""
-        return {spec.name: spec for stage in self.stages for spec in stage.variables}
-
-
-def as_arguments(value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def as_arguments(value: Any) -> Arguments:
     """How a stage's result, or a micro-batch, is passed to the next function.
 
     Args:
@@ -128,88 +54,158 @@ def as_arguments(value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def trace(
-    functions: Sequence[StageFunction],
+    functions: Sequence[Sequence[StageFunction]],
     element: Any,
     inputs: Sequence[Any],
     loss: Callable[..., Any] | None,
     program_names: names.ProgramNames,
+    faults: Faults,
     describe_capture: Callable[[Any], str | None] | None = None,
 ) -> TracedPipeline:
     """Traces all stages of a pipeline. It does not start a JAX backend.
 
     Args:
-      functions: the stage functions, in order.
+      functions: the stage functions, level by level; those of one level are parallel. The last level has
+        one.
       element: a pytree of `ShapeDtypeStruct`s, one micro-batch; None if there is no feed.
       inputs: pytrees of `ShapeDtypeStruct`s, the first stage's first arguments.
       loss: takes what the last stage returns, returns a scalar. None: no training.
       program_names: the names of the program that the pipeline is part of.
+      faults: takes up the faults with which tracing could go on. If there are any, the caller raises them,
+        and what is returned is of use only for finding more.
       describe_capture: the name of a value from outside the stages, for the error about capturing it.
 
     Returns:
       The traced pipeline.
 
     Raises:
-      TypeError: a stage does not take what the one before returns.
-      ValueError: a stage captures a traced value, or the loss is not a floating-point scalar.
-      NotImplementedError: two stages use the same variable.
+      TypeError: a stage does not take what the one before returns, or parallel stages return tuples and
+        dicts.
+      ValueError: a stage captures a traced value, or uses a variable that another one assigns later; or
+        the loss is not a floating-point scalar.
+      Others: what a stage raises; or several faults in one, see `Faults.as_error`.
     """
+    assert len(functions[-1]) == 1
     element_args, element_kwargs = as_arguments(element)
-    input_leaves = jax.tree.leaves(tuple(inputs))
-    element_leaves = jax.tree.leaves((element_args, element_kwargs))
-    avals = [*input_leaves, *element_leaves]
-    sources = [Source("input", index) for index in range(len(input_leaves))]
-    sources += [Source("element", index) for index in range(len(element_leaves))]
-    arguments: tuple[tuple[Any, ...], dict[str, Any]] = (
-        (*inputs, *element_args),
-        element_kwargs,
-    )
+    arguments: Arguments = ((*inputs, *element_args), element_kwargs)
+    num_inputs = len(jax.tree.leaves(tuple(inputs)))
+    avals: dict[Source, jax.ShapeDtypeStruct] = {}
+    for number, aval in enumerate(jax.tree.leaves(arguments)):
+        is_input = number < num_inputs
+        source = Source("input", number) if is_input else Source("element", number - num_inputs)
+        avals[source] = aval
+    sources: Arguments = jax.tree.unflatten(jax.tree.structure(arguments), list(avals))
     given = "the inputs and the micro-batch"
     stages: list[TracedStage] = []
-    result_tree = None
-    for index, function in enumerate(functions):
-        place = f"stage {index} ({getattr(function, '__name__', type(function).__name__)})"
-        frame = names.Frame(program_names, loss is not None, place, is_stage=True)
-        is_last = index == len(functions) - 1
-        stage, result_tree = _trace_stage(
-            index,
-            function,
-            arguments,
-            given,
-            sources,
-            loss if is_last else None,
-            frame,
-            describe_capture,
-        )
-        stages.append(stage)
-        sources, avals = list(stage.outputs), list(stage.output_avals)
-        if not is_last:
-            arguments = as_arguments(jax.tree.unflatten(result_tree, avals))
-            given = f"what {place} returns"
-    loss_source = sources.pop() if loss is not None else None
+    levels: list[int] = []
+    results: list[Any] = []
+    all_places = _places(functions)
+    for level, (parallel, places) in enumerate(zip(functions, all_places, strict=True)):
+        results = []  # per stage of the level, what it returns, with the sources as leaves
+        arguments = jax.tree.map(avals.__getitem__, sources)
+        is_last = level == len(functions) - 1
+        for function, place in zip(parallel, places, strict=True):
+            described = describe_arguments(function, *arguments)
+            frame = names.Frame(
+                program_names, loss is not None, place, is_stage=True, given=described, faults=faults
+            )
+            traced = _trace_stage(
+                len(stages),
+                function,
+                arguments,
+                given,
+                jax.tree.leaves(sources),
+                loss if is_last else None,
+                frame,
+                faults,
+                describe_capture,
+            )
+            if traced is None:
+                continue
+            stage, tree = traced
+            stages.append(stage)
+            levels.append(level)
+            avals.update(zip(stage.outputs, stage.output_avals, strict=True))
+            results.append(jax.tree.unflatten(tree, stage.outputs[: tree.num_leaves]))
+        if len(results) < len(parallel):  # what later stages would get is not known
+            for later, other_places in zip(functions[level + 1 :], all_places[level + 1 :], strict=True):
+                for function, place in zip(later, other_places, strict=True):
+                    faults.add_known(place, find_signature_fault(function, place))
+            raise faults.as_error()
+        try:
+            sources = _concatenate([as_arguments(result) for result in results], places)
+        except TypeError as error:
+            faults.add(places[0], error)
+            raise faults.as_error() from None
+        given = f"what {' and '.join(places)} return{'s' if len(places) == 1 else ''}"
+    output_leaves, output_tree = jax.tree.flatten(results[0])
+    loss_source = None if loss is None else stages[-1].outputs[-1]
+    owners: dict[str, int] = {}
+    if not faults:
+        stages, owners = share_variables(stages, levels)
     return TracedPipeline(
         stages=tuple(stages),
         element=element,
         inputs=tuple(inputs),
-        output_tree=result_tree,
-        outputs=tuple(sources),
-        output_avals=tuple(avals[: len(sources)]),
+        output_tree=output_tree,
+        outputs=tuple(output_leaves),
+        output_avals=tuple(avals[source] for source in output_leaves),
         loss=loss_source,
-        loss_avals=tuple(avals[len(sources) :]),
-        owners=_find_owners(stages),
+        loss_avals=() if loss_source is None else (avals[loss_source],),
+        owners=owners,
+        levels=tuple(levels),
     )
+
+
+def _places(functions: Sequence[Sequence[StageFunction]]) -> list[list[str]]:
+    """What errors call the stages, level by level."""
+    numbers = itertools.count()
+    return [
+        [f"stage {next(numbers)} ({getattr(f, '__name__', type(f).__name__)})" for f in parallel]
+        for parallel in functions
+    ]
+
+
+def _concatenate(results: Sequence[Arguments], places: Sequence[str]) -> Arguments:
+    """What parallel stages return as the arguments of the next level."""
+    if len(results) == 1:
+        return results[0]
+    args = tuple(value for positional, _keywords in results for value in positional)
+    kwargs: dict[str, Any] = {}
+    for (_positional, keywords), place in zip(results, places, strict=True):
+        for name, value in keywords.items():
+            if name in kwargs:
+                raise TypeError(
+                    f"{place}: what parallel stages return is concatenated, and two of them return a value "
+                    f"named {name!r}. Give one of them another name."
+                )
+            kwargs[name] = value
+    if args and kwargs:
+        raise TypeError(
+            f"{' and '.join(places)} are parallel: what they return is concatenated, and some return a "
+            "dict and others do not. Return dicts from all of them, or from none."
+        )
+    return args, kwargs
 
 
 def _trace_stage(
     index: int,
     function: StageFunction,
-    arguments: tuple[tuple[Any, ...], dict[str, Any]],
+    arguments: Arguments,
     given: str,
     sources: Sequence[Source],
     loss: Callable[..., Any] | None,
     frame: names.Frame,
+    faults: Faults,
     describe_capture: Callable[[Any], str | None] | None,
-) -> tuple[TracedStage, Any]:
-    check_signature(function, arguments, given, frame.place)
+) -> tuple[TracedStage, Any] | None:
+    """The stage, and the structure of what it returns; None if a fault leaves that unknown."""
+    try:
+        check_signature(function, arguments, given, frame.place)
+    except TypeError as error:
+        faults.add(frame.place, error)
+        return None
+    num_known = len(frame.names.variables)
     leaves, tree = jax.tree.flatten(arguments)
     result_trees: list[Any] = []
 
@@ -222,7 +218,8 @@ def _trace_stage(
             if loss is not None:
                 args, kwargs = as_arguments(result)
                 value = jnp.asarray(loss(*args, **kwargs))
-                _check_loss(value)
+                with faults.collecting(frame.place):
+                    _check_loss(value)
                 result_leaves.append(value)
             return list(result_leaves)
 
@@ -230,11 +227,22 @@ def _trace_stage(
         with fresh_trace():
             closed_jaxpr = jax.make_jaxpr(call)(*leaves)
     except Exception as error:
-        shapes = ", ".join(_describe(aval) for aval in leaves) or "no arguments"
-        error.add_note(f"This happened while tracing {frame.place} on {shapes}.")
-        raise
-    check_captures(closed_jaxpr.consts, frame.place, describe_capture)
-    hoisted = hoisting.hoist(closed_jaxpr, frame.place, frame.names)
+        faults.add(frame.place, error, frame)
+        return None
+    with faults.collecting(frame.place):
+        check_captures(closed_jaxpr.consts, frame.place, describe_capture)
+    output_avals = tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in closed_jaxpr.out_avals)
+    try:
+        hoisted = hoisting.hoist(closed_jaxpr, frame.place, frame.names)
+        check_marks(hoisted.flat, frame.place)
+    except ValueError as error:
+        faults.add(frame.place, error)
+        variables = tuple(frame.names.variables.values())[num_known:]
+        own = tuple(Source("output", position, index) for position in range(len(output_avals)))
+        nothing = jaxprs.FlatJaxpr([], [], [], {})
+        return TracedStage(frame.place, nothing, variables, (), False, (), own, output_avals), result_trees[
+            0
+        ]
     flat = hoisted.flat
     num_first = len(hoisted.variables) + hoisted.uses_key
     source_of = dict(zip(flat.inputs[num_first:], sources, strict=True))
@@ -258,14 +266,14 @@ def _trace_stage(
         uses_key=hoisted.uses_key,
         inputs=tuple(first_with),
         outputs=outputs,
-        output_avals=tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in closed_jaxpr.out_avals),
+        output_avals=output_avals,
     )
     return stage, result_trees[0]
 
 
 def check_signature(
     function: StageFunction,
-    arguments: tuple[tuple[Any, ...], dict[str, Any]],
+    arguments: Arguments,
     given: str,
     place: str,
 ) -> None:
@@ -288,17 +296,11 @@ def check_signature(
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
-        described = [_describe(arg) for arg in args]
-        described += [f"{name}={_describe(arg)}" for name, arg in kwargs.items()]
+        described = [describe(arg) for arg in args]
+        described += [f"{name}={describe(arg)}" for name, arg in kwargs.items()]
         raise TypeError(
             f"{place} takes {signature}, but {given} gives it ({', '.join(described)}): {error}."
         ) from None
-
-
-def _describe(value: Any) -> str:
-    if hasattr(value, "dtype"):
-        return f"{value.dtype.name}{list(value.shape)}"
-    return str(jax.tree.map(_describe, value))
 
 
 def _check_loss(value: Any) -> None:
@@ -328,23 +330,10 @@ def check_captures(
     if captured:
         known = [describe_capture(value) if describe_capture else None for value in captured]
         described = ", ".join(
-            f"{name or 'a computed value'} ({_describe(value)})"
+            f"{name or 'a computed value'} ({describe(value)})"
             for name, value in zip(known, captured, strict=True)
         )
         raise ValueError(
             f"Trying to capture the tensor {described} in {place}, which may only use its arguments: "
             "pass the value through `inputs` or the infeed, and on through the stages in between."
         )
-
-
-def _find_owners(stages: Sequence[TracedStage]) -> dict[str, int]:
-    owners: dict[str, int] = {}
-    for index, stage in enumerate(stages):
-        for spec in stage.variables:
-            if spec.name in owners:
-                raise NotImplementedError(
-                    f"Variable {spec.name} is used by stage {owners[spec.name]} and by stage {index}. "
-                    "Variables shared by stages are not supported yet."
-                )
-            owners[spec.name] = index
-    return owners

@@ -1,12 +1,12 @@
-"""Weight updates: an optimizer that was traced over all variables, cut into one program per stage.
+"""Weight updates: an optimizer that was traced over all variables, cut into programs per IPU.
 
-An equation belongs to the stage whose leaves it touches; what depends on no leaf (a step counter) is
-replicated. Stages on the same IPU count as one here. An equation that joins leaves of several IPUs, as a
-global norm does, has no place yet: NotImplementedError names it.
+What one IPU updates is updated together, by the first of its stages; that is the home of its variables.
+What joins several homes is made as `homes` says, what joins scalars only on the IPU of the last stage.
 
 A leaf of the optimizer's state belongs to a variable if the variable's name stands in the leaf's path,
 which it does for all that Optax makes with `tree.map` over the parameters: they are one flat dict, full
-name -> array.
+name -> array. Other leaves live where their new value is made; what depends on no variable, a step counter,
+the first home makes and the others get copies of.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend import core as jex_core
 
-from ipu_pipeline.engine import jaxprs
+from ipu_pipeline.engine import homes, jaxprs
+from ipu_pipeline.engine.loss_scaling import LossScale
 from ipu_pipeline.engine.optimizer_tracing import TracedOptimizer, UpdateKind, UpdateValue
 from ipu_pipeline.engine.variables import VariableSpec
 
 __all__ = [
+    "Move",
     "StateLeaf",
     "UpdateProgram",
     "Updates",
@@ -32,27 +33,47 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class UpdateProgram:
-    """What one stage runs per weight update, or once to make its part of the optimizer's state.
+    """What one stage's IPU runs per weight update, or once to make its part of the optimizer's state.
 
     Attributes:
       name: for profiles, for example "stage0_update".
+      stage: it runs where this stage lives.
       function: takes `arguments`, returns `results`.
       arguments: what they are.
       results: what they are.
     """
 
     name: str
+    stage: int
     function: Callable[..., list[Any]]
     arguments: tuple[UpdateValue, ...]
     results: tuple[UpdateValue, ...]
 
 
 class StateLeaf(NamedTuple):
-    """A leaf of the optimizer's state: its path, shape and dtype, and stage (None: replicated)."""
+    """A leaf of the optimizer's state: its path, shape and dtype, and the stage where it lives."""
 
     path: str
     aval: jax.ShapeDtypeStruct
-    stage: int | None
+    stage: int
+
+
+class Move(NamedTuple):
+    """What an update sends from one stage's place to another's.
+
+    Attributes:
+      source: the stage that has or makes it.
+      target: the stage whose program reads it.
+      what: in words; empty for a value that is neither a variable nor a gradient nor state.
+      aval: its shape and dtype.
+      primitive: what reads it there.
+    """
+
+    source: int
+    target: int
+    what: str
+    aval: Any
+    primitive: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,129 +81,143 @@ class Updates:
     """The optimizer of a pipeline.
 
     Attributes:
-      stages: the stages that have trained variables; the first one makes the replicated leaves.
       state_tree: structure of the optimizer's state.
       state_leaves: its leaves.
-      inits: one program per entry of `stages`, which makes the state.
-      updates: one program per entry of `stages`.
+      inits: the programs that make the state, in the order in which they run.
+      updates: the programs of a weight update, likewise; one, if one IPU has all trained variables.
+      moves: what these send.
       init_needs_outputs: whether the state at the start depends on the last stage's outputs.
+      loss_scale: where the scale of the loss is; None without loss scaling.
     """
 
-    stages: tuple[int, ...]
     state_tree: Any
     state_leaves: tuple[StateLeaf, ...]
     inits: tuple[UpdateProgram, ...]
     updates: tuple[UpdateProgram, ...]
+    moves: tuple[Move, ...]
     init_needs_outputs: bool
+    loss_scale: LossScale | None
 
 
-def cut_updates(traced: TracedOptimizer, homes: Mapping[str, int]) -> Updates:
-    """Cuts an optimizer by stage.
+def cut_updates(traced: TracedOptimizer, variable_homes: Mapping[str, int], last_stage: int) -> Updates:
+    """Cuts an optimizer by home.
 
     Args:
       traced: the optimizer.
-      homes: full name of each trained variable -> the stage that updates it. What one stage updates may
-        be joined.
+      variable_homes: full name of each trained variable -> the stage that updates it.
+      last_stage: where outputs are, and where scalars of several homes are joined.
 
     Returns:
       The programs.
-
-    Raises:
-      NotImplementedError: the update of one stage's variables depends on another stage's.
     """
-    stages = tuple(sorted({homes[name] for name in traced.trained}))
-    state_leaves = tuple(
-        StateLeaf(jax.tree_util.keystr(path), aval, _leaf_owner(path, traced.trained, homes))
-        for path, aval in zip(traced.state_paths, traced.state_avals, strict=True)
-    )
+    stages = sorted({variable_homes[name] for name in traced.trained})
+    owners = [_leaf_owner(path, traced.trained, variable_homes) for path in traced.state_paths]
 
-    def stage_of(value: UpdateValue) -> int | None:
+    def home_of(value: UpdateValue) -> homes.Home | None:
         if value.kind in (UpdateKind.PARAMETER, UpdateKind.GRADIENT):
-            return homes[value.key]
-        return state_leaves[value.key].stage if value.kind == UpdateKind.STATE else None
+            return variable_homes[value.key]
+        return owners[value.key] if value.kind == UpdateKind.STATE else None
 
-    states = [UpdateValue(UpdateKind.STATE, index) for index in range(len(state_leaves))]
-    inits = _cut_by_stage("init", traced.init, traced.labels, states, stages, stage_of)
-    updates = _cut_by_stage(
-        "update", traced.update, traced.labels, [*traced.results, *states], stages, stage_of
+    def place(flat: jaxprs.FlatJaxpr) -> homes.Places:
+        return homes.place(flat, {var: home_of(traced.labels[var]) for var in flat.inputs})
+
+    states = [UpdateValue(UpdateKind.STATE, index) for index in range(len(owners))]
+    placed = place(traced.update)
+    while len(stages) > 1:  # a leaf that nobody owns yet lives where its new value is made
+        made = [placed.home_of(atom) for atom in placed.flat.outputs[len(traced.results) :]]
+        found = [made_at if owner is None else owner for owner, made_at in zip(owners, made, strict=True)]
+        if found == owners:
+            break
+        owners = found
+        placed = place(traced.update)
+
+    def with_homes(values: Sequence[UpdateValue], places: homes.Places) -> list[tuple[Any, homes.Home]]:
+        owned = [home_of(value) for value in values]
+        made_at = [stages[0] if home is None else home for home in owned]
+        return list(zip(places.flat.outputs, made_at, strict=True))
+
+    def stage_of(home: homes.Home | None) -> int:
+        if home is None:
+            return stages[0]
+        return last_stage if home == homes.JOINT else home
+
+    results = [*traced.results, *states]
+    pieces = homes.cut(placed, with_homes(results, placed))
+    init_places = place(traced.init)
+    init_pieces = homes.cut(init_places, with_homes(states, init_places))
+    inits = _make_programs("init", init_pieces, states, traced.labels, stage_of)
+    updates = _make_programs("update", pieces, results, traced.labels, stage_of)
+    state_leaves = tuple(
+        StateLeaf(jax.tree_util.keystr(path), aval, stage_of(owner))
+        for path, aval, owner in zip(traced.state_paths, traced.state_avals, owners, strict=True)
     )
+
+    def source_of(var: Any) -> int:
+        label = traced.labels.get(var)
+        if label is not None and label.kind == UpdateKind.OUTPUT:
+            return last_stage
+        return stage_of(placed.homes[var])
+
+    moves: dict[tuple[Any, int], Move] = {}
+    for piece in pieces:
+        target = stage_of(piece.home)
+        for var in piece.program.inputs:
+            label = traced.labels.get(var)
+            if source_of(var) != target and (label is None or label.kind != UpdateKind.COUNT):
+                what = "" if label is None else _describe(label, state_leaves)
+                primitive = piece.readers.get(var, "")
+                moves.setdefault((var, target), Move(source_of(var), target, what, var.aval, primitive))
     needs_outputs = any(v.kind == UpdateKind.OUTPUT for program in inits for v in program.arguments)
-    return Updates(stages, traced.state_tree, state_leaves, inits, updates, needs_outputs)
+    return Updates(
+        traced.state_tree,
+        state_leaves,
+        inits,
+        updates,
+        tuple(moves.values()),
+        needs_outputs,
+        traced.loss_scale,
+    )
 
 
 def _leaf_owner(
-    path: Sequence[Any], trained: Mapping[str, VariableSpec], homes: Mapping[str, int]
+    path: Sequence[Any], trained: Mapping[str, VariableSpec], variable_homes: Mapping[str, int]
 ) -> int | None:
     for entry in reversed(path):
         if isinstance(entry, jax.tree_util.DictKey) and entry.key in trained:
-            return homes[entry.key]
+            return variable_homes[entry.key]
     return None
 
 
-def _cut_by_stage(
+def _make_programs(
     name: str,
-    flat: jaxprs.FlatJaxpr,
-    labels: Mapping[Any, UpdateValue],
+    pieces: Sequence[homes.Piece],
     results: Sequence[UpdateValue],
-    stages: Sequence[int],
-    stage_of: Callable[[UpdateValue], int | None],
+    labels: Mapping[Any, UpdateValue],
+    stage_of: Callable[[homes.Home | None], int],
 ) -> tuple[UpdateProgram, ...]:
-    if len(stages) > 1:
-        _check_separable(flat, labels, results, stage_of)
-    cut = []
-    for stage in stages:
-        own = [
-            (value, atom)
-            for value, atom in zip(results, flat.outputs, strict=True)
-            if stage_of(value) == stage or (stage_of(value) is None and stage == stages[0])
-        ]
-        program = jaxprs.extract(flat, [atom for _value, atom in own])
-        cut.append(
+    sent: dict[Any, UpdateValue] = {}
+    last = {piece.home: piece for piece in pieces}
+    programs = []
+    for piece in pieces:
+        for var in piece.sent:
+            sent[var] = UpdateValue(UpdateKind.SENT, len(sent))
+        owner = "joint" if piece.home == homes.JOINT else f"stage{piece.home}"
+        ending = "" if piece is last[piece.home] else f"_round{piece.round}"
+        programs.append(
             UpdateProgram(
-                f"stage{stage}_{name}",
-                program,
-                tuple(labels[var] for var in program.inputs),
-                tuple(value for value, _atom in own),
+                f"{owner}_{name}{ending}",
+                stage_of(piece.home),
+                piece.program,
+                tuple(labels[var] if var in labels else sent[var] for var in piece.program.inputs),
+                (*(results[place] for place in piece.results), *(sent[var] for var in piece.sent)),
             )
         )
-    return tuple(cut)
+    return tuple(programs)
 
 
-def _check_separable(
-    flat: jaxprs.FlatJaxpr,
-    labels: Mapping[Any, UpdateValue],
-    results: Sequence[UpdateValue],
-    stage_of: Callable[[UpdateValue], int | None],
-) -> None:
-    """Raises if a result depends on leaves of another stage than its own."""
-    touched: dict[Any, frozenset[int]] = {}
-    joined_by: dict[Any, str] = {}  # variable -> the primitive that first joined several stages
-    for var in flat.inputs:
-        stage = stage_of(labels[var])
-        touched[var] = frozenset() if stage is None else frozenset((stage,))
-    for equation in flat.equations:
-        atoms = [
-            atom for atom in equation.invars if not isinstance(atom, jex_core.Literal) and atom in touched
-        ]
-        union = frozenset().union(*(touched[atom] for atom in atoms))
-        joins = [joined_by[atom] for atom in atoms if atom in joined_by]
-        for var in equation.outvars:
-            touched[var] = union
-            if len(union) > 1:
-                joined_by[var] = joins[0] if joins else equation.primitive.name
-    for value, atom in zip(results, flat.outputs, strict=True):
-        stages = frozenset() if isinstance(atom, jex_core.Literal) else touched.get(atom, frozenset())
-        own = stage_of(value)
-        if stages - {own}:
-            what = (
-                f"the new value of {value.key}"
-                if value.kind == UpdateKind.PARAMETER
-                else f"a leaf of the optimizer's state ({value.key})"
-            )
-            others = ", ".join(str(stage) for stage in sorted(stages - {own}))
-            where = "a leaf that no stage owns" if own is None else f"on stage {own}"
-            raise NotImplementedError(
-                f"Updates that join stages on several IPUs are not supported yet: {what}, {where}, depends "
-                f"on the variables of stage {others} (first joined by `{joined_by.get(atom, 'a copy')}`). "
-                "Global norms and other whole-tree transformations do this."
-            )
+def _describe(value: UpdateValue, state_leaves: Sequence[StateLeaf]) -> str:
+    if value.kind == UpdateKind.STATE:
+        return f"optimizer state {state_leaves[value.key].path}"
+    if value.kind == UpdateKind.OUTPUT:
+        return f"output {value.key} of the last stage"
+    return f"{'variable' if value.kind == UpdateKind.PARAMETER else 'gradient of'} {value.key}"

@@ -124,21 +124,35 @@ def get_variable(
         current.names.variables[full_name] = spec
     else:
         spec = existing
-        if not names.is_reusing():
-            raise ValueError(
-                f"Variable {full_name} already exists, disallowed. Did you mean to set reuse=True in "
-                "variable_scope?"
-            )
-        wanted_shape = spec.shape if shape is None else tuple(shape)
-        if wanted_shape != spec.shape or np.dtype(dtype) != spec.dtype:
-            raise ValueError(
-                f"Trying to share variable {full_name}, but specified shape {wanted_shape} and dtype "
-                f"{np.dtype(dtype).name}, and found shape {spec.shape} and dtype {spec.dtype.name}."
-            )
+        conflict = _find_conflict(spec, shape, dtype)
+        if conflict is not None:
+            if current.faults is None:
+                raise conflict
+            # What else is wrong shows with the shape that was asked for.
+            current.faults.add_here(current, conflict)
+            shape = spec.shape if shape is None else shape
+            spec = _make_spec(full_name, shape, dtype, initializer, trainable)
+            current.faults.stand_ins[full_name] = spec
     if current.recorder is not None:
         current.recorder.variables[full_name] = spec
     value: jax.Array = read_variable_p.bind(spec=spec, serial=next(serial_numbers))
     return value
+
+
+def _find_conflict(spec: VariableSpec, shape: Any, dtype: Any) -> ValueError | None:
+    """Why a variable that exists cannot be asked for in this way."""
+    if not names.is_reusing():
+        return ValueError(
+            f"Variable {spec.name} already exists, disallowed. Did you mean to set reuse=True in "
+            "variable_scope?"
+        )
+    wanted_shape = spec.shape if shape is None else tuple(shape)
+    if wanted_shape != spec.shape or np.dtype(dtype) != spec.dtype:
+        return ValueError(
+            f"Trying to share variable {spec.name}, but specified shape {wanted_shape} and dtype "
+            f"{np.dtype(dtype).name}, and found shape {spec.shape} and dtype {spec.dtype.name}."
+        )
+    return None
 
 
 def assign(name: str, value: Any) -> None:
@@ -156,6 +170,8 @@ def assign(name: str, value: Any) -> None:
     if not current.is_stage:
         raise RuntimeError(f"assign({name!r}, ...) was called outside of a computational stage.")
     known = current.names.variables
+    if current.faults is not None:
+        known = {**known, **current.faults.stand_ins}
     spec = known.get(names.join(names.current_scope(), name)) or known.get(name)
     if spec is None:
         raise ValueError(

@@ -7,6 +7,7 @@ Arguments, defaults and variable names are those of Keras, with channels last. T
 from ipu_pipeline.layers.base import Layer
 from ipu_pipeline.layers.convolutional import Conv2D
 from ipu_pipeline.layers.core import Activation, Dense, Dropout, Embedding, Flatten
+from ipu_pipeline.layers.flax_adapter import Flax
 from ipu_pipeline.layers.normalization import BatchNormalization, GroupNormalization, LayerNormalization
 from ipu_pipeline.layers.pooling import AveragePooling2D, MaxPooling2D
 
@@ -19,6 +20,7 @@ __all__ = [
     "Dropout",
     "Embedding",
     "Flatten",
+    "Flax",
     "GroupNormalization",
     "Layer",
     "LayerNormalization",

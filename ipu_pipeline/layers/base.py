@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import jax
@@ -92,6 +93,12 @@ class Layer(abc.ABC):
 
     def __call__(self, inputs: Any, **options: Any) -> jax.Array:
         """Applies the layer to a traced array, in a stage."""
+        with self._own_scope():
+            return self._apply(jnp.asarray(inputs), **options)
+
+    @contextlib.contextmanager
+    def _own_scope(self) -> Iterator[None]:
+        """The scope of the layer's variables; the second time in a program, they are used again."""
         frame = names.current_frame(type(self).__name__)
         scope = self._scopes.get(frame.names)
         is_again = scope is not None
@@ -100,7 +107,7 @@ class Layer(abc.ABC):
             scope = names.join(names.current_scope(), own)
             self._scopes[frame.names] = scope
         with names.absolute_scope(scope, reuse=is_again):
-            return self._apply(jnp.asarray(inputs), **options)
+            yield
 
     @abc.abstractmethod
     def _apply(self, inputs: jax.Array) -> jax.Array:

@@ -22,8 +22,8 @@ import numpy as np
 from ipu_pipeline import datasets, engine
 from ipu_pipeline.engine import schedules
 from ipu_pipeline.engine.programs import ValueKind
-from ipu_pipeline.engine.stages import Source
 from ipu_pipeline.engine.summaries import summarize
+from ipu_pipeline.engine.traced import Source
 
 __all__ = [
     "Layer",

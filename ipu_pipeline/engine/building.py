@@ -1,0 +1,172 @@
+"""A pipeline's functions traced and made programs: all that comes before devices."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ipu_pipeline.engine import differentiation, names, optimizer_tracing, stages
+from ipu_pipeline.engine.collecting import Collecting, make_collecting
+from ipu_pipeline.engine.faults import Faults
+from ipu_pipeline.engine.gradient_maps import GradientMap, check_gradient_map
+from ipu_pipeline.engine.programs import Reduction, StagePrograms, find_accumulator_dtype
+from ipu_pipeline.engine.recomputation import Recomputation
+from ipu_pipeline.engine.traced import TracedPipeline, send_variables
+from ipu_pipeline.engine.updates import Updates, cut_updates
+from ipu_pipeline.engine.variables import VariableSpec
+
+__all__ = ["Built", "Recipe", "build"]
+
+
+@dataclass(frozen=True, eq=False)
+class Recipe:
+    """What a pipeline is made of; see `Pipeline` for what is not described here.
+
+    Attributes:
+      functions: the stages, level by level.
+      mapping: the IPU of each stage.
+      collect: the arguments of `make_collecting`.
+    """
+
+    functions: Sequence[Sequence[stages.StageFunction]]
+    mapping: tuple[int, ...]
+    loss: Callable[..., Any] | None
+    optimizer: optimizer_tracing.Optimizer | None
+    reduction: Reduction
+    trained: Collection[str] | Callable[[], Collection[str] | None] | None
+    program_names: names.ProgramNames
+    describe_capture: Callable[[Any], str | None] | None
+    gradient_map: Callable[[], GradientMap | None] | None
+    accumulator_dtype: Any
+    collect: tuple[Any, bool, bool, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Built:
+    """A pipeline as jaxprs.
+
+    Attributes:
+      traced: the stages.
+      updates: the optimizer's programs; None without training.
+      accumulator_dtypes: dtype of each trained variable's accumulators.
+      collecting: what of the last stage is wanted.
+      programs: the programs of the stages.
+      make_programs: makes them for something else to keep for the backward.
+    """
+
+    traced: TracedPipeline
+    updates: Updates | None
+    accumulator_dtypes: Mapping[str, Any]
+    collecting: Collecting
+    programs: tuple[StagePrograms, ...]
+    make_programs: Callable[[Recomputation | None], tuple[StagePrograms, ...]]
+
+
+def build(recipe: Recipe, element: Any, inputs: tuple[Any, ...], recompute: Recomputation | None) -> Built:
+    """Traces the stages and the optimizer, and checks them. It does not start a JAX backend.
+
+    Args:
+      recipe: the pipeline.
+      element: shapes and dtypes of a micro-batch.
+      inputs: shapes and dtypes of the inputs that are constant during a step.
+      recompute: what stages keep for their backward.
+
+    Raises:
+      ValueError, TypeError: what is wrong with the stages, in one error as far as it can be found; or with
+        the optimizer, a dtype, or what is to be summed.
+    """
+    with names.unchanged_on_error(recipe.program_names):
+        faults = Faults()
+        traced = stages.trace(
+            recipe.functions,
+            element,
+            inputs,
+            recipe.loss,
+            recipe.program_names,
+            faults,
+            recipe.describe_capture,
+        )
+        trained: dict[str, VariableSpec] = {}
+        if recipe.optimizer is not None:
+            with faults.collecting("the optimizer"):
+                trained = _find_trained(recipe, traced)
+        if faults:
+            raise faults.as_error()
+        collecting = make_collecting(traced, *recipe.collect)
+        dtypes = {
+            name: find_accumulator_dtype(spec, recipe.accumulator_dtype, "accumulator_dtype")
+            for name, spec in trained.items()
+        }
+        updates = _make_updates(recipe, traced, trained, dtypes)
+        gradient_map = None if recipe.gradient_map is None else recipe.gradient_map()
+        if gradient_map is not None:  # it is to see the whole gradient of a micro-batch
+            check_gradient_map(gradient_map, trained.values())
+            shared = traced.shared() & trained.keys()
+            _check_mapped(recipe, traced, shared)
+            sending = send_variables(traced.stages, traced.owners, shared)
+            traced = dataclasses.replace(traced, stages=tuple(sending))
+        is_scaled = updates is not None and updates.loss_scale is not None
+
+        def make_programs(recompute: Recomputation | None) -> tuple[StagePrograms, ...]:
+            return differentiation.build(
+                traced, trained, recipe.reduction, gradient_map, recompute, is_scaled
+            )
+
+        programs = make_programs(recompute)
+    return Built(traced, updates, dtypes, collecting, programs, make_programs)
+
+
+def _make_updates(
+    recipe: Recipe,
+    traced: TracedPipeline,
+    trained: Mapping[str, VariableSpec],
+    dtypes: Mapping[str, Any],
+) -> Updates | None:
+    if recipe.optimizer is None:
+        return None
+    optimizer = optimizer_tracing.trace_optimizer(
+        recipe.optimizer, trained, traced.output_tree, traced.output_avals, recipe.reduction, dtypes
+    )
+    optimizer_tracing.check_optimizer_captures(optimizer, recipe.describe_capture)
+    # What is on one IPU is updated together, by its first stage.
+    mapping = recipe.mapping
+    homes = {name: mapping.index(mapping[stage]) for name, stage in traced.owners.items()}
+    return cut_updates(optimizer, homes, len(traced.stages) - 1)
+
+
+def _find_trained(recipe: Recipe, traced: TracedPipeline) -> dict[str, VariableSpec]:
+    wanted = recipe.trained() if callable(recipe.trained) else recipe.trained
+    # As they were first asked for: stages that conflict about one are reported elsewhere.
+    known = {name: recipe.program_names.variables[name] for name in traced.variables}
+    if wanted is not None:
+        for name in wanted:
+            if name not in known or not known[name].trainable:
+                fault = "is not trainable" if name in known else "does not exist"
+                raise ValueError(
+                    f"The variable {name!r} to train {fault}. Trainable are: "
+                    f"{', '.join(n for n, spec in known.items() if spec.trainable) or 'none'}."
+                )
+    trained = {
+        name: spec for name, spec in known.items() if spec.trainable and (wanted is None or name in wanted)
+    }
+    if not trained:
+        raise ValueError("No variables to optimize: no stage has a trainable variable.")
+    return trained
+
+
+def _check_mapped(recipe: Recipe, traced: TracedPipeline, shared: Collection[str]) -> None:
+    """Raises if a gradient map is to see a gradient whose parts parallel stages make at one time."""
+    for index, stage in enumerate(traced.stages):
+        for spec in stage.variables:
+            home = traced.owners[spec.name]
+            is_parallel = home != index and traced.levels[home] == traced.levels[index]
+            if is_parallel and spec.name in shared and len(set(recipe.mapping)) > 1:
+                raise ValueError(
+                    f"Variable {spec.name} is shared by {traced.stages[home].place} and {stage.place}, "
+                    "which are parallel, and gradients are mapped: its whole gradient of a micro-batch "
+                    "would be known after both, while each is to run without waiting for the other. "
+                    "Return the variable from an earlier stage and pass it to both, or put all stages "
+                    "on one IPU."
+                )

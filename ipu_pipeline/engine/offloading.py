@@ -1,0 +1,47 @@
+"""What a pipeline keeps in the host's memory, and the transfers within compiled programs."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Collection
+from typing import Any
+
+import jax
+
+__all__ = ["Offload", "load", "parse_offload", "store"]
+
+
+class Offload(enum.Enum):
+    """What may lie in host memory (memory kind `pinned_host`) while no program uses it.
+
+    WEIGHT_UPDATE_VARIABLES: the optimizer's state, but for the weight update. ACTIVATIONS: what a stage
+    keeps between its forward and its backward. GRADIENT_ACCUMULATION_BUFFERS: the accumulators, but for the
+    backward and the update of their stage. WEIGHTS: the trainable variables, but for the programs that use
+    them.
+    """
+
+    WEIGHT_UPDATE_VARIABLES = "weight_update_variables"
+    ACTIVATIONS = "activations"
+    GRADIENT_ACCUMULATION_BUFFERS = "gradient_accumulation_buffers"
+    WEIGHTS = "weights"
+
+
+def parse_offload(values: Collection[str | Offload]) -> frozenset[Offload]:
+    """A collection of members or of their values.
+
+    Raises:
+      ValueError: one is none of them.
+    """
+    if isinstance(values, str):
+        raise ValueError(f"offload must be a collection of names; got the string {values!r}.")
+    return frozenset(Offload(value) for value in values)
+
+
+def load(value: Any) -> Any:
+    """A traced value in the device's memory."""
+    return jax.device_put(value, jax.memory.Space.Device)
+
+
+def store(value: Any) -> Any:
+    """A traced value in the host's memory."""
+    return jax.device_put(value, jax.memory.Space.Host)

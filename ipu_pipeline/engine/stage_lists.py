@@ -1,0 +1,77 @@
+"""A pipeline's list of stages, in which a list stands for parallel ones, and its mapping to IPUs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+from ipu_pipeline.engine.plain_stages import Stage
+from ipu_pipeline.engine.stages import StageFunction
+
+__all__ = ["Mapping", "StageEntry", "as_level", "flatten_stages"]
+
+_MAX_IPU = 2**16 - 1  # more than any system has; every one has a row in the schedule
+
+StageEntry: TypeAlias = "StageFunction | Stage"
+Mapping: TypeAlias = "Sequence[int | Sequence[int]]"
+
+
+def flatten_stages(
+    stages: Sequence[StageEntry | Sequence[StageEntry]], device_mapping: Mapping | None
+) -> tuple[list[list[StageFunction]], tuple[int, ...]]:
+    """The stage functions level by level, and the IPU of each of all stages.
+
+    Parallel stages at the end are followed by one that only joins what they return, on the first one's IPU.
+
+    Args:
+      stages: functions or `Stage`s, or lists of parallel ones.
+      device_mapping: the IPU of each, likewise; None gives each its own.
+
+    Raises:
+      ValueError: there are no stages, or the mapping does not fit them.
+    """
+    grouped = [as_level(entry) for entry in stages]
+    if not grouped or not all(grouped):
+        what = "a list of parallel stages" if grouped else "stages"
+        raise ValueError(f"stages: {what} must have at least one function; got none.")
+    num_stages = sum(map(len, grouped))
+    numbers = itertools.count()
+    if device_mapping is None:
+        device_mapping = [[next(numbers) for _stage in parallel] for parallel in grouped]
+    per_level = [as_level(entry) for entry in device_mapping]
+    is_like = [len(level) for level in per_level] == [len(level) for level in grouped]
+    if not is_like or any(ipu < 0 for level in per_level for ipu in level):
+        raise ValueError(
+            f"device_mapping must have one number from 0 for each of the {num_stages} stages, and a list "
+            f"of them for parallel stages; got {list(device_mapping)}."
+        )
+    highest = max(ipu for level in per_level for ipu in level)
+    if highest > _MAX_IPU:
+        raise ValueError(f"device_mapping: IPUs have numbers up to {_MAX_IPU}; got {highest}.")
+    num_ipus = len({ipu for level in per_level for ipu in level})
+    for level in per_level:
+        if num_ipus > 1 and len(set(level)) < len(level):
+            raise ValueError(
+                "device_mapping: parallel stages run at the same time, so each needs an IPU of its own "
+                f"(or all stages of the pipeline are on one); got {level}."
+            )
+    if len(grouped[-1]) > 1:
+        grouped.append([_join])
+        per_level.append(per_level[-1][:1])
+    numbers = itertools.count()
+    functions = [
+        [entry.with_variables(number) if isinstance(entry, Stage) else entry for entry, number in numbered]
+        for numbered in ([(entry, next(numbers)) for entry in parallel] for parallel in grouped)
+    ]
+    return functions, tuple(ipu for level in per_level for ipu in level)
+
+
+def as_level(entry: Any) -> list[Any]:
+    """An entry of a list of stages as a list of parallel ones."""
+    return list(entry) if isinstance(entry, (list, tuple)) else [entry]
+
+
+def _join(*args: Any, **kwargs: Any) -> Any:
+    """What parallel stages at the end of a pipeline return."""
+    return kwargs or args
