@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_pipeline.engine.blocks import Take
+from ipu_pipeline.engine.feeds import Take
 from ipu_pipeline.engine.shapes import as_shape, check_like, trees_equal
 from ipu_pipeline.errors import OutOfRangeError
 from ipu_pipeline.placeholders import cast_exactly

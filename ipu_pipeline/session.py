@@ -12,7 +12,7 @@ import numpy as np
 
 from ipu_pipeline import config, interrupts, ipu_compiler
 from ipu_pipeline.calls import Call, LoopCall, PipelineCall
-from ipu_pipeline.engine.blocks import Take, take_nothing
+from ipu_pipeline.engine.feeds import Take, take_nothing
 from ipu_pipeline.engine.loops import LoopState
 from ipu_pipeline.engine.state import PipelineState
 from ipu_pipeline.engine.variables import VariableSpec, initial_value

@@ -1,5 +1,6 @@
 """The engine: pipelines as plain JAX, state in and state out."""
 
+from ipu_pipeline.engine.dispatch_plans import DispatchPlan
 from ipu_pipeline.engine.errors import OutOfRangeError
 from ipu_pipeline.engine.keys import next_rng_key
 from ipu_pipeline.engine.names import variable_scope
@@ -14,6 +15,7 @@ from ipu_pipeline.engine.variables import assign, get_variable
 __all__ = [
     "Action",
     "ActionKind",
+    "DispatchPlan",
     "OutOfRangeError",
     "Pipeline",
     "PipelineState",

@@ -6,15 +6,16 @@ parts before its last one leave the state as it is, so that it can still be drop
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 
 from ipu_pipeline.engine.block_sizes import BlockSizes, block_sizes
 from ipu_pipeline.engine.collecting import Collecting
 from ipu_pipeline.engine.compiler_options import Options
+from ipu_pipeline.engine.feeds import Take, gather
 from ipu_pipeline.engine.one_program import BlockResult, OneProgram, Position
 from ipu_pipeline.engine.programs import StagePrograms
 from ipu_pipeline.engine.residence import Residence
@@ -22,9 +23,7 @@ from ipu_pipeline.engine.shapes import num_bytes
 from ipu_pipeline.engine.stacking import StackedElement
 from ipu_pipeline.engine.state import Collected, Updated
 
-__all__ = ["BlockExecutor", "PendingBlock", "Take", "gather", "take_nothing"]
-
-Take: TypeAlias = "Callable[[int], Sequence[Any]]"
+__all__ = ["BlockExecutor", "PendingBlock"]
 
 
 class _Part(NamedTuple):
@@ -112,6 +111,13 @@ class BlockExecutor:
     def place_element(self, leaves: Sequence[Any]) -> StackedElement:
         """A micro-batch on the host, sharing no memory with NumPy arrays that are given."""
         return self._program.stacker.add(leaves)
+
+    def place_ahead(self, elements: Sequence[StackedElement]) -> list[StackedElement]:
+        """The micro-batches of one update, as `place_element` left them, on the device."""
+        if not elements or not elements[0].stack:
+            return list(elements)
+        stack = self._program.place_feed(elements, self.sizes(1, len(elements)).room)
+        return [StackedElement(stack, row) for row in range(len(elements))]
 
     def sizes(self, num_updates: int, updated_every: int) -> BlockSizes:
         """The blocks into which so many weight updates of so many micro-batches are cut."""
@@ -255,27 +261,3 @@ class BlockExecutor:
         self, variables: Mapping[str, Any], key: Any, inputs: Sequence[Any], part: _Part
     ) -> list[Any]:
         return self._program.peek_outputs(variables, (), inputs, key, part.position, part.feed)
-
-
-def gather(take: Take, wanted: int, at_least: int) -> list[Any]:
-    """Micro-batches from `take`, which may give fewer at once than it is asked for.
-
-    Args:
-      take: see `Take`.
-      wanted: how many to get.
-      at_least: with so many, an error of `take` only ends the gathering: who asks again gets it again.
-    """
-    elements: list[Any] = []
-    while len(elements) < wanted:
-        try:
-            elements += take(wanted - len(elements))
-        except Exception:
-            if len(elements) < at_least:
-                raise
-            break
-    return elements
-
-
-def take_nothing(wanted: int) -> list[Any]:
-    """Micro-batches where there is no feed."""
-    return [()] * wanted

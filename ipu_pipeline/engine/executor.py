@@ -16,9 +16,12 @@ import numpy as np
 
 from ipu_pipeline.engine import jaxprs, placement
 from ipu_pipeline.engine.accumulators import Accumulator
+from ipu_pipeline.engine.chunks import chunk_programs
 from ipu_pipeline.engine.collecting import Collecting
 from ipu_pipeline.engine.compiler_options import NO_OPTIONS, CompilerOptions
-from ipu_pipeline.engine.dispatches import Template, jit_update, make_plan
+from ipu_pipeline.engine.dispatch_plans import ONE_BY_ONE, DispatchPlan
+from ipu_pipeline.engine.dispatches import Dispatch, Part, Template, jit_update, make_plan
+from ipu_pipeline.engine.feeds import ChunkFeed, FedElement, Take, gather
 from ipu_pipeline.engine.optimizer_tracing import UpdateKind
 from ipu_pipeline.engine.placement import Row
 from ipu_pipeline.engine.programs import StagePrograms
@@ -54,8 +57,8 @@ class Accumulated:
     accumulators: dict[str, Any]
 
 
-# Told, after each dispatch, its template and micro-batch, and the slots of all micro-batches.
-Observer: TypeAlias = "Callable[[Template, int, Sequence[Sequence[Any] | None]], None]"
+# Told, after each dispatch, its template, the chunk of each of its parts, and the slots of all chunks.
+Observer: TypeAlias = "Callable[[Template, tuple[int, ...], Sequence[Sequence[Any] | None]], None]"
 
 
 class Executor:
@@ -75,16 +78,18 @@ class Executor:
         donate: bool,
         collecting: Collecting,
         options: CompilerOptions = NO_OPTIONS,
+        dispatch_plan: DispatchPlan = ONE_BY_ONE,
     ) -> None:
         """Jits the programs; XLA compiles each at its first call.
 
         Args:
           residence: where its state lives.
           programs: the programs of its stages.
-          make_timetable: the checked schedule for so many micro-batches.
+          make_timetable: the checked schedule for so many micro-batches, or chunks of them.
           donate: whether an update may reuse the memory of the variables and optimizer state before it.
           collecting: what is wanted of the last stage.
           options: XLA's, per program.
+          dispatch_plan: how many micro-batches a program handles, and what is fused.
         """
         self.residence = residence
         self.observer: Observer | None = None
@@ -93,11 +98,31 @@ class Executor:
         # Python may raise within a program, so what goes into a step must outlive it.
         stages = residence.traced.stages
         self._has_callbacks = any(jaxprs.has_callbacks(stage.flat) for stage in stages)
+        self.chunk_size = chunk_size = dispatch_plan.chunk_size
         self.plan = make_plan(
-            residence.traced, programs, residence.rows, keys, options, not self._has_callbacks
+            residence.traced,
+            chunk_programs(residence.traced, programs, chunk_size),
+            residence.rows,
+            keys,
+            options,
+            not self._has_callbacks,
+            dispatch_plan.is_fused,
         )
+        self._feed = ChunkFeed(chunk_size, self.place_leaves)
         self._make_timetable = make_timetable
-        self._dispatches: dict[int, list[tuple[Template, int]]] = {}  # by the number of micro-batches
+        self._dispatches: dict[int, list[Dispatch]] = {}  # by the number of chunks
+        # (template, variable that it assigns) -> (template, argument) of its stage that read it
+        self._readers = {
+            (template.index, name): [
+                (other.index, place)
+                for other in self.plan.templates.values()
+                if other.parts[0].stage == template.parts[0].stage
+                for place, read in other.variables
+                if read == name
+            ]
+            for template in self.plan.templates.values()
+            for _place, name in template.assigned
+        }
         last_row = self.plan.last_forward.row
         self._zero_sums = jax.jit(
             lambda: [jnp.zeros(aval.shape, aval.dtype) for aval in collecting.avals],
@@ -114,10 +139,44 @@ class Executor:
                 for number, program in enumerate(programs_of_update)
             ]
 
-    def place_element(self, leaves: Sequence[Any], first: int = 0) -> list[Any]:
-        """The leaves of a micro-batch where they are needed, in the order of the plan's `feed_slots`.
+    def place_element(self, leaves: Sequence[Any]) -> Sequence[Any] | FedElement:
+        """A micro-batch for `take_chunk` or `place_ahead`.
 
         Safe to call from another thread; shares no memory with NumPy arrays that are given.
+        """
+        return self.place_leaves(leaves) if self.chunk_size == 1 else self._feed.add(leaves)
+
+    def take_chunk(self, take: Take) -> Sequence[Any]:
+        """The leaves of the next chunk where they are needed, in the order of the plan's `feed_slots`.
+
+        Args:
+          take: returns up to so many micro-batches, as `place_element` left them.
+        """
+        if self.chunk_size == 1 or not self.plan.feed_slots:
+            element: Sequence[Any] = take(1)[0]
+            return element
+        return self._feed.stack(gather(take, self.chunk_size, self.chunk_size))
+
+    def place_ahead(self, elements: Sequence[Any]) -> list[Any]:
+        """Micro-batches, as `place_element` left them, on the devices that read them."""
+        if self.chunk_size == 1:
+            return list(elements)
+        size = self.chunk_size
+        if len(elements) % size:
+            raise ValueError(
+                f"place_micro_batches: programs handle {size} micro-batches each, by the pipeline's "
+                f"dispatch_plan; {len(elements)} do not make whole ones."
+            )
+        if not self.plan.feed_slots:
+            return list(elements)
+        found: list[Any] = []
+        for first in range(0, len(elements), size):
+            own = elements[first : first + size]
+            found += self._feed.place_ahead(own)
+        return found
+
+    def place_leaves(self, leaves: Sequence[Any], first: int = 0) -> list[Any]:
+        """The leaves of a micro-batch or chunk where they are needed, in the order of `feed_slots`.
 
         Args:
           leaves: all leaves, or some in a row.
@@ -140,7 +199,7 @@ class Executor:
         key: Any,
         execution_count: int,
         inputs: Sequence[Any],
-        next_element: Callable[[], Sequence[Any]],
+        next_chunk: Callable[[], Sequence[Any]],
         accumulators: dict[str, Any],
         num_micro_batches: int,
         first_micro_batch: int = 0,
@@ -154,10 +213,10 @@ class Executor:
           key: the session's random key.
           execution_count: how often the pipeline was executed before.
           inputs: the leaves of the inputs that are constant during the step.
-          next_element: returns the placed leaves of the next micro-batch (see `place_element`). What it
+          next_chunk: returns the placed leaves of the next micro-batch or chunk (see `take_chunk`). What it
             raises ends the step; the variables then have not changed.
           accumulators: placed, by key; their memory is reused.
-          num_micro_batches: how many to run.
+          num_micro_batches: how many to run, a multiple of the chunks' size.
           first_micro_batch: the index of the first one.
           num_accumulated: how many micro-batches the accumulators have taken in.
           loss_scale: of an optimizer with loss scaling, the scale.
@@ -167,7 +226,9 @@ class Executor:
         """
         accumulators = dict(accumulators)
         prepared, placed_inputs = self._prepare(variables, key, execution_count, inputs, loss_scale)
-        values: list[Any] = [None] * num_micro_batches
+        chunk_size = self.chunk_size
+        num_chunks = num_micro_batches // chunk_size
+        values: list[Any] = [None] * num_chunks
         first_outputs: list[Any] = []
         last_outputs: list[Any] = []
         collecting = self._collecting
@@ -180,69 +241,66 @@ class Executor:
         num_outputs = len(residence.traced.outputs)
         last_forward = self.plan.last_forward
         feed_slots = [feed_slot.slot for feed_slot in self.plan.feed_slots]
-        for template, micro_batch in self._order(num_micro_batches):
-            slots = values[micro_batch]
-            if slots is None:
-                slots = values[micro_batch] = [None] * self.plan.num_slots
-                for slot, array in zip(feed_slots, next_element(), strict=True):
-                    slots[slot] = array
+        num_slots = self.plan.num_slots
+        copy_to = placement.copy_to
+        for template, chunks in self._order(num_chunks):
             arguments = prepared[template.index].copy()
             names = template.accumulators
             for place, name in enumerate(names):
                 arguments[place] = accumulators[name]
-            for place, slot in template.loads:
-                arguments[place] = slots[slot]
+            for part, chunk in zip(template.parts, chunks, strict=True):
+                slots = values[chunk]
+                if slots is None:
+                    slots = values[chunk] = [None] * num_slots
+                    for slot, array in zip(feed_slots, next_chunk(), strict=True):
+                        slots[slot] = array
+                for place, slot in part.loads:
+                    arguments[place] = slots[slot]
+                for place in part.micro_batches:
+                    arguments[place] = constant(first_micro_batch + chunk * chunk_size, template.row)
+                for place in part.accumulated:
+                    arguments[place] = constant(num_accumulated + chunk * chunk_size, template.row)
             if offloads:
-                for place, name in template.variables:
-                    if name in residence.offloaded:
-                        arguments[place] = variables[name]
-                places = [place for place, value in enumerate(arguments) if value is not None]
-                loaded = placement.put([arguments[place] for place in places], template.row)
-                for place, value in zip(places, loaded, strict=True):
-                    arguments[place] = value
-            for place in template.micro_batches:
-                arguments[place] = constant(first_micro_batch + micro_batch, template.row)
-            for place in template.accumulated:
-                arguments[place] = constant(num_accumulated + micro_batch, template.row)
+                self._load(template, arguments, variables)
             results = template.function(*arguments)
             for name, result in zip(names, results, strict=False):
                 accumulators[name] = result
             if residence.offloads_accumulators and names:
                 stored = placement.put(results[: len(names)], template.row, offloaded=True)
                 accumulators.update(zip(names, stored, strict=True))
-            for place, slot in template.stores:
-                slots[slot] = results[place]
-            for row, moved, targets in template.transfers:
-                copies = placement.copy_to([results[place] for place in moved], row)
-                for slot, array in zip(targets, copies, strict=True):
-                    slots[slot] = array
             for place, name in template.assigned:
                 assigned[name] = results[place]
-                for argument, read in template.variables:
-                    if read == name:
-                        prepared[template.index][argument] = results[place]
-            if template is last_forward:
-                leaves = [
-                    slots[number] if kind == "slot" else placed_inputs[last_forward.row, number]
-                    for kind, number in self.plan.collected
-                ]
-                if micro_batch == 0:
-                    first_outputs = _only(leaves[:num_outputs], self._read[0])
-                if micro_batch == num_micro_batches - 1:
-                    last_outputs = _only(leaves[:num_outputs], self._read[1])
-                wanted = [leaves[place] for place in collecting.places]
-                if collecting.has_loss:
-                    wanted.append(leaves[-1])
-                if collecting.is_summed:
-                    sums = _add(sums, wanted)
-                else:
-                    collected.append(collecting.collect(wanted, None))
-            if residence.offloads_activations and template.kept:
-                self._store(template, slots)
-            for slot in template.releases:
-                slots[slot] = None
+                for index, argument in self._readers[template.index, name]:
+                    prepared[index][argument] = results[place]
+            for part, chunk in zip(template.parts, chunks, strict=True):
+                slots = values[chunk]
+                for place, slot in part.stores:
+                    slots[slot] = results[place]
+                for row, moved, targets in part.transfers:
+                    copies = copy_to([results[place] for place in moved], row)
+                    for slot, array in zip(targets, copies, strict=True):
+                        slots[slot] = array
+                if template is last_forward:
+                    leaves = self._find_collected(slots, placed_inputs)
+                    if chunk == 0:
+                        first_outputs = self._only(leaves[:num_outputs], self._read[0], 0)
+                    if chunk == num_chunks - 1:
+                        last_outputs = self._only(leaves[:num_outputs], self._read[1], -1)
+                    wanted = [leaves[place] for place in collecting.places]
+                    if collecting.has_loss:
+                        wanted.append(leaves[-1])
+                    if collecting.is_summed:
+                        sums = _add(sums, wanted)
+                    else:
+                        collected.append(
+                            collecting.collect(wanted, None if chunk_size == 1 else chunk_size)
+                        )
+                if residence.offloads_activations and part.kept:
+                    self._store(part, slots)
+                for slot in part.releases:
+                    slots[slot] = None
             if self.observer is not None:
-                self.observer(template, micro_batch, values)
+                self.observer(template, chunks, values)
         if collecting.is_summed:
             collected = [collecting.collect(sums, None)]
         if self._has_callbacks:
@@ -252,14 +310,42 @@ class Executor:
             num_micro_batches, first_outputs, last_outputs, collected, assigned, accumulators
         )
 
-    def _order(self, num_micro_batches: int) -> list[tuple[Template, int]]:
-        known = self._dispatches.get(num_micro_batches)
+    def _order(self, num_chunks: int) -> list[Dispatch]:
+        known = self._dispatches.get(num_chunks)
         if known is None:
             if len(self._dispatches) == _MAX_ORDERS:
                 del self._dispatches[next(iter(self._dispatches))]
-            known = self.plan.dispatches(self._make_timetable(num_micro_batches))
-            self._dispatches[num_micro_batches] = known
+            known = self.plan.dispatches(self._make_timetable(num_chunks))
+            self._dispatches[num_chunks] = known
         return known
+
+    def _load(self, template: Template, arguments: list[Any], variables: Mapping[str, Any]) -> None:
+        """Puts those of a program's arguments that are in host memory on its row."""
+        for place, name in template.variables:
+            if name in self.residence.offloaded:
+                arguments[place] = variables[name]
+        places = [place for place, value in enumerate(arguments) if value is not None]
+        loaded = placement.put([arguments[place] for place in places], template.row)
+        for place, value in zip(places, loaded, strict=True):
+            arguments[place] = value
+
+    def _find_collected(self, slots: Sequence[Any], inputs: Mapping[tuple[Row, int], Any]) -> list[Any]:
+        """What the last stage returned, and then the loss."""
+        row = self.plan.last_forward.row
+        found = []
+        for kind, number in self.plan.collected:
+            value = slots[number] if kind == "slot" else inputs[row, number]
+            if kind == "input" and self.chunk_size > 1:
+                value = jnp.broadcast_to(value, (self.chunk_size, *value.shape))
+            found.append(value)
+        return found
+
+    def _only(self, leaves: Sequence[Any], places: Collection[int], number: int) -> list[Any]:
+        """The leaves of one micro-batch of a chunk, None in other places."""
+        return [
+            None if place not in places else leaf if self.chunk_size == 1 else leaf[number]
+            for place, leaf in enumerate(leaves)
+        ]
 
     def update(
         self,
@@ -307,10 +393,10 @@ class Executor:
                 made[value.kind][value.key] = result  # type: ignore[index]  # a dict or a list
         return Updated(new_variables, new_leaves, zeros, accumulated.collected)
 
-    def _store(self, template: Template, slots: list[Any]) -> None:
+    def _store(self, part: Part, slots: list[Any]) -> None:
         """Moves what is kept for backwards to host memory, on the row where it is."""
-        for row in dict.fromkeys(self.plan.slot_rows[slot] for slot in template.kept):
-            own = [slot for slot in template.kept if self.plan.slot_rows[slot] is row]
+        for row in dict.fromkeys(self.plan.slot_rows[slot] for slot in part.kept):
+            own = [slot for slot in part.kept if self.plan.slot_rows[slot] is row]
             stored = placement.put([slots[slot] for slot in own], row, offloaded=True)
             for slot, value in zip(own, stored, strict=True):
                 slots[slot] = value
@@ -375,14 +461,12 @@ def _find_read(programs: Sequence[UpdateProgram]) -> set[Any]:
     return {v.key for program in programs for v in program.arguments if v.kind == UpdateKind.OUTPUT}
 
 
-def _only(leaves: Sequence[Any], places: Collection[int]) -> list[Any]:
-    """The leaves, None in other places."""
-    return [leaf if place in places else None for place, leaf in enumerate(leaves)]
-
-
 @functools.partial(jax.jit, donate_argnums=0)
 def _add(totals: Any, parts: Any) -> Any:
-    return jax.tree.map(lambda total, part: total + part.astype(total.dtype), totals, parts)
+    def add(total: jax.Array, part: jax.Array) -> jax.Array:
+        return total + part.astype(total.dtype).sum(tuple(range(part.ndim - total.ndim)))  # a chunk's
+
+    return jax.tree.map(add, totals, parts)
 
 
 @functools.partial(jax.jit, donate_argnums=0)

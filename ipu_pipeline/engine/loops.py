@@ -178,7 +178,7 @@ class Loop:
             executor = self._runner = Executor(
                 residence, self.programs, lambda _count: self._timetable, True, make_collecting(traced)
             )
-            self._place_feed = functools.partial(executor.place_element, first=len(self.body.changing))
+            self._place_feed = functools.partial(executor.place_leaves, first=len(self.body.changing))
         return residence
 
     def place(self, state: LoopState) -> LoopState:
@@ -334,7 +334,7 @@ class Loop:
     ) -> LoopResult:
         before = state.pipeline
         num_changing = len(self.body.changing)
-        carried, fed = iter(executor.place_element(changing, 0)), iter(element)
+        carried, fed = iter(executor.place_leaves(changing, 0)), iter(element)
         placed = [
             next(carried if feed_slot.leaf < num_changing else fed)
             for feed_slot in executor.plan.feed_slots

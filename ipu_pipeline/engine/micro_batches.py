@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 
+from ipu_pipeline.engine.chunks import chunk_programs
 from ipu_pipeline.engine.offloading import load, store
-from ipu_pipeline.engine.programs import StageProgram, StagePrograms, Value, ValueKind
+from ipu_pipeline.engine.programs import StagePrograms, ValueKind
 from ipu_pipeline.engine.residence import Residence
 from ipu_pipeline.engine.traced import Source, TracedPipeline
 
 __all__ = ["MicroBatches"]
-
-_DIFFERENT = (ValueKind.MICRO_BATCH, ValueKind.ACCUMULATED, ValueKind.RESIDUAL, ValueKind.COTANGENT)
-# The arguments of a program, and which of them differ by micro-batch -> its results, twice: those of the
-# last micro-batch, and those of all.
-_Call: TypeAlias = "Callable[[StageProgram, list[Any], list[bool]], tuple[Sequence[Any], Sequence[Any]]]"
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,13 +56,12 @@ class MicroBatches:
           The accumulators, the new values of assigned variables by full name, and all values between
           stages, which are stacked of several micro-batches.
         """
+        programs = self.programs if size is None else chunk_programs(self.traced, self.programs, size)
+        accumulators, assigned, found = self._run(
+            programs, variables, accumulators, random, given, num_inputs
+        )
         if size is None:
-            return self._run(variables, accumulators, random, given, num_inputs, _call_once)
-        key, execution, index, accumulated, loss_scale = random
-        numbers = jnp.arange(size, dtype=jnp.int32)
-        random = (key, execution, index + numbers, accumulated + numbers, loss_scale)
-        call = functools.partial(_call_for_each, size)
-        accumulators, assigned, found = self._run(variables, accumulators, random, given, num_inputs, call)
+            return accumulators, assigned, found
         for source, value in found.items():
             if source.kind == "input":
                 found[source] = jnp.broadcast_to(value, (size, *jnp.shape(value)))
@@ -76,12 +69,12 @@ class MicroBatches:
 
     def _run(
         self,
+        programs: Sequence[StagePrograms],
         variables: Mapping[str, Any],
         accumulators: Mapping[str, Any],
         random: tuple[Any, Any, Any, Any, Any],
         given: Sequence[Any],
         num_inputs: int,
-        call: _Call,
     ) -> tuple[dict[str, Any], dict[str, Any], dict[Source, Any]]:
         found = {Source("input", number): value for number, value in enumerate(given[:num_inputs])}
         found |= {Source("element", number): value for number, value in enumerate(given[num_inputs:])}
@@ -100,17 +93,16 @@ class MicroBatches:
             ValueKind.LOSS_SCALE,
         )
         constants = dict(zip(scalars, random, strict=True))
-        order = [(index, stage.forward) for index, stage in enumerate(self.programs)]
+        order = [(index, stage.forward) for index, stage in enumerate(programs)]
         order += [
             (index, stage.backward)
-            for index, stage in reversed(list(enumerate(self.programs)))
+            for index, stage in reversed(list(enumerate(programs)))
             if stage.backward
         ]
         for number, (index, program) in enumerate(order):
             stage = self.traced.stages[index]
-            arguments, differs = [], []
+            arguments = []
             for value in program.arguments:
-                own = value.kind in _DIFFERENT
                 if value.kind in constants:
                     arguments.append(constants[value.kind])
                 elif value.kind is ValueKind.ACCUMULATOR:
@@ -122,24 +114,20 @@ class MicroBatches:
                     arguments.append(load(variable) if name in self.residence.offloaded else variable)
                 elif value.kind is ValueKind.INPUT:
                     source = stage.inputs[value.index]
-                    own = source.kind != "input"
-                    is_kept = own and number >= len(self.programs)
+                    is_kept = source.kind != "input" and number >= len(programs)
                     arguments.append(load_kept(kept[index, source]) if is_kept else found[source])
                 elif value.kind is ValueKind.RESIDUAL:
                     arguments.append(load_kept(residuals[index, value.index]))
                 else:
                     assert value.kind is ValueKind.COTANGENT
                     arguments.append(cotangents[stage.outputs[value.index], value.consumer])
-                differs.append(own)
-            for values, last, result in zip(
-                program.results, *call(program, arguments, differs), strict=True
-            ):
+            for values, result in zip(program.results, program.function(*arguments), strict=True):
                 for value in values:
                     if value.kind is ValueKind.ACCUMULATOR:
                         key = keys[index, stage.variables[value.index].name]
-                        new_accumulators[key] = store_accumulator(last)
+                        new_accumulators[key] = store_accumulator(result)
                     elif value.kind is ValueKind.ASSIGNED:
-                        assigned[stage.variables[value.index].name] = last
+                        assigned[stage.variables[value.index].name] = result
                     elif value.kind is ValueKind.OUTPUT:
                         found[Source("output", value.index, index)] = result
                     elif value.kind is ValueKind.RESIDUAL:
@@ -147,8 +135,8 @@ class MicroBatches:
                     else:
                         assert value.kind is ValueKind.INPUT_COTANGENT
                         cotangents[stage.inputs[value.index], index] = result
-            backward = self.programs[index].backward
-            if program is self.programs[index].forward and backward is not None:
+            backward = programs[index].backward
+            if program is programs[index].forward and backward is not None:
                 places = [v.index for v in backward.arguments if v.kind is ValueKind.INPUT]
                 for source in (stage.inputs[place] for place in places):
                     if source.kind != "input":
@@ -156,53 +144,6 @@ class MicroBatches:
         return new_accumulators, assigned, found
 
 
-def _call_once(program: StageProgram, arguments: list[Any], differs: list[bool]) -> Any:
-    del differs
-    results = program.function(*arguments)
-    return results, results
-
-
-def _call_for_each(size: int, program: StageProgram, arguments: list[Any], differs: list[bool]) -> Any:
-    """Calls a program for one micro-batch after another."""
-    carried = _carried(program)
-    kept = [
-        place
-        for place, values in enumerate(program.results)
-        if place not in carried.values() or len(values) > 1
-    ]
-
-    def one(state: list[Any], stacked: list[Any]) -> tuple[list[Any], list[Any]]:
-        changed, fed = dict(zip(carried, state, strict=True)), iter(stacked)
-        full = [next(fed) if own else value for value, own in zip(arguments, differs, strict=True)]
-        results = program.function(*(changed.get(place, value) for place, value in enumerate(full)))
-        return [results[place] for place in carried.values()], [results[place] for place in kept]
-
-    state, stacks = jax.lax.scan(
-        one,
-        [arguments[place] for place in carried],
-        [value for value, own in zip(arguments, differs, strict=True) if own],
-        length=size,
-    )
-    all_results = dict(zip(kept, stacks, strict=True))
-    last = {place: stack[-1] for place, stack in all_results.items()}
-    last |= dict(zip(carried.values(), state, strict=True))
-    places = range(len(program.results))
-    return [last[place] for place in places], [all_results.get(place) for place in places]
-
-
 def _transfers(is_offloaded: bool) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
     """What brings values to the device, and what puts them into host memory."""
     return (load, store) if is_offloaded else (lambda value: value, lambda value: value)
-
-
-def _carried(program: StageProgram) -> dict[int, int]:
-    """Arguments that have another value in the next micro-batch -> the results that give it."""
-    places = {value: place for place, value in enumerate(program.arguments)}
-    carried = {}
-    for place, values in enumerate(program.results):
-        for value in values:
-            is_assigned = value.kind is ValueKind.ASSIGNED
-            argument = Value(ValueKind.VARIABLE, value.index) if is_assigned else value
-            if (is_assigned or value.kind is ValueKind.ACCUMULATOR) and argument in places:
-                carried[places[argument]] = place
-    return carried

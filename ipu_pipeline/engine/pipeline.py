@@ -23,12 +23,20 @@ from ipu_pipeline.engine import (
     stage_lists,
 )
 from ipu_pipeline.engine.accumulators import AccumulatorPlan, plan_accumulators
-from ipu_pipeline.engine.blocks import BlockExecutor, PendingBlock, Take, take_nothing
+from ipu_pipeline.engine.blocks import BlockExecutor, PendingBlock
 from ipu_pipeline.engine.building import Built, Recipe, build
 from ipu_pipeline.engine.collecting import Collecting
 from ipu_pipeline.engine.compiler_options import Options, check_compiles, plan_options
+from ipu_pipeline.engine.dispatch_plans import (
+    DispatchPlan,
+    check_dispatch_plan,
+    check_fused,
+    choose_dispatch_plan,
+    has_effects,
+)
 from ipu_pipeline.engine.errors import OutOfRangeError
 from ipu_pipeline.engine.executor import Accumulated, Executor
+from ipu_pipeline.engine.feeds import PlacedMicroBatches, Take, take_nothing
 from ipu_pipeline.engine.gradient_maps import GradientMap
 from ipu_pipeline.engine.memory_plan import StageMemory, plan_memory
 from ipu_pipeline.engine.offloading import Offload, parse_offload
@@ -84,6 +92,8 @@ class Pipeline:
         backward_options: Sequence[Options] | None = None,
         update_options: Options | None = None,
         option_names: Mapping[str, str] | None = None,
+        dispatch_plan: DispatchPlan | None = None,
+        max_chunked_bytes: int = 16 * 2**20,
     ) -> None:
         """Checks the arguments; nothing is traced or compiled yet.
 
@@ -138,6 +148,11 @@ class Pipeline:
           backward_options: likewise for the backward programs; only with an optimizer.
           update_options: for the programs of the weight update; only with an optimizer.
           option_names: what errors call these three arguments, by their names here.
+          dispatch_plan: over several devices, how many micro-batches a program handles, and what is fused.
+            None: chosen so that a step is short, for the schedule "grouped" (see `dispatch_plan`). It has no
+            effect with all stages on one device, where everything is one program.
+          max_chunked_bytes: what is chosen may not make a stage hold more than this between forwards and
+            backwards by handling several micro-batches at once.
 
         Raises:
           TypeError: a compiler option has not the type of one.
@@ -166,6 +181,9 @@ class Pipeline:
             update_options,
             option_names or {},
         )
+        if dispatch_plan is not None:
+            check_dispatch_plan(dispatch_plan, num_micro_batches, mapping)
+        self._is_default_schedule = schedule == "grouped"
         self._recipe = Recipe(
             functions=functions,
             mapping=mapping,
@@ -186,6 +204,9 @@ class Pipeline:
         self._offload = parse_offload(offload)
         self._recompute = None if recompute is None else Recomputation(recompute)
         self._num_serialized = num_serialized
+        self._given_plan = dispatch_plan
+        self._max_chunked_bytes = max_chunked_bytes
+        self._chosen_plan: DispatchPlan | None = None
         self._block_bytes = block_bytes
         self._built: Built | None = None
         self._programs: tuple[StagePrograms, ...] = ()
@@ -264,11 +285,54 @@ class Pipeline:
         count = self._num_micro_batches if num_micro_batches is None else num_micro_batches
         if count is None:
             raise ValueError("plan_memory: num_micro_batches must be given, as for `step`; it is None.")
+        plan = self.dispatch_plan
+        return self._plan_memory(count, 1 if plan is None else plan.chunk_size)
+
+    def _plan_memory(self, count: int, chunk_size: int) -> tuple[StageMemory, ...]:
         if len(set(self._mapping)) == 1:  # one program, which ends a micro-batch before the next one starts
-            in_flight = (self.num_serialized,) * len(self._mapping)
+            in_flight: Sequence[int] = (self.num_serialized,) * len(self._mapping)
         else:
-            in_flight = self.timetable(count).in_flight
+            in_flight = [chunk_size * chunks for chunks in self.timetable(count // chunk_size).in_flight]
         return plan_memory(self.traced, self._programs, self._mapping, in_flight)
+
+    @property
+    def dispatch_plan(self) -> DispatchPlan | None:
+        """How many micro-batches a program handles, and what is fused; None on one device.
+
+        If none was given it is chosen, from the programs and the kind of the devices (a CPU's, as long as
+        none are known). With another schedule than "grouped", with recomputation or offloading and with a
+        number of micro-batches that is known at run only, every action stays a program of its own.
+        """
+        if len(set(self._mapping)) == 1:
+            return None
+        if self._given_plan is not None:
+            return self._given_plan
+        if self._chosen_plan is None:
+            self._chosen_plan = self._choose_plan()
+        return self._chosen_plan
+
+    def _choose_plan(self) -> DispatchPlan:
+        count = self._num_micro_batches
+        reason = None
+        if count is None:
+            reason = "the number of micro-batches is known at run only"
+        elif not self._is_default_schedule:
+            reason = "the schedule was chosen for its order and memory"
+        elif self._recompute is not None or self._offload:
+            reason = "recomputation and offloading are to save memory"
+        elif any(has_effects(own) for own in self._programs):
+            reason = "stages print or call back into Python"
+        if reason is not None or count is None:
+            return DispatchPlan(reason=reason or "")
+        return choose_dispatch_plan(
+            self._programs,
+            self.traced.levels,
+            self.timetable,
+            count,
+            "cpu" if self._devices is None else self._devices[0].platform,
+            lambda chunk_size: max(m.num_live_bytes for m in self._plan_memory(count, chunk_size)),
+            self._max_chunked_bytes,
+        )
 
     def plan_accumulators(self) -> AccumulatorPlan:
         """Which program accumulates where."""
@@ -302,12 +366,16 @@ class Pipeline:
             return
         self._built = build(self._recipe, element, input_shapes, self._recompute)
         self._programs = self._built.programs
+        if self._given_plan is not None and self._given_plan.is_fused:
+            count = self._num_micro_batches or 1
+            timetable = self.timetable(count // self._given_plan.chunk_size)
+            check_fused(self._programs, timetable, self.traced.levels)
 
     def set_recomputation(self, recompute: Recomputation | None) -> None:
         """Says what stages keep for their backward. If that is new, everything is compiled again."""
         if recompute is self._recompute:
             return
-        self._recompute, self._executor = recompute, None
+        self._recompute, self._executor, self._chosen_plan = recompute, None, None
         if self._built is not None:
             self._programs = self._built.make_programs(recompute)
 
@@ -336,6 +404,8 @@ class Pipeline:
             )
         rows = placement.make_rows(devices, self._mapping)
         check_compiles(self._options, rows)
+        if self._devices is None or [d.platform for d in self._devices] != [d.platform for d in devices]:
+            self._chosen_plan = None
         self._devices = list(devices)
         self._placed = self._accumulators = None
         residence = Residence(self.traced, self.updates, rows, self.plan_accumulators(), self._offload)
@@ -351,6 +421,8 @@ class Pipeline:
                 options=self._options.whole,
             )
         else:
+            plan = self.dispatch_plan
+            assert plan is not None
             self._executor = Executor(
                 residence,
                 self._programs,
@@ -358,6 +430,7 @@ class Pipeline:
                 self._donate,
                 self.collecting,
                 self._options,
+                plan,
             )
         return self._executor
 
@@ -419,7 +492,7 @@ class Pipeline:
     def step(
         self,
         state: PipelineState,
-        micro_batches: Iterable[Any],
+        micro_batches: Iterable[Any] | PlacedMicroBatches,
         *inputs: Any,
         num_micro_batches: int | None = None,
     ) -> tuple[PipelineState, StepOutputs]:
@@ -428,7 +501,7 @@ class Pipeline:
         Args:
           state: from `init` or the step before; with `donate` it must not be used afterwards.
           micro_batches: yields pytrees of arrays, at least as many as the step has micro-batches; what is
-            left stays there.
+            left stays there. Or what `place_micro_batches` returned.
           *inputs: pytrees of arrays that are constant during the step.
           num_micro_batches: if the pipeline was given None, how many.
 
@@ -441,6 +514,8 @@ class Pipeline:
             `num_micro_batches` is given twice, or not at all.
         """
         every = self._updated_every(num_micro_batches)
+        if isinstance(micro_batches, PlacedMicroBatches):
+            return self._step(state, micro_batches.taker(self.prepare(), every), inputs, num_micro_batches)
         iterator = iter(micro_batches)
         if self._built is None:
             try:
@@ -450,8 +525,6 @@ class Pipeline:
             self.trace(first, *inputs)
             iterator = _chain(first, iterator)
         executor = self.prepare()
-        state = self.place(state)
-        input_leaves = self.check_inputs(inputs)
         numbers = iter(range(every))
 
         def take(wanted: int) -> list[Any]:
@@ -464,18 +537,36 @@ class Pipeline:
             return [executor.place_element(self.check_element(element, number))]
 
         has_feed = bool(jax.tree.leaves(self.traced.element))
-        feed = take if has_feed else take_nothing
-        pending = self.accumulate(state, feed, input_leaves, num_micro_batches=num_micro_batches)
+        return self._step(state, take if has_feed else take_nothing, inputs, num_micro_batches)
+
+    def place_micro_batches(self, micro_batches: Sequence[Any]) -> PlacedMicroBatches:
+        """The micro-batches of a step, put on the devices that read them, for `step`; once or again.
+
+        Args:
+          micro_batches: pytrees of arrays, as many as a step has. Their memory is not shared.
+
+        Raises:
+          RuntimeError: the pipeline has not been traced.
+          ValueError: a micro-batch has another shape, dtype or structure than the pipeline was traced for;
+            or a program handles several, and there is another number than these make.
+        """
+        executor = self.prepare()
+        elements = [
+            executor.place_element(self.check_element(element, number))
+            for number, element in enumerate(micro_batches)
+        ]
+        return PlacedMicroBatches(executor, len(elements), executor.place_ahead(elements))
+
+    def _step(
+        self, state: PipelineState, take: Take, inputs: Sequence[Any], num_micro_batches: int | None
+    ) -> tuple[PipelineState, StepOutputs]:
+        state = self.place(state)
+        input_leaves = self.check_inputs(inputs)
+        pending = self.accumulate(state, take, input_leaves, num_micro_batches=num_micro_batches)
         new_state, collected = self.update(state, pending)
-        outputs, losses = [], []
-        for part in collected:
-            found, loss = _unstack(part)
-            if callable(self._recipe.collect[0]):
-                outputs += found
-            elif self._recipe.collect[0]:
-                outputs += [self.traced.output_tree.unflatten(leaves) for leaves in found]
-            losses += loss
-        return new_state, StepOutputs(outputs, losses)
+        collects = self._recipe.collect[0]
+        unflatten = list if callable(collects) else self.traced.output_tree.unflatten if collects else None
+        return new_state, StepOutputs(collected, unflatten)
 
     def num_fetched(self, num_updates: int, num_micro_batches: int | None = None) -> int:
         """How many micro-batches `accumulate` takes at once.
@@ -486,7 +577,7 @@ class Pipeline:
         """
         executor = self.prepare()
         if isinstance(executor, Executor):
-            return 1
+            return executor.chunk_size
         return executor.sizes(num_updates, self._updated_every(num_micro_batches)).capacity
 
     def _updated_every(self, num_micro_batches: int | None) -> int:
@@ -536,7 +627,7 @@ class Pipeline:
         loss_scale = executor.residence.loss_scale(leaves)
         if isinstance(executor, Executor):
             return executor.accumulate(
-                *known, lambda: take(1)[0], accumulators, every, loss_scale=loss_scale
+                *known, lambda: executor.take_chunk(take), accumulators, every, loss_scale=loss_scale
             )
         needs_outputs = (
             self.updates is not None and state.optimizer_state is None and self.updates.init_needs_outputs
@@ -652,16 +743,6 @@ def _check_positive(argument: str, value: Any) -> None:
 
 def _describe_shortage(number: int, every: int) -> str:
     return f"The data ended after {number} of the {every} micro-batches of a step."
-
-
-def _unstack(part: Collected) -> tuple[list[list[Any]], list[Any]]:
-    """The outputs and the losses of each micro-batch; no losses without training."""
-    if part.size is None:
-        return [part.outputs], [] if part.loss is None else [part.loss]
-    # All of a stack, whose size does not depend on the number of micro-batches: that compiles once.
-    outputs = [list(leaf)[: part.size] for leaf in part.outputs]
-    losses = [] if part.loss is None else list(part.loss)[: part.size]
-    return [[leaf[number] for leaf in outputs] for number in range(part.size)], losses
 
 
 def _chain(first: Any, rest: Iterator[Any]) -> Iterator[Any]:

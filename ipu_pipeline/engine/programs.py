@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import numpy as np
 from jax.extend import core as jex_core
 
 from ipu_pipeline.engine import jaxprs
+from ipu_pipeline.engine.costs import count_operations
 from ipu_pipeline.engine.shapes import check_float_dtype
 from ipu_pipeline.engine.variables import VariableSpec
 
@@ -78,12 +80,16 @@ class StageProgram:
       function: takes `arguments`, returns `results`.
       arguments: what they are; accumulators, which may be donated, come first.
       results: what they are. One result may stand for several values.
+      num_operations: what it costs, see `costs.count_operations`.
+      has_effects: whether it prints or calls back into Python.
     """
 
     name: str
     function: Callable[..., list[Any]]
     arguments: tuple[Value, ...]
     results: tuple[tuple[Value, ...], ...]
+    num_operations: float
+    has_effects: bool
 
     @property
     def num_accumulators(self) -> int:
@@ -145,7 +151,9 @@ def cut(
             arguments.append(Value(ValueKind.RESIDUAL, len(residuals)))
             residuals.append(var)
     labelled = tuple(tuple(values) for values in grouped.values())
-    return StageProgram(name, program, tuple(arguments), labelled), residuals
+    jaxpr = program.closed_jaxpr.jaxpr
+    cost = count_operations(jaxpr)
+    return StageProgram(name, program, tuple(arguments), labelled, cost, bool(jaxpr.effects)), residuals
 
 
 def seed(program: StageProgram, dtype: Any, is_scaled: bool) -> StageProgram:
@@ -165,7 +173,7 @@ def seed(program: StageProgram, dtype: Any, is_scaled: bool) -> StageProgram:
         for own, value in zip(is_seed, program.arguments, strict=True)
         if is_scaled or not own
     )
-    return StageProgram(program.name, seeded, arguments, program.results)
+    return dataclasses.replace(program, function=seeded, arguments=arguments)
 
 
 def count_dtype(dtype: Any) -> Any:
@@ -245,11 +253,11 @@ def accumulate(program: StageProgram, reduction: Reduction) -> StageProgram:
                 taken.append(accumulator + gradient.astype(accumulator.dtype))
         return [*taken, *(results[place] for place, _values in kept)]
 
-    return StageProgram(
-        program.name,
-        accumulated,
-        (*(value for _place, value in places), *arguments),
-        (*((value,) for _place, value in places), *(values for _place, values in kept)),
+    return dataclasses.replace(
+        program,
+        function=accumulated,
+        arguments=(*(value for _place, value in places), *arguments),
+        results=(*((value,) for _place, value in places), *(values for _place, values in kept)),
     )
 
 

@@ -20,7 +20,7 @@ from ipu_pipeline.engine import jaxprs, keys, stages
 from ipu_pipeline.engine.loss_scaling import LossScaled, LossScaleState
 from ipu_pipeline.engine.optimizer_tracing import Optimizer
 from ipu_pipeline.engine.programs import Reduction, count_dtype
-from ipu_pipeline.engine.state import PipelineState, StepOutputs
+from ipu_pipeline.engine.state import Collected, PipelineState, StepOutputs
 from ipu_pipeline.engine.traced import Source, TracedPipeline
 
 __all__ = ["Gradients", "gradients", "step"]
@@ -158,9 +158,11 @@ def step(
                 after = before + gradient.astype(before.dtype)
             accumulated[name] = after.astype(dtypes[name])
     unflatten = traced.output_tree.unflatten
-    step_outputs = StepOutputs(
-        [unflatten(outputs) for outputs in all_outputs], losses if optimizer is not None else []
-    )
+    collected = [
+        Collected(outputs, None if optimizer is None else loss, None)
+        for outputs, loss in zip(all_outputs, losses, strict=True)
+    ]
+    step_outputs = StepOutputs(collected, unflatten)
     running = dataclasses.replace(running, execution_count=np.int32(state.execution_count + 1))
     if optimizer is None:
         return running, step_outputs

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,12 +39,35 @@ class StepOutputs:
     """What a step returns besides the new state.
 
     Attributes:
-      outputs: what the last stage returned, a list with one entry per micro-batch.
-      losses: the loss of each micro-batch, scalars; empty without training.
+      collected: the leaves, as they were made: stacked where one program handled several micro-batches.
+      unflatten: makes an output of its leaves; None where outputs are not collected.
     """
 
-    outputs: list[Any]
-    losses: list[Any]
+    collected: Sequence[Collected]
+    unflatten: Callable[[list[Any]], Any] | None
+
+    @functools.cached_property
+    def outputs(self) -> list[Any]:
+        """What the last stage returned, one entry per micro-batch."""
+        if self.unflatten is None:
+            return []
+        found: list[Any] = []
+        for part in self.collected:
+            if part.size is None:
+                found.append(self.unflatten(part.outputs))
+                continue
+            leaves = [_unstack(leaf, part.size) for leaf in part.outputs]
+            found += [self.unflatten([leaf[number] for leaf in leaves]) for number in range(part.size)]
+        return found
+
+    @functools.cached_property
+    def losses(self) -> list[Any]:
+        """The loss of each micro-batch, scalars; empty without training."""
+        found: list[Any] = []
+        for part in self.collected:
+            if part.loss is not None:
+                found += [part.loss] if part.size is None else _unstack(part.loss, part.size)
+        return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,3 +101,8 @@ class Updated:
     state_leaves: list[Any]
     accumulators: dict[str, Any]
     collected: list[Collected]
+
+
+def _unstack(stack: Any, size: int) -> list[Any]:
+    # All of the stack, whose length does not depend on the number of micro-batches: that compiles once.
+    return list(stack)[:size]

@@ -1,0 +1,1 @@
+"""Benchmarks, a folder per question."""

@@ -1,0 +1,154 @@
+"""What comes before the first step: its time and its compilations, against the unsplit model; and imports.
+
+    python -m benchmarks.compile.run [--rounds 5] [--json FILE]
+
+From the first call of JAX to the end of the first training step, each time in a new process, with nothing
+cached on disk: the pipeline, and the same model as one jitted scan on one device. Compilations are those that
+JAX reports of XLA. Afterwards both do three more steps, in which nothing may be compiled.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks import harness
+from benchmarks.harness import Row
+
+MODULE = "benchmarks.compile.run"
+CASES = ["mlp64", "mlp512-4", "convolutional", "transformer"]
+MOST_RATIO, MOST_IMPORT_SECONDS = 1.5, 0.1
+IMPORTS = {
+    "ipu_pipeline": "import jax, optax, ipu_pipeline",
+    "jax": "import jax, optax",
+}
+
+
+def measure_side(side: str, case: str) -> dict[str, Any]:
+    """Seconds to the end of the first step, and how often XLA compiled for it and afterwards."""
+    import jax
+    import numpy as np
+    import optax
+
+    from benchmarks import models
+    from ipu_pipeline import engine
+
+    workload = models.WORKLOADS[case]
+    model = workload.make()
+    micro_batches = model.micro_batches(workload.num_micro_batches)
+    compiled: list[str] = []
+
+    def count(event: str, _seconds: float, **_rest: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(count)
+    if side == "pipeline":
+        jax.config.update("jax_num_cpu_devices", workload.num_stages)
+    begin = time.perf_counter()
+    if side == "pipeline":
+        pipeline = engine.Pipeline(
+            [engine.Stage(f, p) for f, p in zip(model.stages, model.parameters, strict=True)],
+            num_micro_batches=workload.num_micro_batches,
+            loss=lambda loss: loss,
+            optimizer=optax.sgd(models.RATE),
+            donate=True,
+            collect_outputs=False,
+        )
+        state = pipeline.init(jax.random.key(0), micro_batches[0])
+
+        def step() -> Any:
+            nonlocal state
+            state, outputs = pipeline.step(state, micro_batches)
+            return jax.block_until_ready((state, outputs.losses))
+
+    else:
+        train, parameters, stacked = models.make_plain_step(model, workload.num_micro_batches)
+
+        def step() -> Any:
+            nonlocal parameters
+            parameters, losses = train(parameters, stacked)
+            return jax.block_until_ready((parameters, [np.asarray(loss) for loss in losses]))
+
+    step()
+    seconds = time.perf_counter() - begin
+    number = len(compiled)
+    for _ in range(3):
+        step()
+    return {"seconds": seconds, "compilations": number, "later": len(compiled) - number}
+
+
+def run(*command: str) -> str:
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(
+        [sys.executable, *command], check=True, stdout=subprocess.PIPE, text=True, cwd=root
+    )
+    return done.stdout.splitlines()[-1] if done.stdout else ""
+
+
+def measure_imports(num_rounds: int) -> Row:
+    """How much longer it takes to import the library too; fails if that starts a backend."""
+    check = "import jax._src.xla_bridge as bridge; assert not bridge.backends_are_initialized()"
+    run("-c", f"{IMPORTS['ipu_pipeline']}; {check}")
+    taken: dict[str, list[float]] = {name: [] for name in IMPORTS}
+    for _ in range(num_rounds):
+        for name, code in IMPORTS.items():
+            clock = "import time; begin = time.perf_counter()"
+            taken[name].append(float(run("-c", f"{clock}; {code}; print(time.perf_counter() - begin)")))
+    more = [ours - other for ours, other in zip(taken["ipu_pipeline"], taken["jax"], strict=True)]
+    medians = {name: f"{statistics.median(found):.2f} s" for name, found in taken.items()}
+    case = "import ipu_pipeline beyond jax and optax, seconds"
+    spread = (min(more), max(more))
+    return Row(
+        "compile",
+        case,
+        medians["ipu_pipeline"],
+        medians["jax"],
+        statistics.median(more),
+        spread,
+        MOST_IMPORT_SECONDS,
+    )
+
+
+def main() -> None:
+    parser = harness.make_parser(__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--cases", nargs="+")
+    args = parser.parse_args()
+    if args.side:
+        print(json.dumps(measure_side(args.side, args.cases[0])))
+        return
+    num_rounds = 2 if args.short else args.rounds
+    rows = []
+    for case in args.cases or (CASES[:2] if args.short else CASES):
+        found: dict[str, list[Any]] = {"pipeline": [], "plain": []}
+        for _ in range(num_rounds):
+            for side, facts in found.items():
+                facts.append(json.loads(run("-m", MODULE, "--side", side, "--cases", case)))
+        seconds = {side: [fact["seconds"] for fact in facts] for side, facts in found.items()}
+        name = f"{case}, time to first step"
+        rows.append(harness.compare("compile", name, seconds["pipeline"], seconds["plain"], MOST_RATIO))
+        counts = {side: facts[0]["compilations"] for side, facts in found.items()}
+        later = max(fact["later"] for fact in found["pipeline"])
+        rows.append(
+            Row(
+                "compile",
+                f"{case}, compilations after the first step",
+                f"{counts['pipeline']} before",
+                f"{counts['plain']} before",
+                later,
+                None,
+                0,
+            )
+        )
+    rows.append(measure_imports(num_rounds + 2))
+    harness.report(rows, args.json)
+
+
+if __name__ == "__main__":
+    main()

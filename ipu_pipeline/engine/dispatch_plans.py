@@ -1,0 +1,209 @@
+"""How actions become dispatches: how many micro-batches a program handles, and what is fused.
+
+Every dispatch costs the host and the device some time, however little it computes. Chunks of micro-batches
+have fewer dispatches, but a pipeline of chunks takes longer to fill and to drain, and has more micro-batches
+in flight. Which is better is simulated: the programs' operations and the nominal figures below give the times.
+So the choice depends on the pipeline and on the kind of device alone, and is the same everywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ipu_pipeline.engine.dispatches import find_units
+from ipu_pipeline.engine.programs import StagePrograms
+from ipu_pipeline.engine.schedules import ActionKind, Timetable
+from ipu_pipeline.engine.simulator import Unit, simulate
+
+__all__ = [
+    "ONE_BY_ONE",
+    "DispatchPlan",
+    "check_dispatch_plan",
+    "check_fused",
+    "choose_dispatch_plan",
+    "has_effects",
+    "possible_chunk_sizes",
+]
+
+_MAX_CHUNK_SIZE = 16
+_MAX_SIMULATED = 32  # micro-batches; more only repeat what these do
+_LEAST_GAIN = 0.02  # of the step's time; for less, a plan is not worth its programs
+
+
+class _Speed(NamedTuple):
+    """Nominal figures of a kind of device, in seconds."""
+
+    per_operation: float
+    per_dispatch: float  # on the device
+    host_per_dispatch: float
+
+
+# Measured on a core of a CPU (see benchmarks/against_plain_jax), and rounded; of others, orders of magnitude.
+_SPEEDS = {"cpu": _Speed(1e-11, 30e-6, 20e-6)}
+_OTHER_SPEED = _Speed(1e-13, 10e-6, 20e-6)
+
+
+@dataclass(frozen=True)
+class DispatchPlan:
+    """How actions become dispatches; `dataclasses.asdict` and `DispatchPlan(**...)` store and restore it.
+
+    Attributes:
+      chunk_size: micro-batches that one program handles, one after another; a divisor of those of a step.
+        A stage then has so many times as many of them in flight.
+      is_fused: whether a stage's backward and the forward that follows it on its IPU are one program.
+      reason: why, for people.
+    """
+
+    chunk_size: int = 1
+    is_fused: bool = False
+    reason: str = "given"
+
+    def __post_init__(self) -> None:
+        """Checks the fields."""
+        if not isinstance(self.chunk_size, int) or isinstance(self.chunk_size, bool) or self.chunk_size < 1:
+            raise ValueError(
+                f"DispatchPlan: chunk_size must be an integer of at least 1; got {self.chunk_size!r}."
+            )
+        if not isinstance(self.is_fused, bool):
+            raise ValueError(f"DispatchPlan: is_fused must be True or False; got {self.is_fused!r}.")
+
+    def __str__(self) -> str:
+        """In words."""
+        chunk = "one micro-batch" if self.chunk_size == 1 else f"{self.chunk_size} micro-batches"
+        fused = "a backward and the next forward are one program" if self.is_fused else "nothing is fused"
+        return f"{chunk} per program, {fused}: {self.reason}"
+
+
+ONE_BY_ONE = DispatchPlan(reason="every action is a program of its own")
+
+
+def check_dispatch_plan(
+    plan: DispatchPlan, num_micro_batches: int | None, device_mapping: Sequence[int]
+) -> None:
+    """Raises if a plan that was given does not fit the pipeline.
+
+    Raises:
+      TypeError: it is no plan.
+      ValueError: everything is on one device, or the size of its chunks does not divide the number of
+        micro-batches.
+    """
+    if not isinstance(plan, DispatchPlan):
+        raise TypeError(f"dispatch_plan must be a DispatchPlan, or None to have it chosen; got {plan!r}.")
+    if len(set(device_mapping)) == 1:
+        raise ValueError(
+            "dispatch_plan: all stages are on one IPU, where everything is one program. Leave it out."
+        )
+    if plan.chunk_size > 1 and (num_micro_batches is None or num_micro_batches % plan.chunk_size):
+        known = "is known at run only" if num_micro_batches is None else f"is {num_micro_batches}"
+        raise ValueError(
+            f"dispatch_plan: chunk_size must divide the number of micro-batches per weight update, which "
+            f"{known}; got {plan.chunk_size}."
+        )
+
+
+def check_fused(programs: Sequence[StagePrograms], timetable: Timetable, levels: Sequence[int]) -> None:
+    """Raises if what a plan fuses cannot be run in the order of the schedule.
+
+    Raises:
+      ValueError: there are no backwards, or a backward and the forward behind it would wait for each other.
+    """
+    fusible = {stage for stage, own in enumerate(programs) if own.backward is not None}
+    if not fusible:
+        raise ValueError("dispatch_plan: is_fused is for pipelines that train over several stages.")
+    try:
+        simulate(find_units(timetable, lambda key: key[1] in fusible), levels, lambda _unit: 1.0)
+    except ValueError as error:
+        raise ValueError(
+            "dispatch_plan: is_fused does not go with this schedule: a backward and the forward that follows "
+            'it on an IPU would wait for each other as one program. Use the schedule "grouped", or do not fuse.'
+        ) from error
+
+
+def has_effects(programs: StagePrograms) -> bool:
+    """Whether a stage prints or calls back into Python."""
+    return programs.forward.has_effects or (programs.backward is not None and programs.backward.has_effects)
+
+
+def possible_chunk_sizes(num_micro_batches: int) -> list[int]:
+    """The sizes to choose from: powers of two that divide the number of micro-batches."""
+    sizes = [1]
+    while sizes[-1] < _MAX_CHUNK_SIZE and num_micro_batches % (2 * sizes[-1]) == 0:
+        sizes.append(2 * sizes[-1])
+    return sizes
+
+
+def choose_dispatch_plan(
+    programs: Sequence[StagePrograms],
+    levels: Sequence[int],
+    make_timetable: Callable[[int], Timetable],
+    num_micro_batches: int,
+    platform: str,
+    live_bytes: Callable[[int], int],
+    max_live_bytes: int,
+) -> DispatchPlan:
+    """The plan by which a step is shortest, as far as can be foretold.
+
+    Args:
+      programs: of the stages, for one micro-batch.
+      levels: of the stages.
+      make_timetable: the schedule for so many chunks.
+      num_micro_batches: of a step.
+      platform: the devices' kind, as in `jax.Device.platform`.
+      live_bytes: what the stage that holds most holds between forwards and backwards, by the chunks' size.
+      max_live_bytes: chunks may not make it hold more.
+    """
+    speed = _SPEEDS.get(platform, _OTHER_SPEED)
+    operations = {}
+    for stage, own in enumerate(programs):
+        operations[ActionKind.FORWARD, stage] = own.forward.num_operations
+        if own.backward is not None:
+            operations[ActionKind.BACKWARD, stage] = own.backward.num_operations
+    has_backwards = any(kind is ActionKind.BACKWARD for kind, _stage in operations)
+    num_simulated = num_micro_batches
+    if num_micro_batches > _MAX_SIMULATED and num_micro_batches % _MAX_CHUNK_SIZE == 0:
+        num_simulated = _MAX_SIMULATED
+
+    def is_known(key: tuple[tuple[ActionKind, ...], int]) -> bool:
+        kinds, stage = key
+        return all((kind, stage) in operations for kind in kinds)
+
+    def seconds(chunk_size: int, is_fused: bool) -> float:
+        def cost(unit: Unit) -> float:
+            total = sum(operations.get((action.kind, action.stage), 0.0) for action in unit)
+            if not total:
+                return 0.0
+            return total * chunk_size * speed.per_operation + speed.per_dispatch
+
+        timetable = make_timetable(num_simulated // chunk_size)
+        rows = find_units(timetable, is_known if is_fused else lambda _key: False)
+        try:
+            return simulate(rows, levels, cost, speed.host_per_dispatch).length
+        except ValueError:  # what would be fused waits for each other
+            return math.inf
+
+    alone = seconds(1, False)
+    best, chosen, held_back = alone, (1, False), False
+    for chunk_size in possible_chunk_sizes(num_simulated):
+        if chunk_size > 1 and live_bytes(chunk_size) > max_live_bytes:
+            held_back = True
+            break
+        for is_fused in (False, True) if has_backwards else (False,):
+            found = seconds(chunk_size, is_fused)
+            if found < best - _LEAST_GAIN * alone:
+                best, chosen = found, (chunk_size, is_fused)
+    longest = max(operations.values()) * speed.per_operation
+    reason = f"the longest program of one micro-batch computes for about {_describe(longest)}, "
+    if chosen == (1, False):
+        reason += "beside which dispatches cost little"
+    else:
+        reason += f"and a step is foretold to take {best / alone:.0%} of its time one by one"
+    if held_back:
+        reason += f"; larger chunks would hold more than {max_live_bytes:,} bytes on a stage"
+    return DispatchPlan(*chosen, reason)
+
+
+def _describe(seconds: float) -> str:
+    return f"{seconds * 1e6:.0f} us" if seconds < 1e-3 else f"{seconds * 1e3:.1f} ms"
