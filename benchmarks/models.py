@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -109,7 +110,7 @@ def make_convolutional_net(num_stages: int = 4, batch_size: int = 16, size: int 
         return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), target[:, None], 1))
 
     parameters = []
-    for before, after in zip(channels[:-1], channels[1:], strict=True):
+    for before, after in itertools.pairwise(channels):
         parameters.append({"first": array(3, 3, before, after), "second": array(3, 3, after, after)})
     parameters[-1]["dense"] = array(channels[-1], 10)
     x = rng.normal(size=(batch_size, size, size, 3)).astype(np.float32)

@@ -1,25 +1,34 @@
-"""TensorFlow-1-style pipelining for IPUs, on JAX: `import ipu_pipeline as ipu`."""
+"""TensorFlow-1-style pipelining for IPUs, on JAX: `import ipu_pipeline as ipu`.
 
-from ipu_pipeline import (
-    config,
-    errors,
-    gradient_accumulation,
-    ipu_compiler,
-    ipu_infeed_queue,
-    ipu_outfeed_queue,
-    layers,
-    loops,
-    optimizers,
-    pipelining_ops,
-    scopes,
-    utils,
-)
-from ipu_pipeline.engine.keys import next_rng_key
-from ipu_pipeline.engine.names import variable_scope
-from ipu_pipeline.engine.variables import assign, get_variable
-from ipu_pipeline.operations import global_variables_initializer
-from ipu_pipeline.placeholders import placeholder
-from ipu_pipeline.session import Session
+Modules are imported when they are first used, so that importing the package takes no time.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ipu_pipeline import (
+        config,
+        errors,
+        gradient_accumulation,
+        ipu_compiler,
+        ipu_infeed_queue,
+        ipu_outfeed_queue,
+        layers,
+        loops,
+        optimizers,
+        pipelining_ops,
+        scopes,
+        utils,
+    )
+    from ipu_pipeline.engine.keys import next_rng_key
+    from ipu_pipeline.engine.names import variable_scope
+    from ipu_pipeline.engine.variables import assign, get_variable
+    from ipu_pipeline.operations import global_variables_initializer
+    from ipu_pipeline.placeholders import placeholder
+    from ipu_pipeline.session import Session
 
 __version__ = "0.1.0"
 
@@ -45,3 +54,27 @@ __all__ = [
     "utils",
     "variable_scope",
 ]
+
+_HOMES = {  # of what is not a module itself
+    "Session": "session",
+    "assign": "engine.variables",
+    "get_variable": "engine.variables",
+    "global_variables_initializer": "operations",
+    "next_rng_key": "engine.keys",
+    "placeholder": "placeholders",
+    "variable_scope": "engine.names",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name in _HOMES:
+        value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+        globals()[name] = value
+        return value
+    return importlib.import_module(f"{__name__}.{name}")  # which enters it here
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -2,10 +2,10 @@
 
     python -m benchmarks.against_plain_jax.run [--cases mlp64 mlp256] [--rounds 9] [--json FILE]
 
-The plain side is one jitted `lax.scan` over the micro-batches, which accumulates gradients, and an update by
-SGD, on one device. The pipeline has each stage on a device of its own. The micro-batches of a step lie on
-the devices beforehand, on both sides; losses are computed on both. Both wait for their devices at the end of
-a round, not of a step.
+The plain side is one jitted `lax.scan` over the micro-batches, which accumulates gradients, and an update
+by SGD, on one device. The pipeline has each stage on a device of its own. The micro-batches of a step lie
+on the devices beforehand, on both sides; losses are computed on both. Both wait for their devices at the
+end of a round, not of a step.
 """
 
 from __future__ import annotations

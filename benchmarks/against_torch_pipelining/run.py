@@ -2,9 +2,9 @@
 
     python -m benchmarks.against_torch_pipelining.run [--cases mlp64 mlp256] [--rounds 7] [--json FILE]
 
-The other side is torch.distributed.pipelining with GPipe and with 1F1B, whichever is faster: gloo, a process
-per stage with one thread each, plain SGD. Both sides train the same model on the same micro-batches, which
-lie in memory beforehand, and compute the losses.
+The other side is torch.distributed.pipelining with GPipe and with 1F1B, whichever is faster: gloo, a
+process per stage with one thread each, plain SGD. Both sides train the same model on the same
+micro-batches, which lie in memory beforehand, and compute the losses.
 """
 
 from __future__ import annotations

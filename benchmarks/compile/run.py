@@ -3,8 +3,8 @@
     python -m benchmarks.compile.run [--rounds 5] [--json FILE]
 
 From the first call of JAX to the end of the first training step, each time in a new process, with nothing
-cached on disk: the pipeline, and the same model as one jitted scan on one device. Compilations are those that
-JAX reports of XLA. Afterwards both do three more steps, in which nothing may be compiled.
+cached on disk: the pipeline, and the same model as one jitted scan on one device. Compilations are those
+that JAX reports of XLA. Afterwards both do three more steps, in which nothing may be compiled.
 """
 
 from __future__ import annotations

@@ -3,9 +3,10 @@
     python -m benchmarks.dispatch.run [--json FILE]
 
 Stages compute next to nothing (a scalar product), so XLA runs their programs within the thread that starts
-them, and a step takes what the host takes. A step's time, weight update included, is divided by the number of
-dispatches: a forward and a backward per stage and micro-batch, one of both on the last stage. Every case is a
-process of its own; programs handle one micro-batch each and nothing is fused, so a dispatch is an action.
+them, and a step takes what the host takes. A step's time, weight update included, is divided by the number
+of
+dispatches: a forward and a backward per stage and micro-batch, one of both on the last stage. Every case is
+a process of its own; programs handle one micro-batch each and nothing is fused, so a dispatch is an action.
 The last figure is the time to make and check the largest schedule, which happens once.
 """
 

@@ -3,12 +3,13 @@
     python -m benchmarks.tutorial.run [--rounds 9] [--json FILE]
 
 Step 1 is one device, step 4 with `--splits dense128` a pipeline of two stages. A training step is 160
-micro-batches of 32 images, and 10 weight updates; its batches come from the same iterator, are stacked on the
-host by the side that needs that, and its losses are fetched.
+micro-batches of 32 images, and 10 weight updates; its batches come from the same iterator, are stacked on
+the host by the side that needs that, and its losses are fetched.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import runpy
 import sys
@@ -102,10 +103,8 @@ def serve_program(side: str) -> None:
     program, *arguments = PROGRAMS[side]
     path = Path(__file__).resolve().parents[2] / program
     sys.argv = [str(path), "--dataset", "digits", *arguments]
-    try:
+    with contextlib.suppress(Stop):
         runpy.run_path(str(path), run_name="__main__")
-    except Stop:
-        pass
     if not served:
         raise AssertionError("the program did not train")
 

@@ -1,8 +1,8 @@
 """What programs cost, counted from their equations. Nothing is compiled or measured.
 
-XLA's own analysis (`cost_analysis` of a lowered or compiled program) counts the body of a loop once, whatever
-its number of turns: 524,290 flops for a scan of ten products of 64 x 64 matrices (jax 0.10.2, CPU), where there
-are ten times as many. Stages that scan over layers would look cheap.
+XLA's own analysis (`cost_analysis` of a lowered or compiled program) counts the body of a loop once,
+whatever its number of turns: 524,290 flops for a scan of ten products of 64 x 64 matrices (jax 0.10.2,
+CPU), where there are ten times as many. Stages that scan over layers would look cheap.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ def count_operations(jaxpr: Any) -> float:
     """How long a jaxpr takes, in floating-point operations of a product of matrices.
 
     A product has 2 x (elements of the result) x (elements that are summed up for each); a convolution
-    likewise. Of a conditional the longest branch counts, of a loop without a known number of turns one turn.
+    likewise. Of a conditional the longest branch counts, of a loop without a known number of turns one
+    turn.
 
     Args:
       jaxpr: a `Jaxpr`.
@@ -34,11 +35,12 @@ def _count(equation: Any) -> float:
     if name == "dot_general":
         (contracted, _others), _batch = params["dimension_numbers"]
         shape = equation.invars[0].aval.shape
-        return 2.0 * _size(equation.outvars[0]) * math.prod(shape[place] for place in contracted)
+        summed = math.prod(shape[place] for place in contracted)
+        return 2.0 * _size(equation.outvars[0]) * float(summed)
     if name == "conv_general_dilated":
         kernel = equation.invars[1].aval.shape
         num_outputs = kernel[params["dimension_numbers"].rhs_spec[0]]
-        return 2.0 * _size(equation.outvars[0]) * math.prod(kernel) / num_outputs
+        return 2.0 * _size(equation.outvars[0]) * float(math.prod(kernel) / num_outputs)
     if name == "scan":
         return float(params["length"]) * count_operations(params["jaxpr"].jaxpr)
     if name == "while":

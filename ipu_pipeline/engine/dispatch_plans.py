@@ -1,9 +1,13 @@
 """How actions become dispatches: how many micro-batches a program handles, and what is fused.
 
 Every dispatch costs the host and the device some time, however little it computes. Chunks of micro-batches
-have fewer dispatches, but a pipeline of chunks takes longer to fill and to drain, and has more micro-batches
-in flight. Which is better is simulated: the programs' operations and the nominal figures below give the times.
-So the choice depends on the pipeline and on the kind of device alone, and is the same everywhere.
+have fewer dispatches, but a pipeline of chunks takes longer to fill and to drain, and has more
+micro-batches in flight. Which is better is foretold from the programs' operations and the nominal figures
+below, so the choice depends on the pipeline and on the kind of device alone, and is the same everywhere.
+
+Devices of their own are simulated. The virtual devices of a CPU share its cores, and XLA's programs use all
+cores that are idle: while one stage waits, the others are faster. So there a step takes what its programs
+and its dispatches take together.
 """
 
 from __future__ import annotations
@@ -29,7 +33,8 @@ __all__ = [
 ]
 
 _MAX_CHUNK_SIZE = 16
-_MAX_SIMULATED = 32  # micro-batches; more only repeat what these do
+_LEAST_CHUNKS = 4  # in a step: with fewer, stages would hardly overlap
+_MAX_SIMULATED = 64  # micro-batches; more only repeat what these do
 _LEAST_GAIN = 0.02  # of the step's time; for less, a plan is not worth its programs
 
 
@@ -39,11 +44,13 @@ class _Speed(NamedTuple):
     per_operation: float
     per_dispatch: float  # on the device
     host_per_dispatch: float
+    shares_cores: bool
 
 
-# Measured on a core of a CPU (see benchmarks/against_plain_jax), and rounded; of others, orders of magnitude.
-_SPEEDS = {"cpu": _Speed(1e-11, 30e-6, 20e-6)}
-_OTHER_SPEED = _Speed(1e-13, 10e-6, 20e-6)
+# Measured on two cores of a CPU (see benchmarks/against_plain_jax), and rounded; of others, orders of
+# magnitude.
+_SPEEDS = {"cpu": _Speed(5e-12, 60e-6, 20e-6, shares_cores=True)}
+_OTHER_SPEED = _Speed(1e-13, 10e-6, 20e-6, shares_cores=False)
 
 
 @dataclass(frozen=True)
@@ -117,8 +124,9 @@ def check_fused(programs: Sequence[StagePrograms], timetable: Timetable, levels:
         simulate(find_units(timetable, lambda key: key[1] in fusible), levels, lambda _unit: 1.0)
     except ValueError as error:
         raise ValueError(
-            "dispatch_plan: is_fused does not go with this schedule: a backward and the forward that follows "
-            'it on an IPU would wait for each other as one program. Use the schedule "grouped", or do not fuse.'
+            "dispatch_plan: is_fused does not go with this schedule: a backward and the forward that follows
+            " 'it on an IPU would wait for each other as one program. Use the schedule "grouped", or do not
+            fuse.'
         ) from error
 
 
@@ -129,10 +137,9 @@ def has_effects(programs: StagePrograms) -> bool:
 
 def possible_chunk_sizes(num_micro_batches: int) -> list[int]:
     """The sizes to choose from: powers of two that divide the number of micro-batches."""
-    sizes = [1]
-    while sizes[-1] < _MAX_CHUNK_SIZE and num_micro_batches % (2 * sizes[-1]) == 0:
-        sizes.append(2 * sizes[-1])
-    return sizes
+    largest = min(_MAX_CHUNK_SIZE, num_micro_batches // _LEAST_CHUNKS)
+    sizes = [2**power for power in range(_MAX_CHUNK_SIZE.bit_length()) if 2**power <= max(1, largest)]
+    return [size for size in sizes if num_micro_batches % size == 0]
 
 
 def choose_dispatch_plan(
@@ -145,6 +152,8 @@ def choose_dispatch_plan(
     max_live_bytes: int,
 ) -> DispatchPlan:
     """The plan by which a step is shortest, as far as can be foretold.
+
+    A step keeps four chunks at least, and a plan is taken only if it saves two parts in a hundred.
 
     Args:
       programs: of the stages, for one micro-batch.
@@ -163,7 +172,7 @@ def choose_dispatch_plan(
             operations[ActionKind.BACKWARD, stage] = own.backward.num_operations
     has_backwards = any(kind is ActionKind.BACKWARD for kind, _stage in operations)
     num_simulated = num_micro_batches
-    if num_micro_batches > _MAX_SIMULATED and num_micro_batches % _MAX_CHUNK_SIZE == 0:
+    if num_micro_batches > _MAX_SIMULATED:  # of which every chunk size of theirs is a divisor, too
         num_simulated = _MAX_SIMULATED
 
     def is_known(key: tuple[tuple[ActionKind, ...], int]) -> bool:
@@ -179,6 +188,9 @@ def choose_dispatch_plan(
 
         timetable = make_timetable(num_simulated // chunk_size)
         rows = find_units(timetable, is_known if is_fused else lambda _key: False)
+        if speed.shares_cores:
+            costs = [cost(unit) for row in rows for unit in row]
+            return sum(costs) + speed.host_per_dispatch * sum(c > 0 for c in costs)
         try:
             return simulate(rows, levels, cost, speed.host_per_dispatch).length
         except ValueError:  # what would be fused waits for each other
@@ -186,7 +198,7 @@ def choose_dispatch_plan(
 
     alone = seconds(1, False)
     best, chosen, held_back = alone, (1, False), False
-    for chunk_size in possible_chunk_sizes(num_simulated):
+    for chunk_size in possible_chunk_sizes(num_micro_batches):
         if chunk_size > 1 and live_bytes(chunk_size) > max_live_bytes:
             held_back = True
             break

@@ -1,14 +1,14 @@
 """From a schedule to dispatches: what the executor starts, with every argument's place worked out.
 
 An action of a schedule says which stage handles which micro-batch. A dispatch is a jitted program, a
-`Template`, which is the same for all micro-batches: arguments that stay the same during a step are filled in
-once a step, the others are numbers of slots. A micro-batch's values live in a list of slots, from the
+`Template`, which is the same for all micro-batches: arguments that stay the same during a step are filled
+in once a step, the others are numbers of slots. A micro-batch's values live in a list of slots, from the
 program that makes them to the last one that reads them. Where programs handle chunks of micro-batches, a
 chunk takes a micro-batch's place here.
 
-A dispatch is one action, or two of a stage that follow each other on an IPU: the backward of one micro-batch
-and the forward of a later one, fused. The last stage's forward and backward are one program, dispatched where
-the schedule has the forward; a backward with nothing to compute is no dispatch.
+A dispatch is one action, or two of a stage that follow each other on an IPU: the backward of one
+micro-batch and the forward of a later one, fused. The last stage's forward and backward are one program,
+dispatched where the schedule has the forward; a backward with nothing to compute is no dispatch.
 """
 
 from __future__ import annotations

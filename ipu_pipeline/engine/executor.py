@@ -19,6 +19,7 @@ from ipu_pipeline.engine.accumulators import Accumulator
 from ipu_pipeline.engine.chunks import chunk_programs
 from ipu_pipeline.engine.collecting import Collecting
 from ipu_pipeline.engine.compiler_options import NO_OPTIONS, CompilerOptions
+from ipu_pipeline.engine.compiling import compile_ahead
 from ipu_pipeline.engine.dispatch_plans import ONE_BY_ONE, DispatchPlan
 from ipu_pipeline.engine.dispatches import Dispatch, Part, Template, jit_update, make_plan
 from ipu_pipeline.engine.feeds import ChunkFeed, FedElement, Take, gather
@@ -109,6 +110,7 @@ class Executor:
             dispatch_plan.is_fused,
         )
         self._feed = ChunkFeed(chunk_size, self.place_leaves)
+        self._is_compiled = False
         self._make_timetable = make_timetable
         self._dispatches: dict[int, list[Dispatch]] = {}  # by the number of chunks
         # (template, variable that it assigns) -> (template, argument) of its stage that read it
@@ -228,6 +230,11 @@ class Executor:
         prepared, placed_inputs = self._prepare(variables, key, execution_count, inputs, loss_scale)
         chunk_size = self.chunk_size
         num_chunks = num_micro_batches // chunk_size
+        if not self._is_compiled:
+            compile_ahead(
+                self.plan, prepared, accumulators, self.residence, self._update_functions, chunk_size
+            )
+            self._is_compiled = True
         values: list[Any] = [None] * num_chunks
         first_outputs: list[Any] = []
         last_outputs: list[Any] = []

@@ -149,8 +149,8 @@ class Pipeline:
           update_options: for the programs of the weight update; only with an optimizer.
           option_names: what errors call these three arguments, by their names here.
           dispatch_plan: over several devices, how many micro-batches a program handles, and what is fused.
-            None: chosen so that a step is short, for the schedule "grouped" (see `dispatch_plan`). It has no
-            effect with all stages on one device, where everything is one program.
+            None: chosen so that a step is short, for the schedule "grouped" (see `dispatch_plan`). It has
+            no effect with all stages on one device, where everything is one program.
           max_chunked_bytes: what is chosen may not make a stage hold more than this between forwards and
             backwards by handling several micro-batches at once.
 
@@ -551,7 +551,7 @@ class Pipeline:
             or a program handles several, and there is another number than these make.
         """
         executor = self.prepare()
-        elements = [
+        elements: list[Any] = [
             executor.place_element(self.check_element(element, number))
             for number, element in enumerate(micro_batches)
         ]

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from ipu_pipeline.engine import names
 from ipu_pipeline.engine.shapes import as_shape
@@ -56,8 +55,9 @@ class Stage:
                 stage = reference()
                 assert stage is not None
                 made = stage.parameters(key) if callable(stage.parameters) else stage.parameters
-                return jnp.array(jax.tree.leaves(made)[place])  # a copy, as updates may take its memory
+                return jax.tree.leaves(made)[place]
 
+            initialize.needs_key = callable(parameters)  # type: ignore[attr-defined]  # see initial_value
             return initialize
 
         def call(*args: Any, **kwargs: Any) -> Any:

@@ -206,8 +206,12 @@ def initial_value(spec: VariableSpec, key: jax.Array) -> jax.Array:
     Raises:
       ValueError: the initializer returns another shape or dtype.
     """
-    own_key = jax.random.fold_in(key, np.uint32(names.hash_name(spec.name)))
-    value = jnp.array(spec.initializer(own_key, spec.shape, spec.dtype))  # a copy: updates take its memory
+    own_key = key
+    if getattr(spec.initializer, "needs_key", True):
+        own_key = jax.random.fold_in(key, np.uint32(names.hash_name(spec.name)))
+    made: Any = spec.initializer(own_key, spec.shape, spec.dtype)
+    # A copy, since updates take its memory. That of a NumPy array compiles nothing.
+    value = jax.device_put(made.copy()) if isinstance(made, np.ndarray) else jnp.array(made)
     if value.shape != spec.shape or value.dtype != spec.dtype:
         raise ValueError(
             f"The initializer of variable {spec.name} must return {spec.dtype.name}{list(spec.shape)}; "
