@@ -124,9 +124,9 @@ def check_fused(programs: Sequence[StagePrograms], timetable: Timetable, levels:
         simulate(find_units(timetable, lambda key: key[1] in fusible), levels, lambda _unit: 1.0)
     except ValueError as error:
         raise ValueError(
-            "dispatch_plan: is_fused does not go with this schedule: a backward and the forward that follows
-            " 'it on an IPU would wait for each other as one program. Use the schedule "grouped", or do not
-            fuse.'
+            "dispatch_plan: is_fused does not go with this schedule: a backward and the forward that "
+            'follows it on an IPU would wait for each other as one program. Use the schedule "grouped", or '
+            "do not fuse."
         ) from error
 
 
