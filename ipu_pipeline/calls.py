@@ -156,7 +156,14 @@ class PipelineCall(_Call):
             pipeline.plan_accumulators().extra,
             pipeline.built.accumulator_dtypes,
         )
-        return CallPlacement(self.name, *summary, unit="micro-batch", sent=(*shared, *sent))
+        plan = pipeline.dispatch_plan
+        return CallPlacement(
+            self.name,
+            *summary,
+            unit="micro-batch",
+            sent=(*shared, *sent),
+            dispatch="" if plan is None else str(plan),
+        )
 
 
 @dataclass(frozen=True, eq=False)

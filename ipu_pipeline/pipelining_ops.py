@@ -12,6 +12,7 @@ from ipu_pipeline import config
 from ipu_pipeline.calls import PipelineCall, current_builder
 from ipu_pipeline.engine import names
 from ipu_pipeline.engine.collecting import find_sum_dtype
+from ipu_pipeline.engine.dispatch_plans import DispatchPlan
 from ipu_pipeline.engine.pipeline import Pipeline
 from ipu_pipeline.engine.recomputation import recomputation_checkpoint
 from ipu_pipeline.gradient_accumulation import GradientAccumulationReductionMethod
@@ -44,6 +45,7 @@ from ipu_pipeline.pipeline_stage_options import PipelineStageOptions, compiler_o
 from ipu_pipeline.placeholders import Placeholder, as_traced_inputs
 
 __all__ = [
+    "DispatchPlan",
     "OptimizerFunctionOutput",
     "PipelineSchedule",
     "PipelineStageOptions",
@@ -82,6 +84,7 @@ def pipeline(
     outfeed_mask: Any = None,
     reduction_method: Any = GradientAccumulationReductionMethod.SUM,
     name: str | None = None,
+    dispatch_plan: DispatchPlan | None = None,
 ) -> Operation:
     """Runs a model cut into stages, each on its IPU, and trains it if there is an optimizer.
 
@@ -142,6 +145,9 @@ def pipeline(
         not go with `outfeed_loss`.
       reduction_method: SUM, MEAN or RUNNING_MEAN of the gradients over the micro-batches, or its name.
       name: optimizer state is kept under it; by default "Pipeline".
+      dispatch_plan: over several IPUs, how many micro-batches a program handles, and whether a backward and
+        the forward that follows it are one program. None: chosen for speed where the schedule is Grouped,
+        and described in `Program.summary()`; `Program.dispatch_plans` has it, to be kept and given again.
 
     Returns:
       An operation, to be returned from the compiled function.
@@ -266,6 +272,7 @@ def pipeline(
         sum_collected=accumulate_outfeed,
         sum_dtype=lambda aval: find_sum_dtype(aval, accumulate_outfeed_dtype, "accumulate_outfeed_dtype"),
         **options,
+        dispatch_plan=dispatch_plan,
     )
     element = None if infeed_queue is None else infeed_queue.element
     input_avals = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in input_leaves]

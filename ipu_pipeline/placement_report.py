@@ -20,6 +20,7 @@ class CallPlacement:
       edges: what crosses.
       unit: per what: "micro-batch", or of a loop "iteration".
       sent: what crosses per weight update.
+      dispatch: over several IPUs, how many micro-batches a program handles, what is fused, and why.
     """
 
     name: str
@@ -27,6 +28,7 @@ class CallPlacement:
     edges: tuple[Edge, ...]
     unit: str
     sent: tuple[Sent, ...] = ()
+    dispatch: str = ""
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,8 @@ class Placement:
                 for s in call.sent
             ]
             lines += ["per weight update:", *_align(sent)]
+        if call.dispatch:
+            lines.append(f"dispatch: {call.dispatch}")
         return "\n".join(lines)
 
 

@@ -14,6 +14,7 @@ from jax.extend import core as jex_core
 from ipu_pipeline import config
 from ipu_pipeline.calls import Call, PipelineCall, ProgramBuilder, building, run_call_p
 from ipu_pipeline.engine import hoisting, jaxprs, names, placement
+from ipu_pipeline.engine.dispatch_plans import DispatchPlan
 from ipu_pipeline.engine.variables import VariableSpec, fresh_trace
 from ipu_pipeline.ipu_infeed_queue import IPUInfeedQueue
 from ipu_pipeline.operations import Operation
@@ -99,6 +100,20 @@ class Program:
         """
         devices = tuple(map(str, config.selected_devices(self._ipu_device)))
         return Placement(tuple(call.placement() for call in self.calls), devices)
+
+    def summary(self) -> str:
+        """What went where, and how each pipeline over several IPUs is dispatched and why, as text."""
+        return str(self.placement())
+
+    @property
+    def dispatch_plans(self) -> dict[str, DispatchPlan]:
+        """How pipelines over several IPUs are dispatched, by the pipeline's name.
+
+        `dataclasses.asdict` makes a dict of a plan, which can be kept as JSON.
+        """
+        pipelines = [call for call in self.calls if isinstance(call, PipelineCall)]
+        plans = {call.name: call.pipeline.dispatch_plan for call in pipelines}
+        return {name: plan for name, plan in plans.items() if plan is not None}
 
     @property
     def placeholders(self) -> list[Placeholder]:

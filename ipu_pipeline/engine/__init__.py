@@ -6,6 +6,7 @@ from ipu_pipeline.engine.keys import next_rng_key
 from ipu_pipeline.engine.names import variable_scope
 from ipu_pipeline.engine.pipeline import Pipeline
 from ipu_pipeline.engine.plain_stages import Stage
+from ipu_pipeline.engine.plan_measuring import measure_dispatch_plan
 from ipu_pipeline.engine.programs import Reduction
 from ipu_pipeline.engine.recomputation import Recomputation, recomputation_checkpoint
 from ipu_pipeline.engine.schedules import Action, ActionKind, ScheduleError, Timetable
@@ -27,6 +28,7 @@ __all__ = [
     "Timetable",
     "assign",
     "get_variable",
+    "measure_dispatch_plan",
     "next_rng_key",
     "recomputation_checkpoint",
     "variable_scope",

@@ -28,7 +28,7 @@ __all__ = [
     "check_dispatch_plan",
     "check_fused",
     "choose_dispatch_plan",
-    "has_effects",
+    "describe_seconds",
     "possible_chunk_sizes",
 ]
 
@@ -130,11 +130,6 @@ def check_fused(programs: Sequence[StagePrograms], timetable: Timetable, levels:
         ) from error
 
 
-def has_effects(programs: StagePrograms) -> bool:
-    """Whether a stage prints or calls back into Python."""
-    return programs.forward.has_effects or (programs.backward is not None and programs.backward.has_effects)
-
-
 def possible_chunk_sizes(num_micro_batches: int) -> list[int]:
     """The sizes to choose from: powers of two that divide the number of micro-batches."""
     largest = min(_MAX_CHUNK_SIZE, num_micro_batches // _LEAST_CHUNKS)
@@ -146,10 +141,13 @@ def choose_dispatch_plan(
     programs: Sequence[StagePrograms],
     levels: Sequence[int],
     make_timetable: Callable[[int], Timetable],
-    num_micro_batches: int,
+    num_micro_batches: int | None,
     platform: str,
     live_bytes: Callable[[int], int],
     max_live_bytes: int,
+    *,
+    is_grouped: bool,
+    saves_memory: bool,
 ) -> DispatchPlan:
     """The plan by which a step is shortest, as far as can be foretold.
 
@@ -159,11 +157,29 @@ def choose_dispatch_plan(
       programs: of the stages, for one micro-batch.
       levels: of the stages.
       make_timetable: the schedule for so many chunks.
-      num_micro_batches: of a step.
+      num_micro_batches: of a step; None if it is known at run only.
       platform: the devices' kind, as in `jax.Device.platform`.
       live_bytes: what the stage that holds most holds between forwards and backwards, by the chunks' size.
       max_live_bytes: chunks may not make it hold more.
+      is_grouped: whether the schedule is "grouped". Another one was chosen for its order or its memory, and
+        is followed action by action.
+      saves_memory: whether recomputation or offloading is on, which chunks would counter.
     """
+    effects = any(
+        program is not None and program.has_effects
+        for own in programs
+        for program in (own.forward, own.backward)
+    )
+    reasons = {
+        "the number of micro-batches is known at run only": num_micro_batches is None,
+        "the schedule was chosen for its order or its memory": not is_grouped,
+        "recomputation or offloading is to save memory": saves_memory,
+        "stages print or call back into Python": effects,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            return DispatchPlan(reason=reason)
+    assert num_micro_batches is not None
     speed = _SPEEDS.get(platform, _OTHER_SPEED)
     operations = {}
     for stage, own in enumerate(programs):
@@ -207,7 +223,7 @@ def choose_dispatch_plan(
             if found < best - _LEAST_GAIN * alone:
                 best, chosen = found, (chunk_size, is_fused)
     longest = max(operations.values()) * speed.per_operation
-    reason = f"the longest program of one micro-batch computes for about {_describe(longest)}, "
+    reason = f"the longest program of one micro-batch computes for about {describe_seconds(longest)}, "
     if chosen == (1, False):
         reason += "beside which dispatches cost little"
     else:
@@ -217,5 +233,6 @@ def choose_dispatch_plan(
     return DispatchPlan(*chosen, reason)
 
 
-def _describe(seconds: float) -> str:
+def describe_seconds(seconds: float) -> str:
+    """A time in words."""
     return f"{seconds * 1e6:.0f} us" if seconds < 1e-3 else f"{seconds * 1e3:.1f} ms"

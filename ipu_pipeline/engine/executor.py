@@ -1,4 +1,4 @@
-"""Follows a plan of dispatches: starts stage programs, transfers and weight updates, and nothing else.
+"""Follows a plan of dispatches: starts stage programs and transfers, and nothing else.
 
 Dispatch is asynchronous: the host runs ahead of the devices, which wait for data only.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import jax
@@ -15,47 +14,24 @@ import jax.numpy as jnp
 import numpy as np
 
 from ipu_pipeline.engine import jaxprs, placement
-from ipu_pipeline.engine.accumulators import Accumulator
 from ipu_pipeline.engine.chunks import chunk_programs
 from ipu_pipeline.engine.collecting import Collecting
 from ipu_pipeline.engine.compiler_options import NO_OPTIONS, CompilerOptions
 from ipu_pipeline.engine.compiling import compile_ahead
 from ipu_pipeline.engine.dispatch_plans import ONE_BY_ONE, DispatchPlan
-from ipu_pipeline.engine.dispatches import Dispatch, Part, Template, jit_update, make_plan
+from ipu_pipeline.engine.dispatches import Dispatch, make_plan
 from ipu_pipeline.engine.feeds import ChunkFeed, FedElement, Take, gather
-from ipu_pipeline.engine.optimizer_tracing import UpdateKind
 from ipu_pipeline.engine.placement import Row
 from ipu_pipeline.engine.programs import StagePrograms
-from ipu_pipeline.engine.residence import Residence, UpdateValues
+from ipu_pipeline.engine.residence import Residence
 from ipu_pipeline.engine.schedules import Timetable
-from ipu_pipeline.engine.state import Collected, Updated
-from ipu_pipeline.engine.updates import UpdateProgram
+from ipu_pipeline.engine.state import Accumulated, Collected
+from ipu_pipeline.engine.templates import Part, Template
+from ipu_pipeline.engine.weight_updates import WeightUpdate
 
-__all__ = ["Accumulated", "Executor"]
+__all__ = ["Executor", "Observer"]
 
 _MAX_ORDERS = 8  # of dispatches that are kept, where the number of micro-batches is known at run only
-
-
-@dataclass(frozen=True, eq=False)
-class Accumulated:
-    """What micro-batches give before a weight update.
-
-    Attributes:
-      num_micro_batches: how many there were.
-      first_outputs: the leaves of what the last stage returned for the first one; None where the optimizer
-        does not read them.
-      last_outputs: likewise for the last one.
-      collected: what was to be collected, per micro-batch; or one entry, the sums.
-      assigned: new values of the variables that stages assign, by full name.
-      accumulators: by key; empty without training.
-    """
-
-    num_micro_batches: int
-    first_outputs: list[Any]
-    last_outputs: list[Any]
-    collected: list[Collected]
-    assigned: dict[str, Any]
-    accumulators: dict[str, Any]
 
 
 # Told, after each dispatch, its template, the chunk of each of its parts, and the slots of all chunks.
@@ -68,6 +44,7 @@ class Executor:
     Attributes:
       residence: where the pipeline's state lives.
       plan: its programs, and what they exchange.
+      weight_update: what follows the micro-batches.
       observer: told what is held after each dispatch; None for nobody.
     """
 
@@ -130,16 +107,7 @@ class Executor:
             lambda: [jnp.zeros(aval.shape, aval.dtype) for aval in collecting.avals],
             out_shardings=last_row.replicated,
         )
-        self._read: tuple[set[Any], set[Any]] = (set(), set())  # outputs that `init` and `update` read
-        if residence.updates is not None:
-            self._read = (_find_read(residence.updates.inits), _find_read(residence.updates.updates))
-        self._update_functions: list[Callable[..., list[Any]]] = []
-        if residence.updates is not None:
-            programs_of_update = residence.updates.updates
-            self._update_functions = [
-                jit_update(program, programs_of_update[number + 1 :], donate, options.update)
-                for number, program in enumerate(programs_of_update)
-            ]
+        self.weight_update = WeightUpdate(residence, donate, options.update)
 
     def place_element(self, leaves: Sequence[Any]) -> Sequence[Any] | FedElement:
         """A micro-batch for `take_chunk` or `place_ahead`.
@@ -232,7 +200,7 @@ class Executor:
         num_chunks = num_micro_batches // chunk_size
         if not self._is_compiled:
             compile_ahead(
-                self.plan, prepared, accumulators, self.residence, self._update_functions, chunk_size
+                self.plan, prepared, accumulators, self.residence, self.weight_update.functions, chunk_size
             )
             self._is_compiled = True
         values: list[Any] = [None] * num_chunks
@@ -290,9 +258,9 @@ class Executor:
                 if template is last_forward:
                     leaves = self._find_collected(slots, placed_inputs)
                     if chunk == 0:
-                        first_outputs = self._only(leaves[:num_outputs], self._read[0], 0)
+                        first_outputs = self._only(leaves[:num_outputs], self.weight_update.read[0], 0)
                     if chunk == num_chunks - 1:
-                        last_outputs = self._only(leaves[:num_outputs], self._read[1], -1)
+                        last_outputs = self._only(leaves[:num_outputs], self.weight_update.read[1], -1)
                     wanted = [leaves[place] for place in collecting.places]
                     if collecting.has_loss:
                         wanted.append(leaves[-1])
@@ -354,52 +322,6 @@ class Executor:
             for place, leaf in enumerate(leaves)
         ]
 
-    def update(
-        self,
-        variables: Mapping[str, Any],
-        state_leaves: Sequence[Any],
-        accumulated: Accumulated,
-        updated_every: int,
-    ) -> Updated:
-        """Runs the weight update.
-
-        Args:
-          variables: what was given to `accumulate`.
-          state_leaves: placed leaves of the optimizer's state.
-          accumulated: what it returned.
-          updated_every: micro-batches per weight update.
-        """
-        updates = self.residence.updates
-        new_variables = {**variables, **accumulated.assigned}
-        if updates is None:
-            return Updated(new_variables, [], {}, accumulated.collected)
-        new_leaves = list(state_leaves)
-        plan = self.residence.accumulator_plan
-        merged = plan.merge(accumulated.accumulators, self._add_to_home)
-        zeros = {key: self._clear(key, accumulated.accumulators[key]) for key in plan.extra}
-        values = UpdateValues(
-            variables,
-            merged,
-            state_leaves,
-            accumulated.last_outputs,
-            updated_every,
-        )
-        residence = self.residence
-        offloads = residence.offloads_anything
-        made = {
-            UpdateKind.PARAMETER: new_variables,
-            UpdateKind.GRADIENT: zeros,
-            UpdateKind.STATE: new_leaves,
-            UpdateKind.SENT: values.sent,
-        }
-        for program, function in zip(updates.updates, self._update_functions, strict=True):
-            arguments = self.residence.update_arguments(program, values)
-            for value, result in zip(program.results, function(*arguments), strict=True):
-                if offloads and residence.is_offloaded(value):
-                    (result,) = placement.put([result], residence.rows[program.stage], offloaded=True)
-                made[value.kind][value.key] = result  # type: ignore[index]  # a dict or a list
-        return Updated(new_variables, new_leaves, zeros, accumulated.collected)
-
     def _store(self, part: Part, slots: list[Any]) -> None:
         """Moves what is kept for backwards to host memory, on the row where it is."""
         for row in dict.fromkeys(self.plan.slot_rows[slot] for slot in part.kept):
@@ -407,16 +329,6 @@ class Executor:
             stored = placement.put([slots[slot] for slot in own], row, offloaded=True)
             for slot, value in zip(own, stored, strict=True):
                 slots[slot] = value
-
-    def _add_to_home(self, accumulator: Accumulator, total: Any, part: Any) -> Any:
-        home = self.residence.rows[self.residence.traced.owners[accumulator.variable]]
-        return _add(*placement.put([total, part], home))
-
-    def _clear(self, key: str, accumulator: Any) -> Any:
-        residence = self.residence
-        row = residence.rows[residence.accumulator_plan.extra[key].stage]
-        zeros = _zeros_like(*placement.put([accumulator], row))
-        return placement.put([zeros], row, residence.offloads_accumulators)[0]
 
     def _prepare(
         self,
@@ -463,19 +375,9 @@ class Executor:
         return prepared, placed
 
 
-def _find_read(programs: Sequence[UpdateProgram]) -> set[Any]:
-    """Positions of the last stage's outputs that some programs read."""
-    return {v.key for program in programs for v in program.arguments if v.kind == UpdateKind.OUTPUT}
-
-
 @functools.partial(jax.jit, donate_argnums=0)
 def _add(totals: Any, parts: Any) -> Any:
     def add(total: jax.Array, part: jax.Array) -> jax.Array:
         return total + part.astype(total.dtype).sum(tuple(range(part.ndim - total.ndim)))  # a chunk's
 
     return jax.tree.map(add, totals, parts)
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _zeros_like(value: jax.Array) -> jax.Array:
-    return jnp.zeros_like(value)

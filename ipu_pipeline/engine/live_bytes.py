@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ipu_pipeline.engine.dispatches import Part, Template
 from ipu_pipeline.engine.executor import Executor
 from ipu_pipeline.engine.schedules import ActionKind
+from ipu_pipeline.engine.templates import Part, Template
 
 __all__ = ["LiveBytes"]
 

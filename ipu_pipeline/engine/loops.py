@@ -361,7 +361,7 @@ class Loop:
         variables = {**before.variables, **accumulated.assigned}
         accumulators, leaves = accumulated.accumulators, jax.tree.leaves(before.optimizer_state)
         if state.num_accumulated + 1 == self.updated_every:
-            updated = executor.update(before.variables, leaves, accumulated, self.updated_every)
+            updated = executor.weight_update.run(before.variables, leaves, accumulated, self.updated_every)
             variables, leaves, accumulators = updated.variables, updated.state_leaves, updated.accumulators
         state = dataclasses.replace(state, pipeline=before)
         new_state = self._advance(state, variables, leaves, accumulators, 1)

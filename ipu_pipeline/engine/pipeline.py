@@ -5,6 +5,7 @@ Over 600 lines, four in ten of them docstrings and signatures: it takes all that
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import weakref
@@ -32,10 +33,9 @@ from ipu_pipeline.engine.dispatch_plans import (
     check_dispatch_plan,
     check_fused,
     choose_dispatch_plan,
-    has_effects,
 )
 from ipu_pipeline.engine.errors import OutOfRangeError
-from ipu_pipeline.engine.executor import Accumulated, Executor
+from ipu_pipeline.engine.executor import Executor
 from ipu_pipeline.engine.feeds import PlacedMicroBatches, Take, take_nothing
 from ipu_pipeline.engine.gradient_maps import GradientMap
 from ipu_pipeline.engine.memory_plan import StageMemory, plan_memory
@@ -45,7 +45,7 @@ from ipu_pipeline.engine.recomputation import Recomputation
 from ipu_pipeline.engine.residence import Residence
 from ipu_pipeline.engine.shapes import as_shape, check_like
 from ipu_pipeline.engine.stage_lists import StageEntry, flatten_stages
-from ipu_pipeline.engine.state import Collected, PipelineState, StepOutputs
+from ipu_pipeline.engine.state import Accumulated, Collected, PipelineState, StepOutputs
 from ipu_pipeline.engine.traced import TracedPipeline
 from ipu_pipeline.engine.updates import Updates
 from ipu_pipeline.engine.variables import VariableSpec, initial_value
@@ -183,7 +183,7 @@ class Pipeline:
         )
         if dispatch_plan is not None:
             check_dispatch_plan(dispatch_plan, num_micro_batches, mapping)
-        self._is_default_schedule = schedule == "grouped"
+        self._is_grouped = schedule == "grouped"
         self._recipe = Recipe(
             functions=functions,
             mapping=mapping,
@@ -262,6 +262,11 @@ class Pipeline:
         return self.built.updates
 
     @property
+    def num_micro_batches(self) -> int | None:
+        """Micro-batches per step, or groups of `num_serialized`; None if each step says how many."""
+        return self._num_micro_batches
+
+    @property
     def num_serialized(self) -> int:
         """How many micro-batches a stage handles before the next stage starts."""
         return self._num_serialized
@@ -308,31 +313,29 @@ class Pipeline:
         if self._given_plan is not None:
             return self._given_plan
         if self._chosen_plan is None:
-            self._chosen_plan = self._choose_plan()
+            count = self._num_micro_batches
+            self._chosen_plan = choose_dispatch_plan(
+                self._programs,
+                self.traced.levels,
+                self.timetable,
+                count,
+                "cpu" if self._devices is None else self._devices[0].platform,
+                lambda chunk_size: max(m.num_live_bytes for m in self._plan_memory(count or 1, chunk_size)),
+                self._max_chunked_bytes,
+                is_grouped=self._is_grouped,
+                saves_memory=self._recompute is not None or bool(self._offload),
+            )
         return self._chosen_plan
 
-    def _choose_plan(self) -> DispatchPlan:
-        count = self._num_micro_batches
-        reason = None
-        if count is None:
-            reason = "the number of micro-batches is known at run only"
-        elif not self._is_default_schedule:
-            reason = "the schedule was chosen for its order and memory"
-        elif self._recompute is not None or self._offload:
-            reason = "recomputation and offloading are to save memory"
-        elif any(has_effects(own) for own in self._programs):
-            reason = "stages print or call back into Python"
-        if reason is not None or count is None:
-            return DispatchPlan(reason=reason or "")
-        return choose_dispatch_plan(
-            self._programs,
-            self.traced.levels,
-            self.timetable,
-            count,
-            "cpu" if self._devices is None else self._devices[0].platform,
-            lambda chunk_size: max(m.num_live_bytes for m in self._plan_memory(count, chunk_size)),
-            self._max_chunked_bytes,
-        )
+    def with_dispatch_plan(self, plan: DispatchPlan | None) -> Pipeline:
+        """The same pipeline by another plan (None: the one that is chosen). It is not traced again."""
+        if plan is not None:
+            check_dispatch_plan(plan, self._num_micro_batches, self._mapping)
+        other = copy.copy(self)
+        vars(other).update(_given_plan=plan, _executor=None, _accumulators=None, _placed=None)
+        if self._built is not None and plan is not None:
+            _check_fused(plan, other)
+        return other
 
     def plan_accumulators(self) -> AccumulatorPlan:
         """Which program accumulates where."""
@@ -366,10 +369,8 @@ class Pipeline:
             return
         self._built = build(self._recipe, element, input_shapes, self._recompute)
         self._programs = self._built.programs
-        if self._given_plan is not None and self._given_plan.is_fused:
-            count = self._num_micro_batches or 1
-            timetable = self.timetable(count // self._given_plan.chunk_size)
-            check_fused(self._programs, timetable, self.traced.levels)
+        if self._given_plan is not None:
+            _check_fused(self._given_plan, self)
 
     def set_recomputation(self, recompute: Recomputation | None) -> None:
         """Says what stages keep for their backward. If that is new, everything is compiled again."""
@@ -655,7 +656,8 @@ class Pipeline:
         if isinstance(pending, Accumulated):
             assert isinstance(executor, Executor)
             count = pending.num_micro_batches
-            updated, num_updates = executor.update(state.variables, leaves, pending, count), 1
+            updated = executor.weight_update.run(state.variables, leaves, pending, count)
+            num_updates = 1
         else:
             assert isinstance(executor, BlockExecutor)
             updated, num_updates = executor.update(leaves, pending), pending.num_updates
@@ -733,6 +735,12 @@ def _make_timetable(
     num_micro_batches: int,
 ) -> schedules.Timetable:
     return schedules.timetable(schedule, len(levels), num_micro_batches, mapping, trains, levels)
+
+
+def _check_fused(plan: DispatchPlan, pipeline: Pipeline) -> None:
+    if plan.is_fused:
+        timetable = pipeline.timetable((pipeline.num_micro_batches or 1) // plan.chunk_size)
+        check_fused(pipeline.programs, timetable, pipeline.traced.levels)
 
 
 def _check_positive(argument: str, value: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-__all__ = ["Collected", "PipelineState", "StepOutputs", "Updated"]
+__all__ = ["Accumulated", "Collected", "PipelineState", "StepOutputs", "Updated"]
 
 
 @jax.tree_util.register_dataclass
@@ -84,6 +84,28 @@ class Collected:
     outputs: list[Any]
     loss: Any
     size: int | None
+
+
+@dataclass(frozen=True, eq=False)
+class Accumulated:
+    """What micro-batches give before a weight update.
+
+    Attributes:
+      num_micro_batches: how many there were.
+      first_outputs: the leaves of what the last stage returned for the first one; None where the optimizer
+        does not read them.
+      last_outputs: likewise for the last one.
+      collected: what was to be collected, per micro-batch; or one entry, the sums.
+      assigned: new values of the variables that stages assign, by full name.
+      accumulators: by key; empty without training.
+    """
+
+    num_micro_batches: int
+    first_outputs: list[Any]
+    last_outputs: list[Any]
+    collected: list[Collected]
+    assigned: dict[str, Any]
+    accumulators: dict[str, Any]
 
 
 @dataclass(frozen=True, eq=False)
