@@ -41,17 +41,20 @@ def compile_ahead(
       update_functions: the programs of the weight update, jitted.
       chunk_size: how many micro-batches a program handles.
     """
-    with ThreadPoolExecutor(os.cpu_count() or 1) as threads:
-        compiled: list[Future[Any]] = []
+    threads = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="ipu-compile")
+    compiled: list[Future[Any]] = []
 
-        def start(function: Any, arguments: Sequence[Any]) -> None:
-            compiled.append(threads.submit(function.lower(*arguments).compile))
+    def start(function: Any, arguments: Sequence[Any]) -> None:
+        compiled.append(threads.submit(function.lower(*arguments).compile))
 
+    try:
         results = _start_templates(plan, prepared, accumulators, residence, chunk_size, start)
         if residence.updates is not None:
             _start_updates(residence, accumulators, update_functions, results, start)
         for future in compiled:
             future.result()
+    finally:  # after an error or an interrupt, what has not begun is not waited for
+        threads.shutdown(wait=False, cancel_futures=True)
 
 
 def _start_templates(

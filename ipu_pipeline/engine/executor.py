@@ -261,9 +261,7 @@ class Executor:
                         first_outputs = self._only(leaves[:num_outputs], self.weight_update.read[0], 0)
                     if chunk == num_chunks - 1:
                         last_outputs = self._only(leaves[:num_outputs], self.weight_update.read[1], -1)
-                    wanted = [leaves[place] for place in collecting.places]
-                    if collecting.has_loss:
-                        wanted.append(leaves[-1])
+                    wanted = self._wanted(leaves)
                     if collecting.is_summed:
                         sums = _add(sums, wanted)
                     else:
@@ -305,21 +303,30 @@ class Executor:
             arguments[place] = value
 
     def _find_collected(self, slots: Sequence[Any], inputs: Mapping[tuple[Row, int], Any]) -> list[Any]:
-        """What the last stage returned, and then the loss."""
+        """What the last stage returned, and then the loss: of a chunk stacked, except inputs."""
         row = self.plan.last_forward.row
-        found = []
-        for kind, number in self.plan.collected:
-            value = slots[number] if kind == "slot" else inputs[row, number]
-            if kind == "input" and self.chunk_size > 1:
-                value = jnp.broadcast_to(value, (self.chunk_size, *value.shape))
-            found.append(value)
-        return found
+        return [
+            slots[number] if kind == "slot" else inputs[row, number] for kind, number in self.plan.collected
+        ]
 
     def _only(self, leaves: Sequence[Any], places: Collection[int], number: int) -> list[Any]:
         """The leaves of one micro-batch of a chunk, None in other places."""
+        only: list[Any] = [None] * len(leaves)
+        for place in places:
+            is_stacked = self.chunk_size > 1 and self.plan.collected[place][0] == "slot"
+            only[place] = _pick(leaves[place], number) if is_stacked else leaves[place]
+        return only
+
+    def _wanted(self, leaves: Sequence[Any]) -> list[Any]:
+        """The leaves that are collected, of a chunk stacked."""
+        places = [*self._collecting.places, *([-1] if self._collecting.has_loss else [])]
+        if self.chunk_size == 1:
+            return [leaves[place] for place in places]
         return [
-            None if place not in places else leaf if self.chunk_size == 1 else leaf[number]
-            for place, leaf in enumerate(leaves)
+            leaves[place]
+            if self.plan.collected[place][0] == "slot"
+            else _repeat(leaves[place], self.chunk_size)
+            for place in places
         ]
 
     def _store(self, part: Part, slots: list[Any]) -> None:
@@ -381,3 +388,13 @@ def _add(totals: Any, parts: Any) -> Any:
         return total + part.astype(total.dtype).sum(tuple(range(part.ndim - total.ndim)))  # a chunk's
 
     return jax.tree.map(add, totals, parts)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _pick(stack: jax.Array, number: int) -> jax.Array:
+    return stack[number]
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _repeat(value: jax.Array, size: int) -> jax.Array:
+    return jnp.broadcast_to(value, (size, *value.shape))

@@ -6,8 +6,8 @@ that its forward returns, and those of its inputs that the backward takes. The f
     live activation bytes = micro-batches in flight x bytes that are held per micro-batch
 
 where a stage has 2(N-i)-1 micro-batches in flight with Grouped, N-i with Interleaved and 1 with Sequential
-(stage i of N, never more than there are micro-batches; see `schedules`), or so many chunks of them. The last stage holds nothing: its
-forward and backward are one program.
+(stage i of N, never more than there are micro-batches; see `schedules`), or so many chunks of them. The
+last stage holds nothing: its forward and backward are one program.
 """
 
 from __future__ import annotations

@@ -570,7 +570,7 @@ class Pipeline:
         return new_state, StepOutputs(collected, unflatten)
 
     def num_fetched(self, num_updates: int, num_micro_batches: int | None = None) -> int:
-        """How many micro-batches `accumulate` takes at once.
+        """How many micro-batches to fetch ahead at least; `accumulate` takes no more at once.
 
         Args:
           num_updates: how many weight updates are to be done.
@@ -578,7 +578,8 @@ class Pipeline:
         """
         executor = self.prepare()
         if isinstance(executor, Executor):
-            return executor.chunk_size
+            # Of chunks some are fetched ahead, as the host takes several before devices are busy.
+            return executor.chunk_size if executor.chunk_size == 1 else 4 * executor.chunk_size
         return executor.sizes(num_updates, self._updated_every(num_micro_batches)).capacity
 
     def _updated_every(self, num_micro_batches: int | None) -> int:
