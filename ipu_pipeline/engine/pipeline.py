@@ -367,7 +367,8 @@ class Pipeline:
         self._built = build(self._recipe, element, input_shapes, self._recompute)
         self._programs = self._built.programs
         if self._given_plan is not None and self._given_plan.is_fused:
-            count = self._num_micro_batches or 1
+            # Of a number that is known at run only, enough for the order that repeats.
+            count = self._num_micro_batches or 4 * len(self._mapping)
             timetable = self.timetable(count // self._given_plan.chunk_size)
             check_fused(self._programs, timetable, self.traced.levels)
 
