@@ -117,11 +117,13 @@ class IPUInfeedQueue:
           ValueError: the data set is empty, or an element's leaf is no array.
         """
         if self._element is None:
-            iterator = self._iterate()
-            try:
-                first = next(iterator)
-            except StopIteration:
-                raise ValueError("IPUInfeedQueue: the dataset is empty.") from None
+            # A program may be traced meanwhile; what the data set does with JAX is no part of it.
+            with jax.ensure_compile_time_eval():
+                iterator = self._iterate()
+                try:
+                    first = next(iterator)
+                except StopIteration:
+                    raise ValueError("IPUInfeedQueue: the dataset is empty.") from None
             what = "IPUInfeedQueue: element 0 of the dataset"
             self._element = jax.tree.map(lambda leaf: as_shape(_as_array(leaf, what)), first)
             self._peeked = (first, iterator)

@@ -2,8 +2,8 @@
 
 A model is a list of layers over a dict of values. One model is trained in a few ways (`Training`), and each
 of them runs as several pipelines (`Split`, `Run`) that differ in what must not change a number: where the
-model is cut, where the stages lie, the schedule, what is recomputed or offloaded. So one plain loop serves
-for many pipelines.
+model is cut, where the stages lie, the schedule, how many micro-batches a program handles, what is
+recomputed or offloaded. So one plain loop serves for many pipelines.
 
 The models are well conditioned, so that rounding stays rounding: no kinks, noise as targets, no trained
 scalar (whose gradient may happen to be a small difference of large numbers), a nonlinearity before each
@@ -14,6 +14,7 @@ smallest normal number, so Adam has float32 accumulators there, in whose dtype i
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +27,9 @@ import optax
 from hypothesis import strategies as st
 
 from ipu_pipeline import engine, layers
+from ipu_pipeline.engine import schedules
+from ipu_pipeline.engine.dispatches import find_units
+from ipu_pipeline.engine.simulator import simulate
 
 WIDTH, BATCH, NUM_IDS = 6, 4, 7
 NUM_TRAININGS, NUM_SPLITS, NUM_RUNS = 2, 2, 4  # of a model; of a model; of a training and a split
@@ -87,7 +91,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Run:
-    """How a split is run."""
+    """How a split is run; `dispatch_plan` None is the pipeline's choice."""
 
     schedule: str
     donate: bool
@@ -95,6 +99,7 @@ class Run:
     num_serialized: int
     collected: str
     block_bytes: int
+    dispatch_plan: engine.DispatchPlan | None = None
 
 
 @dataclass(frozen=True)
@@ -473,6 +478,7 @@ def make_pipeline(drawn: Pipeline) -> engine.Pipeline:
         sum_collected=run.collected == "sums",
         sum_dtype=sum_dtype,
         block_bytes=run.block_bytes,
+        dispatch_plan=run.dispatch_plan,
     )
 
 
@@ -567,18 +573,59 @@ def splits(draw: Any, model: Model) -> Split:
 
 
 @st.composite
-def runs(draw: Any, training: Training, split: Split) -> Run:
+def dispatch_plans(draw: Any, training: Training, split: Split) -> engine.DispatchPlan | None:
+    """One for a training and a split, whose runs so have the same programs."""
+    if _is_on_one_ipu(split):
+        return None
+    count = training.num_micro_batches
+    sizes = [size for size in range(1, count + 1) if count % size == 0]
+    given = st.builds(engine.DispatchPlan, st.sampled_from(sizes), st.booleans())
+    return draw(st.one_of(st.none(), given, given, given))
+
+
+@st.composite
+def runs(draw: Any, training: Training, split: Split, plan: engine.DispatchPlan | None) -> Run:
     schedule = draw(st.sampled_from(SCHEDULES))
-    on_one_ipu = set(split.device_mapping) <= {0, (0, 0)}
     divisors = [n for n in (1, 2, 3) if training.num_micro_batches % n == 0]
+    is_serialized = _is_on_one_ipu(split) and schedule == "sequential"
+    count_is_traced = draw(st.sampled_from([False, False, True]))
+    if plan is not None and count_is_traced:
+        plan = dataclasses.replace(plan, chunk_size=1)
+    if plan is not None and plan.is_fused and not may_fuse(schedule, training, split, plan.chunk_size):
+        plan = dataclasses.replace(plan, is_fused=False)
     return Run(
         schedule=schedule,
         donate=draw(st.booleans()),
-        count_is_traced=draw(st.sampled_from([False, False, True])),
-        num_serialized=draw(st.sampled_from(divisors)) if on_one_ipu and schedule == "sequential" else 1,
+        count_is_traced=count_is_traced,
+        num_serialized=draw(st.sampled_from(divisors)) if is_serialized else 1,
         collected=draw(st.sampled_from(["all", "all", "some", "losses", "sums"])),
         block_bytes=draw(st.sampled_from([2**26, 2**26, 1])),
+        dispatch_plan=plan,
     )
+
+
+def may_fuse(schedule: str, training: Training, split: Split, chunk_size: int) -> bool:
+    """Whether no backward waits for the forward that would be one program with it."""
+    mapping = _flat_mapping(split)
+    sizes = [len(entry) if isinstance(entry, tuple) else 1 for entry in split.device_mapping]
+    levels = [level for level, size in enumerate(sizes) for _ipu in range(size)]
+    num_chunks = training.num_micro_batches // chunk_size
+    timetable = schedules.timetable(schedule, len(mapping), num_chunks, mapping, True, levels)
+    last = len(mapping) - 1  # its forward and backward are one program anyway
+    try:
+        simulate(find_units(timetable, lambda key: key[1] != last), levels, lambda _unit: 1.0)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_on_one_ipu(split: Split) -> bool:
+    return len(set(_flat_mapping(split))) == 1
+
+
+def _flat_mapping(split: Split) -> list[int]:
+    entries = (entry if isinstance(entry, tuple) else (entry,) for entry in split.device_mapping)
+    return [ipu for entry in entries for ipu in entry]
 
 
 def _mappings(num_stages: int) -> Any:
@@ -606,7 +653,7 @@ def cases(draw: Any, part: int) -> list[Pipeline]:
         Pipeline(model, training, split, run)
         for training in several(trainings(model), NUM_TRAININGS)
         for split in model_splits
-        for run in several(runs(training, split), NUM_RUNS)
+        for run in several(runs(training, split, draw(dispatch_plans(training, split))), NUM_RUNS)
     ]
 
 

@@ -9,6 +9,7 @@ import optax
 import pytest
 
 from ipu_pipeline import engine
+from ipu_pipeline.engine.live_bytes import LiveBytes
 from ipu_pipeline.engine.one_program import OneProgram
 from ipu_pipeline.engine.schedules import ActionKind
 from tests import models
@@ -76,43 +77,10 @@ def held(mode):
     list(itertools.product(["grouped", "interleaved", "sequential"], [2, 4])),
 )
 def test_live_bytes_are_those_of_the_formula(schedule, num_stages, mode):
-    pipeline = make(num_stages, schedule, mode)
+    pipeline = make(num_stages, schedule, mode, dispatch_plan=engine.DispatchPlan())
     step = make_step()
     state = pipeline.init(jax.random.key(0), step[0])
-    executor = pipeline.prepare()
-    templates = executor.plan.templates
-    running = [set() for _ in range(num_stages)]  # micro-batches in flight
-    peaks = [0] * num_stages
-
-    def observe(template, micro_batch, values):
-        for stage in range(num_stages - 1):
-            forward = templates[ActionKind.FORWARD, stage]
-            backward = templates[ActionKind.BACKWARD, stage]
-            if template is forward:
-                running[stage].add(micro_batch)
-            elif template is backward:
-                running[stage].remove(micro_batch)
-            arrays = {
-                id(values[number][slot]): values[number][slot]
-                for number in running[stage]
-                for _place, slot in backward.loads
-                if slot not in cotangents[stage]
-            }
-            live = sum(array.nbytes for array in arrays.values() if array is not None)
-            peaks[stage] = max(peaks[stage], live)
-
-    # A cotangent comes from the stage behind: it is sent, not held.
-    sent = {slot for t in templates.values() for _row, _results, slots in t.transfers for slot in slots}
-    cotangents = [
-        {
-            slot
-            for _place, slot in templates[ActionKind.BACKWARD, stage].loads
-            if slot in sent
-            and slot not in {slot for _p, slot in templates[ActionKind.FORWARD, stage].loads}
-        }
-        for stage in range(num_stages - 1)
-    ]
-    executor.observer = observe
+    live_bytes = LiveBytes(pipeline.prepare())
     pipeline.step(state, step)
     plan = pipeline.plan_memory()
     for stage in range(num_stages - 1):
@@ -120,20 +88,20 @@ def test_live_bytes_are_those_of_the_formula(schedule, num_stages, mode):
         assert plan[stage].in_flight == expected
         if mode is not None:
             assert plan[stage].num_held_bytes == held(mode)
-        assert peaks[stage] == pytest.approx(plan[stage].num_live_bytes, rel=0.05)
-        assert peaks[stage] == pytest.approx(expected * plan[stage].num_held_bytes, rel=0.05)
+        assert live_bytes.peaks[stage] == pytest.approx(plan[stage].num_live_bytes, rel=0.05)
+        assert live_bytes.peaks[stage] == pytest.approx(expected * plan[stage].num_held_bytes, rel=0.05)
     assert plan[-1].num_live_bytes == 0
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_compiled_forwards_return_what_the_plan_says(mode):
-    pipeline = make(3, "grouped", mode)
+    pipeline = make(3, "grouped", mode, dispatch_plan=engine.DispatchPlan())
     step = make_step()
     state = pipeline.init(jax.random.key(0), step[0])
     executor = pipeline.prepare()
     plan = pipeline.plan_memory()
     for stage in range(2):
-        template = executor.plan.templates[ActionKind.FORWARD, stage]
+        template = executor.plan.templates[(ActionKind.FORWARD,), stage]
         names = dict(template.variables)
         x = jax.device_put(step[0][0], template.row.replicated)
         arguments = [

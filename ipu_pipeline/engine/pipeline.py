@@ -740,7 +740,9 @@ def _make_timetable(
 
 def _check_fused(plan: DispatchPlan, pipeline: Pipeline) -> None:
     if plan.is_fused:
-        timetable = pipeline.timetable((pipeline.num_micro_batches or 1) // plan.chunk_size)
+        # Of a number that is known at run only, enough for the order that repeats.
+        count = pipeline.num_micro_batches or 4 * len(pipeline.device_mapping)
+        timetable = pipeline.timetable(count // plan.chunk_size)
         check_fused(pipeline.programs, timetable, pipeline.traced.levels)
 
 
