@@ -8,7 +8,7 @@ WORKERS ?= 2
 EXAMPLES ?= 5000
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
-.PHONY: tutorial test quick random lint clean
+.PHONY: tutorial test quick random bench lint clean
 
 tutorial: $(VENV)/installed
 	$(BIN)/python answers/step4_configurable_stages.py --dataset digits --steps 30 \
@@ -22,6 +22,9 @@ quick: $(VENV)/installed-dev
 
 random: $(VENV)/installed-dev
 	RANDOM_PIPELINES=$(EXAMPLES) $(PYTEST) tests/test_random_pipelines.py
+
+bench: $(VENV)/installed-bench
+	$(BIN)/python -m benchmarks.run_all --short
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
@@ -42,4 +45,8 @@ $(VENV)/installed: $(VENV)/created setup.cfg pyproject.toml
 
 $(VENV)/installed-dev: $(VENV)/created setup.cfg pyproject.toml
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	touch $@ $(VENV)/installed
+
+$(VENV)/installed-bench: $(VENV)/created setup.cfg pyproject.toml benchmarks/requirements.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable . --requirement benchmarks/requirements.txt
 	touch $@ $(VENV)/installed

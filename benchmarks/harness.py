@@ -3,24 +3,31 @@
 A side is a process because what one does (virtual devices, threads, allocators) must not slow the other. It
 makes its step, then runs as many of them as each line of its standard input says and answers with the
 seconds they took. Sides take turns, a round each, the order changing from round to round, so that whatever
-else the machine does hits both; the ratio is taken round by round.
+else the machine does hits both; the ratio is taken round by round. A side that dies or does not answer ends
+the benchmark with an error, and all of its processes with it.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
+import os
+import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 ROUND_SECONDS = 1.0  # of a round, which decides how many steps it has
 NUM_WARM_UPS = 2  # rounds that are dropped
+MOST_SECONDS = 300.0  # that a side may take to start, or for a round
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +104,8 @@ class Side:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            cwd=Path(__file__).resolve().parents[1],
+            cwd=ROOT,
+            start_new_session=True,  # so that its own processes can be ended with it
         )
         self.facts: dict[str, Any] = json.loads(self._wait_for("facts "))
 
@@ -109,24 +117,59 @@ class Side:
         return float(self._wait_for("took ")) / num_steps
 
     def close(self) -> None:
-        """Ends the process."""
+        """Lets the process end."""
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.wait(timeout=120)
+        self._process.wait(timeout=60)
+
+    def kill(self) -> None:
+        """Ends the process, and those that it started, if there are any left."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def _wait_for(self, word: str) -> str:
         assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith(word):
-                return line[len(word) :]
-        raise RuntimeError(f"the side {self._process.args} ended with {self._process.wait()}")
+        clock = threading.Timer(MOST_SECONDS, self.kill)
+        clock.start()
+        try:
+            for line in self._process.stdout:
+                if line.startswith(word):
+                    return line[len(word) :]
+        finally:
+            clock.cancel()
+        self.kill()
+        raise RuntimeError(f"{self._process.args} died with {self._process.wait()}, or took too long.")
 
 
-def take_turns(sides: Mapping[str, Side], num_rounds: int, seconds: float) -> dict[str, list[float]]:
+@contextlib.contextmanager
+def start_sides(module: str, names: Sequence[str], *arguments: str) -> Iterator[dict[str, Side]]:
+    """Sides of a module, each by `--side NAME`; ended in the end, whatever happens."""
+    sides: dict[str, Side] = {}
+    try:
+        for name in names:
+            sides[name] = Side(module, ["--side", name, *arguments])
+        yield sides
+        for side in sides.values():
+            side.close()
+    finally:
+        for side in sides.values():
+            side.kill()
+
+
+def run_module(module: str, *arguments: Any) -> Any:
+    """What a process of a module prints last, as JSON."""
+    command = [sys.executable, "-m", module, *map(str, arguments)]
+    done = subprocess.run(
+        command, check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT, timeout=MOST_SECONDS
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def take_turns(sides: Mapping[str, Any], num_rounds: int, seconds: float) -> dict[str, list[float]]:
     """Runs rounds of all sides in turn.
 
     Args:
-      sides: by name.
+      sides: by name; what has the method `run` of `Side`.
       num_rounds: how many are kept.
       seconds: how long each side's turn is, about.
 
@@ -179,12 +222,16 @@ def format_table(rows: Sequence[Row]) -> str:
     """The rows as a table in Markdown."""
     lines = ["| question | case | ours | other | figure | from..to | target | met |", "| --- " * 8 + "|"]
     for row in rows:
-        spread = "" if row.spread is None else f"{row.spread[0]:.3g}..{row.spread[1]:.3g}"
-        bound = "" if row.target is None else f"{'≤' if row.at_most else '≥'} {row.target:g}"
+        spread = "" if row.spread is None else f"{_number(row.spread[0])}..{_number(row.spread[1])}"
+        bound = "" if row.target is None else f"{'≤' if row.at_most else '≥'} {_number(row.target)}"
         met = {None: "", True: "yes", False: "no"}[row.is_met]
-        cells = [row.question, row.case, row.ours, row.other, f"{row.value:.3g}", spread, bound, met]
+        cells = [row.question, row.case, row.ours, row.other, _number(row.value), spread, bound, met]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:

@@ -49,6 +49,8 @@ class Workload:
       num_stages: how many stages it is cut into.
       num_micro_batches: per weight update.
       target: the most that a step may take, in steps of plain JAX.
+      unroll: how many micro-batches plain JAX unrolls its scan by. Gradients of convolutions are slow in
+        the body of a loop on CPUs (see against_plain_jax/README.md), so there it has no loop.
     """
 
     name: str
@@ -56,6 +58,7 @@ class Workload:
     num_stages: int
     num_micro_batches: int
     target: float
+    unroll: int = 1
 
 
 def make_mlp(width: int, batch_size: int, num_layers: int, num_stages: int) -> Model:
@@ -85,7 +88,7 @@ def make_mlp(width: int, batch_size: int, num_layers: int, num_stages: int) -> M
     return Model(stages, parameters, array(batch_size, width), array(batch_size, width))
 
 
-def make_convolutional_net(num_stages: int = 4, batch_size: int = 16, size: int = 16) -> Model:
+def make_convolutional_net(num_stages: int = 4, batch_size: int = 8, size: int = 16) -> Model:
     """Two 3x3 convolutions a stage, whose channels double where the image is halved; then ten classes."""
     rng = np.random.default_rng(0)
     channels = [3, 32, 64, 96, 128]
@@ -117,7 +120,7 @@ def make_convolutional_net(num_stages: int = 4, batch_size: int = 16, size: int 
     return Model([stage] * (num_stages - 1) + [last], parameters, x, rng.integers(0, 10, batch_size))
 
 
-def make_transformer(num_stages: int = 4, batch_size: int = 4, length: int = 64, width: int = 128) -> Model:
+def make_transformer(num_stages: int = 4, batch_size: int = 2, length: int = 40, width: int = 128) -> Model:
     """A block of attention and two dense layers a stage, with norms before them; mean-square loss."""
     rng = np.random.default_rng(0)
     num_heads = 4
@@ -171,12 +174,16 @@ WORKLOADS = {
     "mlp512": _mlp(512, 64, 4, 2, 1.08),
     "mlp512-4": _mlp(512, 64, 8, 4, 1.15),
     "mlp1024": _mlp(1024, 128, 4, 2, 1.08),
-    "convolutional": Workload("convolutional net, 4 stages, 16 x 16", make_convolutional_net, 4, 16, 1.15),
-    "transformer": Workload("transformer, 4 stages, 4 x 16", make_transformer, 4, 16, 1.15),
+    "convolutional": Workload(
+        "convolutional net, 8 x 16, 4 stages", make_convolutional_net, 4, 16, 1.15, 16
+    ),
+    "transformer": Workload("transformer, 2 x 16, 4 stages", make_transformer, 4, 16, 1.15),
 }
 
 
-def make_plain_step(model: Model, num_micro_batches: int) -> tuple[Callable[..., Any], Any, Any]:
+def make_plain_step(
+    model: Model, num_micro_batches: int, unroll: int = 1
+) -> tuple[Callable[..., Any], Any, Any]:
     """A training step by hand: one jitted scan that accumulates gradients, and an update by SGD.
 
     Returns:
@@ -197,7 +204,7 @@ def make_plain_step(model: Model, num_micro_batches: int) -> tuple[Callable[...,
             return jax.tree.map(jnp.add, total, gradient), value
 
         zeros = jax.tree.map(jnp.zeros_like, parameters)
-        total, losses = jax.lax.scan(accumulate, zeros, micro_batches)
+        total, losses = jax.lax.scan(accumulate, zeros, micro_batches, unroll=unroll)
         return jax.tree.map(lambda p, g: p - RATE * g, parameters, total), losses
 
     stacked = [np.stack(part) for part in zip(*model.micro_batches(num_micro_batches), strict=True)]

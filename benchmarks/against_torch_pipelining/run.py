@@ -9,15 +9,18 @@ micro-batches, which lie in memory beforehand, and compute the losses.
 
 from __future__ import annotations
 
+import datetime
 import os
-import sys
+import statistics
 from typing import Any
 
-from benchmarks import harness
-from benchmarks.against_plain_jax.run import serve_pipeline
-from benchmarks.harness import Row, Side
+import numpy as np
+
+from benchmarks import harness, models, training
+from benchmarks.harness import Row
 
 MODULE = "benchmarks.against_torch_pipelining.run"
+MOST_SECONDS = 120  # that a stage waits for another one, which also ends it where the other one has died
 TARGETS = {"mlp64": 3.0, "mlp256": 2.0, "mlp512": 2.0, "mlp512-4": 2.0, "mlp1024": 2.0}
 
 
@@ -44,8 +47,6 @@ def serve_torch(case: str, schedule_name: str) -> None:
     """The process of the first stage, which starts the others and passes on how many steps to run."""
     import torch.multiprocessing
 
-    from benchmarks import models
-
     workload = models.WORKLOADS[case]
     port = _free_port()
     context = torch.multiprocessing.get_context("spawn")
@@ -55,9 +56,9 @@ def serve_torch(case: str, schedule_name: str) -> None:
     ]
     for process in others:
         process.start()
-    run_rank(case, schedule_name, 0, port)
+    run_rank(case, schedule_name, 0, port)  # daemons end with this process, also where this raises
     for process in others:
-        process.join(timeout=60)
+        process.join(timeout=MOST_SECONDS)
 
 
 def _free_port() -> int:
@@ -75,14 +76,13 @@ def run_rank(case: str, schedule_name: str, rank: int, port: int) -> None:
     import torch.distributed as dist
     from torch.distributed import pipelining
 
-    from benchmarks import models
-
     torch.set_num_threads(1)
     workload = models.WORKLOADS[case]
     model = workload.make()
     num_stages, num_micro_batches = workload.num_stages, workload.num_micro_batches
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=num_stages)
+    timeout = datetime.timedelta(seconds=MOST_SECONDS)
+    dist.init_process_group("gloo", rank=rank, world_size=num_stages, timeout=timeout)
     module = make_torch_stage(model, rank)
     micro_batches = model.micro_batches(num_micro_batches)
     x = torch.cat([torch.tensor(x) for x, _target in micro_batches])
@@ -109,11 +109,14 @@ def run_rank(case: str, schedule_name: str, rank: int, port: int) -> None:
         return losses
 
     # The last stage has the losses, the first one the pipe to the process that compares.
-    shared = torch.zeros(num_micro_batches)
-    losses = step()
-    if losses:
-        shared = torch.stack([value.detach() for value in losses])
-    dist.broadcast(shared, num_stages - 1)
+    told_losses = []
+    for _ in range(training.NUM_TOLD):
+        losses = step()
+        shared = torch.zeros(num_micro_batches)
+        if losses:
+            shared = torch.stack([value.detach() for value in losses])
+        dist.broadcast(shared, num_stages - 1)
+        told_losses.append(shared.tolist())
 
     def run_round(number: int) -> None:
         for _ in range(number):
@@ -126,7 +129,7 @@ def run_rank(case: str, schedule_name: str, rank: int, port: int) -> None:
             tell(number)
             run_round(number)
 
-        harness.serve_rounds(run_told, {"losses": shared.tolist()})
+        harness.serve_rounds(run_told, {"losses": told_losses})
         tell(0)
     else:
         while number := told():
@@ -154,19 +157,11 @@ def told() -> int:
 
 def measure(case: str, num_rounds: int, seconds: float) -> Row:
     """Compares the pipeline with the better schedule of the other side."""
-    import numpy as np
-
-    from benchmarks import models
-
-    sides = {
-        name: Side(MODULE, ["--side", name, "--cases", case]) for name in ("pipeline", "gpipe", "1f1b")
-    }
-    for side in sides.values():
-        np.testing.assert_allclose(side.facts["losses"], sides["pipeline"].facts["losses"], rtol=1e-4)
-    taken = harness.take_turns(sides, num_rounds, seconds)
-    for side in sides.values():
-        side.close()
-    better = min(("gpipe", "1f1b"), key=lambda name: sorted(taken[name])[num_rounds // 2])
+    with harness.start_sides(MODULE, ["pipeline", "gpipe", "1f1b"], "--cases", case) as sides:
+        for side in sides.values():
+            np.testing.assert_allclose(side.facts["losses"], sides["pipeline"].facts["losses"], rtol=1e-4)
+        taken = harness.take_turns(sides, num_rounds, seconds)
+    better = min(("gpipe", "1f1b"), key=lambda name: statistics.median(taken[name]))
     return harness.compare(
         "against_torch_pipelining",
         f"{models.WORKLOADS[case].name}, {better}",
@@ -183,7 +178,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=list(TARGETS))
     args = parser.parse_args()
     if args.side == "pipeline":
-        serve_pipeline(args.cases[0])
+        training.serve_pipeline(args.cases[0])
     elif args.side is not None:
         serve_torch(args.cases[0], args.side)
     else:
@@ -193,4 +188,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -2,9 +2,10 @@
 
     python -m benchmarks.compile.run [--rounds 5] [--json FILE]
 
-From the first call of JAX to the end of the first training step, each time in a new process, with nothing
-cached on disk: the pipeline, and the same model as one jitted scan on one device. Compilations are those
-that JAX reports of XLA. Afterwards both do three more steps, in which nothing may be compiled.
+From the stages to the end of the first training step, each time in a new process, with nothing cached on
+disk: the pipeline, and the same model as one jitted scan on one device. The clock starts when JAX's backend
+is up and a random key exists. Compilations are those that JAX reports of XLA. Afterwards both do three more
+steps, in which nothing may be compiled.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
-from benchmarks import harness
+import numpy as np
+
+from benchmarks import harness, models, training
 from benchmarks.harness import Row
 
 MODULE = "benchmarks.compile.run"
@@ -30,12 +32,10 @@ IMPORTS = {
 
 
 def measure_side(side: str, case: str) -> dict[str, Any]:
-    """Seconds to the end of the first step, and how often XLA compiled for it and afterwards."""
+    """Seconds to the end of the first step, its losses, and how often XLA compiled then and later."""
     import jax
-    import numpy as np
     import optax
 
-    from benchmarks import models
     from ipu_pipeline import engine
 
     workload = models.WORKLOADS[case]
@@ -47,9 +47,11 @@ def measure_side(side: str, case: str) -> dict[str, Any]:
         if event == "/jax/core/compile/backend_compile_duration":
             compiled.append(event)
 
-    jax.monitoring.register_event_duration_secs_listener(count)
     if side == "pipeline":
         jax.config.update("jax_num_cpu_devices", workload.num_stages)
+    jax.devices()
+    key = jax.block_until_ready(jax.random.key(0))
+    jax.monitoring.register_event_duration_secs_listener(count)
     begin = time.perf_counter()
     if side == "pipeline":
         pipeline = engine.Pipeline(
@@ -60,12 +62,13 @@ def measure_side(side: str, case: str) -> dict[str, Any]:
             donate=True,
             collect_outputs=False,
         )
-        state = pipeline.init(jax.random.key(0), micro_batches[0])
+        state = pipeline.init(key, micro_batches[0])
 
         def step() -> Any:
             nonlocal state
             state, outputs = pipeline.step(state, micro_batches)
-            return jax.block_until_ready((state, outputs.losses))
+            jax.block_until_ready((state, [part.loss for part in outputs.collected]))
+            return training.read_losses(outputs.collected)
 
     else:
         train, parameters, stacked = models.make_plain_step(model, workload.num_micro_batches)
@@ -73,33 +76,34 @@ def measure_side(side: str, case: str) -> dict[str, Any]:
         def step() -> Any:
             nonlocal parameters
             parameters, losses = train(parameters, stacked)
-            return jax.block_until_ready((parameters, [np.asarray(loss) for loss in losses]))
+            jax.block_until_ready((parameters, losses))
+            return np.asarray(losses).tolist()
 
-    step()
+    losses = step()
     seconds = time.perf_counter() - begin
     number = len(compiled)
     for _ in range(3):
         step()
-    return {"seconds": seconds, "compilations": number, "later": len(compiled) - number}
+    later = len(compiled) - number
+    return {"seconds": seconds, "losses": losses, "compilations": number, "later": later}
 
 
-def run(*command: str) -> str:
-    root = Path(__file__).resolve().parents[2]
-    done = subprocess.run(
-        [sys.executable, *command], check=True, stdout=subprocess.PIPE, text=True, cwd=root
-    )
-    return done.stdout.splitlines()[-1] if done.stdout else ""
+def run_code(code: str) -> str:
+    """What a process that runs this code prints."""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=harness.ROOT)
+    return done.stdout
 
 
 def measure_imports(num_rounds: int) -> Row:
     """How much longer it takes to import the library too; fails if that starts a backend."""
     check = "import jax._src.xla_bridge as bridge; assert not bridge.backends_are_initialized()"
-    run("-c", f"{IMPORTS['ipu_pipeline']}; {check}")
+    run_code(f"{IMPORTS['ipu_pipeline']}; {check}")
     taken: dict[str, list[float]] = {name: [] for name in IMPORTS}
     for _ in range(num_rounds):
         for name, code in IMPORTS.items():
             clock = "import time; begin = time.perf_counter()"
-            taken[name].append(float(run("-c", f"{clock}; {code}; print(time.perf_counter() - begin)")))
+            taken[name].append(float(run_code(f"{clock}; {code}; print(time.perf_counter() - begin)")))
     more = [ours - other for ours, other in zip(taken["ipu_pipeline"], taken["jax"], strict=True)]
     medians = {name: f"{statistics.median(found):.2f} s" for name, found in taken.items()}
     case = "import ipu_pipeline beyond jax and optax, seconds"
@@ -118,7 +122,7 @@ def measure_imports(num_rounds: int) -> Row:
 def main() -> None:
     parser = harness.make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--cases", nargs="+")
+    parser.add_argument("--cases", nargs="+", choices=list(models.WORKLOADS))
     args = parser.parse_args()
     if args.side:
         print(json.dumps(measure_side(args.side, args.cases[0])))
@@ -129,7 +133,8 @@ def main() -> None:
         found: dict[str, list[Any]] = {"pipeline": [], "plain": []}
         for _ in range(num_rounds):
             for side, facts in found.items():
-                facts.append(json.loads(run("-m", MODULE, "--side", side, "--cases", case)))
+                facts.append(harness.run_module(MODULE, "--side", side, "--cases", case))
+        np.testing.assert_allclose(*(facts[0]["losses"] for facts in found.values()), rtol=1e-5)
         seconds = {side: [fact["seconds"] for fact in facts] for side, facts in found.items()}
         name = f"{case}, time to first step"
         rows.append(harness.compare("compile", name, seconds["pipeline"], seconds["plain"], MOST_RATIO))

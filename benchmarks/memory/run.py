@@ -15,6 +15,8 @@ from benchmarks import harness
 from benchmarks.harness import Row
 
 NUM_STAGES, NUM_MICRO_BATCHES = 4, 16
+PLANS = ("one by one", "fused", "chunks of 2")
+MOST_DIFFERENCE = 0.05
 
 
 def main() -> None:
@@ -24,8 +26,9 @@ def main() -> None:
     jax.config.update("jax_num_cpu_devices", NUM_STAGES)
     rows = []
     for schedule in ("grouped", "interleaved", "sequential"):
-        for plan in ("one by one", "fused", "chunks of 2"):
-            rows.append(measure(schedule, plan))
+        for plan in PLANS:
+            if schedule == "grouped" or plan != "fused":  # the others' actions do not go in pairs
+                rows.append(measure(schedule, plan))
     harness.report(rows, args.json)
 
 
@@ -64,7 +67,7 @@ def measure(schedule: str, plan: str) -> Row:
         if abs(ratio - 1) >= abs(worst - 1):
             worst, text = ratio, f"{in_flight} x {memory.num_held_bytes:,} B"
     case = f"{schedule}, {plan}: live bytes over formula, worst stage"
-    return Row("memory", case, f"{worst:.3f}", text, abs(worst - 1), None, 0.05)
+    return Row("memory", case, f"{worst:.3f}", text, abs(worst - 1), None, MOST_DIFFERENCE)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What recomputation saves: bytes that stages hold, and temporary memory of a pipeline on one device.
 
-    python benchmarks/recomputation_memory/run.py
+    python -m benchmarks.recomputation_memory.run [--json FILE]
 
 The model has 24 dense layers of 64 units in four stages, with a checkpoint in the middle of each; a
 micro-batch has 512 examples, a step has 8 of them. The first table is the plan of memory, which the tests
@@ -20,6 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from benchmarks import harness
+from benchmarks.harness import Row
 from ipu_pipeline import engine
 from ipu_pipeline.engine.one_program import OneProgram
 
@@ -49,6 +51,7 @@ def make_pipeline(mode: str | None, schedule: str, mapping: list[int]) -> engine
         optimizer=optax.sgd(0.01),
         schedule=schedule,
         device_mapping=mapping,
+        dispatch_plan=None if len(set(mapping)) == 1 else engine.DispatchPlan(),
         recompute=mode,
     )
 
@@ -77,21 +80,37 @@ def temporary_bytes(mode: str | None, micro_batch: Any) -> int:
     return int(found[0])
 
 
+def make_row(case: str, mode: str, size: float, size_without: float) -> Row:
+    """A row of what is needed with a mode, and without recomputation."""
+    ours, other = f"{size / 1024:,.0f} KiB", f"{size_without / 1024:,.0f} KiB"
+    return Row("recomputation_memory", f"{case}, {mode}", ours, other, size / size_without)
+
+
 def main() -> None:
+    args = harness.make_parser(__doc__).parse_args()
     rng = np.random.default_rng(0)
     micro_batch = (rng.normal(size=(BATCH_SIZE, WIDTH)).astype("float32"), np.zeros(BATCH_SIZE, "int32"))
+    rows = []
     print("KiB that stages 0 to 3 hold between forwards and backwards (micro-batches in flight)")
     for schedule in ("grouped", "interleaved", "sequential"):
+        held: dict[str | None, float] = {}
         for mode in MODES:
             pipeline = make_pipeline(mode, schedule, list(range(NUM_STAGES)))
             pipeline.trace(micro_batch)
-            cells = [
-                f"{plan.num_live_bytes / 1024:,.0f} ({plan.in_flight})" for plan in pipeline.plan_memory()
-            ]
+            plans = pipeline.plan_memory()
+            held[mode] = plans[0].num_live_bytes
+            cells = [f"{plan.num_live_bytes / 1024:,.0f} ({plan.in_flight})" for plan in plans]
             print(f"  {schedule:11} {mode or 'no recomputation':39} {', '.join(cells)}")
+            if mode is not None:
+                rows.append(make_row(f"stage 0, {schedule}", mode, held[mode], held[None]))
     print("temporary KiB of everything as one program on one device")
+    temporary: dict[str | None, float] = {}
     for mode in MODES:
-        print(f"  {mode or 'no recomputation':39} {temporary_bytes(mode, micro_batch) / 1024:,.0f}")
+        temporary[mode] = temporary_bytes(mode, micro_batch)
+        print(f"  {mode or 'no recomputation':39} {temporary[mode] / 1024:,.0f}")
+        if mode is not None:
+            rows.append(make_row("one program", mode, temporary[mode], temporary[None]))
+    harness.report(rows, args.json)
 
 
 if __name__ == "__main__":

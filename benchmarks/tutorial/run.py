@@ -14,13 +14,11 @@ import functools
 import runpy
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks import harness
-from benchmarks.harness import Side
 
 MODULE = "benchmarks.tutorial.run"
 NUM_UPDATES, NUM_ACCUMULATED, BATCH_SIZE = 10, 16, 32
@@ -101,7 +99,7 @@ def serve_program(side: str) -> None:
 
     tutorial_support.train = train
     program, *arguments = PROGRAMS[side]
-    path = Path(__file__).resolve().parents[2] / program
+    path = harness.ROOT / program
     sys.argv = [str(path), "--dataset", "digits", *arguments]
     with contextlib.suppress(Stop):
         runpy.run_path(str(path), run_name="__main__")
@@ -123,10 +121,8 @@ def main() -> None:
         serve_program(args.side)
     else:
         num_rounds, seconds = (3, 0.5) if args.short else (args.rounds, harness.ROUND_SECONDS)
-        sides = {name: Side(MODULE, ["--side", name]) for name in ("step1", "pipeline", "plain")}
-        taken = harness.take_turns(sides, num_rounds, seconds)
-        for side in sides.values():
-            side.close()
+        with harness.start_sides(MODULE, ["step1", "pipeline", "plain"]) as sides:
+            taken = harness.take_turns(sides, num_rounds, seconds)
         rows = [
             harness.compare("tutorial", case, taken[ours], taken[other], target, is_speed=True)
             for case, ours, other, target in (
