@@ -148,6 +148,7 @@ def check(pipeline, reduction="sum", dtype="float32", as_feed=iter):
 RUNS = [
     *itertools.product(["grouped"], [[0, 1, 2, 3], [0, 1, 0, 1]], CHUNKS + FUSED),
     *itertools.product(["interleaved", "sequential"], [[0, 1, 2, 3], [1, 0, 0, 2]], CHUNKS),
+    *itertools.product(["interleaved"], [[0, 1, 2, 3]], FUSED[:2]),
 ]
 REDUCTIONS = ("sum", "mean", "running_mean")
 
@@ -471,6 +472,26 @@ def test_nothing_to_feed():
         models.assert_trees_close(after.variables, plain.variables)
 
 
+@pytest.mark.parametrize("plan", [engine.DispatchPlan(), CHUNKS[0]], ids=name_of)
+def test_data_that_nobody_reads(plan):
+    """They are taken all the same, as many as there are micro-batches."""
+
+    def first(x):
+        with engine.variable_scope("first"):
+            return engine.get_variable("kernel", (3,))
+
+    pipeline = engine.Pipeline([first, jnp.sum], num_micro_batches=COUNT, dispatch_plan=plan)
+    step = [np.float32(number) for number in range(COUNT)]
+    state = pipeline.init(jax.random.key(0), step[0])
+    feed = iter([*step, *step[:3]])
+    state, outputs = pipeline.step(state, feed)
+    assert len(outputs.outputs) == COUNT
+    with pytest.raises(engine.OutOfRangeError, match="ended after 3 of the 8 micro-batches"):
+        pipeline.step(state, feed)
+    _state, outputs = pipeline.step(state, pipeline.place_micro_batches(step))
+    assert len(outputs.outputs) == COUNT
+
+
 # Arguments.
 
 
@@ -507,7 +528,6 @@ def test_errors_of_the_argument(options, error, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"schedule": "interleaved"}, "does not go with this schedule: a backward and the forward"),
         ({"schedule": "sequential"}, "does not go with this schedule: a backward and the forward"),
         ({"loss": None, "optimizer": None}, "is for pipelines that train over several stages"),
     ],

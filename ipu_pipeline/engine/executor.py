@@ -122,10 +122,11 @@ class Executor:
         Args:
           take: returns up to so many micro-batches, as `place_element` left them.
         """
-        if self.chunk_size == 1 or not self.plan.feed_slots:
+        if self.chunk_size == 1:
             element: Sequence[Any] = take(1)[0]
             return element
-        return self._feed.stack(gather(take, self.chunk_size, self.chunk_size))
+        elements = gather(take, self.chunk_size, self.chunk_size)
+        return self._feed.stack(elements) if self.plan.feed_slots else []
 
     def place_ahead(self, elements: Sequence[Any]) -> list[Any]:
         """Micro-batches, as `place_element` left them, on the devices that read them."""
