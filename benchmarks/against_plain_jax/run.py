@@ -39,7 +39,7 @@ def main() -> None:
     elif args.side == "pipeline":
         training.serve_pipeline(args.cases[0])
     else:
-        num_rounds, seconds = (3, 0.3) if args.short else (args.rounds, harness.ROUND_SECONDS)
+        num_rounds, seconds = (5, 0.5) if args.short else (args.rounds, harness.ROUND_SECONDS)
         cases = args.cases or list(models.WORKLOADS)
         harness.report([measure(case, num_rounds, seconds) for case in cases], args.json)
 

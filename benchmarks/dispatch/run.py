@@ -8,13 +8,15 @@ without its weight update, is divided by the number of dispatches: a forward and
 micro-batch, one of both on the last stage. Programs handle one micro-batch each and nothing is fused, so a
 dispatch is an action. Every case is a process of its own.
 
-Two cases are split: in the same process as many jitted functions of as many arguments and results are
-called, and as many arrays are copied by `placement.copy_to`, in bare loops. What is left is Python of the
-library. The last figure is the time to make and check the largest schedule, which happens once.
+Two cases are split: further rounds time the calls of jitted functions and of `placement.copy_to` within
+`accumulate`; what is left is Python of the library. In the same process as many jitted functions of as many
+arguments and results are called, and as many arrays copied, in bare loops: the least that jaxlib takes. The
+last figure is the time to make and check the largest schedule, which happens once.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import statistics
 import sys
@@ -30,6 +32,14 @@ MODULE = "benchmarks.dispatch.run"
 CASES = [(2, 16), (2, 256), (2, 4096), (8, 16), (8, 256), (64, 16), (64, 256), (64, 4096)]
 SHORT_CASES = [(2, 16), (2, 256), (2, 4096), (64, 16)]
 SPLIT_CASES = [(2, 256), (64, 256)]
+PARTS = {
+    "calls": "of that, calls of jitted functions",
+    "bare calls": "as many such calls in a bare loop",
+    "copies": "of that, copies between devices",
+    "bare copies": "as many copies in a bare loop",
+    "rest": "of that, Python of the library",
+    "update": "a weight update, not in that",
+}
 MOST_MICROSECONDS = 25.0
 FLATNESS = 1.2
 MOST_SECONDS = 5.0
@@ -37,7 +47,7 @@ NUM_DISPATCHES = 20_000  # of a round, about
 
 
 def measure_case(num_stages: int, num_micro_batches: int, num_rounds: int) -> dict[str, list[float]]:
-    """Microseconds, by round: of a dispatch, its bare calls and copies, and of a weight update."""
+    """Microseconds of a dispatch, by round; where it is split, also of its parts and of a weight update."""
     import jax
 
     jax.config.update("jax_num_cpu_devices", num_stages)
@@ -45,6 +55,7 @@ def measure_case(num_stages: int, num_micro_batches: int, num_rounds: int) -> di
     import optax
 
     from ipu_pipeline import engine
+    from ipu_pipeline.engine import placement
     from ipu_pipeline.engine.executor import Executor
 
     def multiply(w: Any, x: Any) -> Any:
@@ -66,29 +77,58 @@ def measure_case(num_stages: int, num_micro_batches: int, num_rounds: int) -> di
     assert isinstance(executor, Executor)
     num_dispatches = (2 * num_stages - 1) * num_micro_batches
     num_steps = max(1, round(NUM_DISPATCHES / num_dispatches))
-    call, copy = make_bare_loops(executor, pipeline.timetable(num_micro_batches))
-    taken: dict[str, list[float]] = {"dispatch": [], "update": [], "calls": [], "copies": []}
-    for number in range(num_rounds + 1):
-        found = dict.fromkeys(taken, 0.0)
-        for _ in range(num_steps):
-            begin = time.perf_counter()
-            pending = pipeline.accumulate(state, placed.taker(executor, num_micro_batches), [])
-            end = time.perf_counter()
-            state, _collected = pipeline.update(state, pending)
-            found["update"] += time.perf_counter() - end
-            found["dispatch"] += end - begin
-            jax.block_until_ready(state)
-            found["calls"] += call()
-            found["copies"] += copy()
-        if number:
-            for name, seconds in found.items():
-                per_step = 1 if name == "update" else num_dispatches
-                taken[name].append(seconds / num_steps / per_step * 1e6)
+    clocks = Clocks()
+
+    def run_step() -> None:
+        nonlocal state
+        taker = placed.taker(executor, num_micro_batches)
+        pending = clocks.run("dispatch", pipeline.accumulate, state, taker, [])
+        state, _collected = clocks.run("update", pipeline.update, state, pending)
+        jax.block_until_ready(state)
+
+    def run_rounds(*steps: Callable[[], None]) -> dict[str, list[float]]:
+        taken: dict[str, list[float]] = {}
+        for number in range(num_rounds + 1):
+            clocks.seconds.clear()
+            for _ in range(num_steps):
+                for step in steps:
+                    step()
+            if number:
+                for name, seconds in clocks.seconds.items():
+                    per_step = 1 if name == "update" else num_dispatches
+                    taken.setdefault(name, []).append(seconds / num_steps / per_step * 1e6)
+        return taken
+
+    taken = run_rounds(run_step)
+    if (num_stages, num_micro_batches) in SPLIT_CASES:
+        bare_loops = make_bare_loops(executor, pipeline.timetable(num_micro_batches), clocks)
+        for template in executor.plan.templates.values():
+            template.function = functools.partial(clocks.run, "calls", template.function)
+        placement.copy_to = functools.partial(clocks.run, "copies", placement.copy_to)
+        split = run_rounds(run_step, *bare_loops)
+        columns = zip(split.pop("dispatch"), split["calls"], split["copies"], strict=True)
+        taken |= split | {"rest": [dispatch - calls - copies for dispatch, calls, copies in columns]}
     return taken
 
 
-def make_bare_loops(executor: Any, timetable: Any) -> tuple[Callable[[], float], Callable[[], float]]:
-    """Loops that call and copy as often and as much as a step does; they return the seconds they took."""
+class Clocks:
+    """The seconds that calls take, added up by name."""
+
+    def __init__(self) -> None:
+        self.seconds: Counter[str] = Counter()
+
+    def run(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Calls a function on the clock of a name."""
+        begin = time.perf_counter()
+        result = function(*arguments)
+        self.seconds[name] += time.perf_counter() - begin
+        return result
+
+
+def make_bare_loops(
+    executor: Any, timetable: Any, clocks: Clocks
+) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Loops that call and copy as often and as much as a step does; on the clocks as "bare ..."."""
     import jax
     import jax.numpy as jnp
 
@@ -111,21 +151,21 @@ def make_bare_loops(executor: Any, timetable: Any) -> tuple[Callable[[], float],
         for row, results, _slots in part.transfers:
             copies.append((arguments[-1:] * len(results), row, numbers[template.index]))
 
-    def call() -> float:
-        begin = time.perf_counter()
+    def call() -> None:
         for function, arguments, num_accumulators, number in calls:
             for _ in range(number):
                 arguments[:num_accumulators] = function(*arguments)[:num_accumulators]
-        return time.perf_counter() - begin
 
-    def copy() -> float:
-        begin = time.perf_counter()
+    copy_to = placement.copy_to
+
+    def copy() -> None:
         for arrays, row, number in copies:
             for _ in range(number):
-                placement.copy_to(arrays, row)
-        return time.perf_counter() - begin
+                copy_to(arrays, row)
 
-    return call, copy
+    return functools.partial(clocks.run, "bare calls", call), functools.partial(
+        clocks.run, "bare copies", copy
+    )
 
 
 def measure_schedule() -> float:
@@ -156,12 +196,7 @@ def main() -> None:
         rows.append(make_row(f"{case}: an action", found["dispatch"], MOST_MICROSECONDS))
         medians.append(statistics.median(found["dispatch"]))
         if (num_stages, num_micro_batches) in SPLIT_CASES:
-            columns = zip(found["dispatch"], found["calls"], found["copies"], strict=True)
-            rest = [dispatch - calls - copies for dispatch, calls, copies in columns]
-            rows.append(make_row(f"{case}: of that, bare calls of jitted functions", found["calls"]))
-            rows.append(make_row(f"{case}: of that, bare copies between devices", found["copies"]))
-            rows.append(make_row(f"{case}: of that, what is left", rest))
-            rows.append(make_row(f"{case}: a weight update, beside all of that", found["update"]))
+            rows += [make_row(f"{case}: {text}", found[name]) for name, text in PARTS.items()]
     flatness = max(medians) / min(medians)
     rows.append(
         Row("dispatch", "an action: largest against smallest median", "", "", flatness, None, FLATNESS)

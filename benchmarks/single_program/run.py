@@ -38,7 +38,7 @@ def main() -> None:
     elif args.side == "pipeline":
         training.serve_pipeline(args.cases[0], is_single_program=True)
     else:
-        num_rounds, seconds = (3, 0.3) if args.short else (args.rounds, harness.ROUND_SECONDS)
+        num_rounds, seconds = (5, 0.5) if args.short else (args.rounds, harness.ROUND_SECONDS)
         harness.report([measure(case, num_rounds, seconds) for case in args.cases or CASES], args.json)
 
 
