@@ -186,7 +186,9 @@ def test_accumulated_gradients(plan):
         return [executor.place_element(jax.tree.leaves(next(elements)))]
 
     accumulated = pipeline.accumulate(state, take, [make_scale()])
-    merged = pipeline.plan_accumulators().merge(accumulated.accumulators, executor._add_to_home)
+    merged = pipeline.plan_accumulators().merge(
+        accumulated.accumulators, executor.weight_update._add_to_home
+    )
     models.assert_trees_close(merged, expected()[0][0].optimizer_state[0].trace)
     assert next(elements, None) is None
 
@@ -619,10 +621,10 @@ def printing(scale, x, labels):
     ("options", "reason"),
     [
         ({"num_micro_batches": None}, "the number of micro-batches is known at run only"),
-        ({"schedule": "interleaved"}, "the schedule was chosen for its order and memory"),
-        ({"schedule": "sequential"}, "the schedule was chosen for its order and memory"),
-        ({"recompute": "auto"}, "recomputation and offloading are to save memory"),
-        ({"offload": ["weights"]}, "recomputation and offloading are to save memory"),
+        ({"schedule": "interleaved"}, "the schedule was chosen for its order or its memory"),
+        ({"schedule": "sequential"}, "the schedule was chosen for its order or its memory"),
+        ({"recompute": "auto"}, "recomputation or offloading is to save memory"),
+        ({"offload": ["weights"]}, "recomputation or offloading is to save memory"),
     ],
     ids=str,
 )
@@ -679,7 +681,15 @@ def choose(cost, platform, max_live_bytes):
         for own in pipeline.programs
     ]
     return dispatch_plans.choose_dispatch_plan(
-        programs, range(4), pipeline.timetable, 64, platform, lambda size: size, max_live_bytes
+        programs,
+        range(4),
+        pipeline.timetable,
+        64,
+        platform,
+        lambda size: size,
+        max_live_bytes,
+        is_grouped=True,
+        saves_memory=False,
     )
 
 

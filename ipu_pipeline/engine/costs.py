@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-__all__ = ["count_operations"]
+__all__ = ["count_operations", "has_convolutions"]
 
 # A product of matrices does many operations per element that it reads; anything else is bound by memory,
 # where an element takes about as long as so many operations of a product.
@@ -28,6 +28,24 @@ def count_operations(jaxpr: Any) -> float:
       jaxpr: a `Jaxpr`.
     """
     return sum(_count(equation) for equation in jaxpr.eqns)
+
+
+def has_convolutions(jaxpr: Any) -> bool:
+    """Whether there is a convolution in a jaxpr, or in one within it."""
+    return any(
+        equation.primitive.name == "conv_general_dilated"
+        or any(has_convolutions(getattr(inner, "jaxpr", inner)) for inner in _inner(equation))
+        for equation in jaxpr.eqns
+    )
+
+
+def _inner(equation: Any) -> list[Any]:
+    """The jaxprs of an equation, open or closed."""
+    found = []
+    for value in equation.params.values():
+        values = value if isinstance(value, (list, tuple)) else [value]
+        found += [each for each in values if hasattr(each, "eqns")]
+    return found
 
 
 def _count(equation: Any) -> float:

@@ -165,16 +165,12 @@ def choose_dispatch_plan(
         is followed action by action.
       saves_memory: whether recomputation or offloading is on, which chunks would counter.
     """
-    effects = any(
-        program is not None and program.has_effects
-        for own in programs
-        for program in (own.forward, own.backward)
-    )
+    both = [program for own in programs for program in (own.forward, own.backward) if program is not None]
     reasons = {
         "the number of micro-batches is known at run only": num_micro_batches is None,
         "the schedule was chosen for its order or its memory": not is_grouped,
         "recomputation or offloading is to save memory": saves_memory,
-        "stages print or call back into Python": effects,
+        "stages print or call back into Python": any(program.has_effects for program in both),
     }
     for reason, holds in reasons.items():
         if holds:
@@ -212,9 +208,13 @@ def choose_dispatch_plan(
         except ValueError:  # what would be fused waits for each other
             return math.inf
 
+    # XLA's CPU compiler gives convolutions their fast form outside of loops only, and a chunk is a loop.
+    avoids_loops = platform == "cpu" and any(program.has_convolutions for program in both)
     alone = seconds(1, False)
     best, chosen, held_back = alone, (1, False), False
     for chunk_size in possible_chunk_sizes(num_micro_batches):
+        if chunk_size > 1 and avoids_loops:
+            break
         if chunk_size > 1 and live_bytes(chunk_size) > max_live_bytes:
             held_back = True
             break
@@ -228,6 +228,8 @@ def choose_dispatch_plan(
         reason += "beside which dispatches cost little"
     else:
         reason += f"and a step is foretold to take {best / alone:.0%} of its time one by one"
+    if avoids_loops:
+        reason += "; convolutions, which are slow in loops on a CPU, are not chunked"
     if held_back:
         reason += f"; larger chunks would hold more than {max_live_bytes:,} bytes on a stage"
     return DispatchPlan(*chosen, reason)

@@ -14,7 +14,7 @@ import numpy as np
 from jax.extend import core as jex_core
 
 from ipu_pipeline.engine import jaxprs
-from ipu_pipeline.engine.costs import count_operations
+from ipu_pipeline.engine.costs import count_operations, has_convolutions
 from ipu_pipeline.engine.shapes import check_float_dtype
 from ipu_pipeline.engine.variables import VariableSpec
 
@@ -82,6 +82,7 @@ class StageProgram:
       results: what they are. One result may stand for several values.
       num_operations: what it costs, see `costs.count_operations`.
       has_effects: whether it prints or calls back into Python.
+      has_convolutions: whether it has convolutions.
     """
 
     name: str
@@ -90,6 +91,7 @@ class StageProgram:
     results: tuple[tuple[Value, ...], ...]
     num_operations: float
     has_effects: bool
+    has_convolutions: bool
 
     @property
     def num_accumulators(self) -> int:
@@ -152,8 +154,16 @@ def cut(
             residuals.append(var)
     labelled = tuple(tuple(values) for values in grouped.values())
     jaxpr = program.closed_jaxpr.jaxpr
-    cost = count_operations(jaxpr)
-    return StageProgram(name, program, tuple(arguments), labelled, cost, bool(jaxpr.effects)), residuals
+    own = StageProgram(
+        name,
+        program,
+        tuple(arguments),
+        labelled,
+        num_operations=count_operations(jaxpr),
+        has_effects=bool(jaxpr.effects),
+        has_convolutions=has_convolutions(jaxpr),
+    )
+    return own, residuals
 
 
 def seed(program: StageProgram, dtype: Any, is_scaled: bool) -> StageProgram:
