@@ -608,7 +608,7 @@ def may_fuse(schedule: str, training: Training, split: Split, chunk_size: int) -
     """Whether no backward waits for the forward that would be one program with it."""
     mapping = _flat_mapping(split)
     sizes = [len(entry) if isinstance(entry, tuple) else 1 for entry in split.device_mapping]
-    levels = [level for level, size in enumerate(sizes) for _ipu in range(size)]
+    levels = tuple(level for level, size in enumerate(sizes) for _ipu in range(size))
     num_chunks = training.num_micro_batches // chunk_size
     timetable = schedules.timetable(schedule, len(mapping), num_chunks, mapping, True, levels)
     last = len(mapping) - 1  # its forward and backward are one program anyway
@@ -623,9 +623,9 @@ def _is_on_one_ipu(split: Split) -> bool:
     return len(set(_flat_mapping(split))) == 1
 
 
-def _flat_mapping(split: Split) -> list[int]:
+def _flat_mapping(split: Split) -> tuple[int, ...]:
     entries = (entry if isinstance(entry, tuple) else (entry,) for entry in split.device_mapping)
-    return [ipu for entry in entries for ipu in entry]
+    return tuple(ipu for entry in entries for ipu in entry)
 
 
 def _mappings(num_stages: int) -> Any:
