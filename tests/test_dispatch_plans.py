@@ -245,17 +245,21 @@ def test_inference(plan, schedule):
     check(make(plan, loss=None, optimizer=None, schedule=schedule))
 
 
-@pytest.mark.parametrize("plan", [CHUNKS[0], *FUSED[:2]], ids=name_of)
-def test_sums_and_some_of_the_outputs(plan):
-    (step,) = make_steps(num_steps=1)
-    _state, losses, outputs = expected()[0]
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("plan", [engine.DispatchPlan(), CHUNKS[0], *FUSED[:2]], ids=name_of)
+def test_sums_and_some_of_the_outputs(plan, dtype):
+    """Sums keep their dtypes, those of integers too."""
+    _state, losses, outputs = expected(dtype=dtype)[0]
     options = {"sum_collected": True, "collect_outputs": lambda shapes: [True, False, True, True, True]}
-    pipeline = make(plan, **options)
-    state = pipeline.init(jax.random.key(5), step[0], make_scale())
-    _state, actual = pipeline.step(state, step, make_scale())
-    models.assert_trees_close(actual.losses, [sum(losses)])
-    wanted = [[leaf for place, leaf in enumerate(jax.tree.leaves(one)) if place != 1] for one in outputs]
-    models.assert_trees_close(actual.outputs, [[sum(leaves) for leaves in zip(*wanted, strict=True)]])
+    with jax.enable_x64(dtype == "float64"):
+        (step,) = make_steps(dtype, num_steps=1)
+        pipeline = make(plan, **options)
+        state = pipeline.init(jax.random.key(5), step[0], make_scale(dtype))
+        _state, actual = pipeline.step(state, step, make_scale(dtype))
+        models.assert_trees_close(actual.losses, [sum(losses)], TOLERANCES[dtype])
+        leaves = zip(*map(jax.tree.leaves, outputs), strict=True)
+        sums = [sum(one[1:], one[0]) for place, one in enumerate(leaves) if place != 1]
+        models.assert_trees_close(actual.outputs, [sums], TOLERANCES[dtype])
 
 
 @pytest.mark.parametrize("plan", [CHUNKS[1], *FUSED[:2]], ids=name_of)

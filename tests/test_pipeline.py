@@ -372,7 +372,13 @@ def test_compile_counts(rng):
     try:
         counts = []
         for count in (2, 16):
-            pipeline = make(models.mlp_stages(4), count=count, donate=True, reduction="running_mean")
+            pipeline = make(
+                models.mlp_stages(4),
+                count=count,
+                donate=True,
+                reduction="running_mean",
+                dispatch_plan=engine.DispatchPlan(),
+            )
             state = pipeline.init(jax.random.key(0), micro_batches[0])
             jax.block_until_ready(state)
             compiled.clear()

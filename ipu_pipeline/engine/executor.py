@@ -386,7 +386,8 @@ class Executor:
 @functools.partial(jax.jit, donate_argnums=0)
 def _add(totals: Any, parts: Any) -> Any:
     def add(total: jax.Array, part: jax.Array) -> jax.Array:
-        return total + part.astype(total.dtype).sum(tuple(range(part.ndim - total.ndim)))  # a chunk's
+        chunk_axes = tuple(range(part.ndim - total.ndim))
+        return total + part.sum(chunk_axes, dtype=total.dtype)  # else JAX sums integers in 64 bits
 
     return jax.tree.map(add, totals, parts)
 
