@@ -55,7 +55,8 @@ class IPUInfeedQueue:
             tf.data.Dataset and a torch DataLoader are such; an array is what NumPy can make one of.
             A tuple or list becomes positional arguments of the first stage, a dict keyword arguments.
           prefetch_depth: how many elements are fetched ahead, 1..255. A program on one device takes blocks
-            of elements, and of these one is fetched ahead where it is larger.
+            of elements, and of these one is fetched ahead where it is larger; programs that handle chunks
+            of several elements have four chunks fetched ahead.
 
         Raises:
           TypeError: the data set cannot be iterated over, or only once.

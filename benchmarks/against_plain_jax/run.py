@@ -18,15 +18,20 @@ from benchmarks.harness import Row
 MODULE = "benchmarks.against_plain_jax.run"
 
 
-def measure(case: str, num_rounds: int, seconds: float) -> Row:
-    """Compares the two sides of one case."""
-    with harness.start_sides(MODULE, ["pipeline", "plain"], "--cases", case) as sides:
-        np.testing.assert_allclose(*(side.facts["losses"] for side in sides.values()), rtol=1e-5)
-        taken = harness.take_turns(sides, num_rounds, seconds)
+def measure(case: str, num_rounds: int, seconds: float) -> list[Row]:
+    """Compares the sides of one case."""
     workload = models.WORKLOADS[case]
-    return harness.compare(
-        "against_plain_jax", workload.name, taken["pipeline"], taken["plain"], workload.target
-    )
+    others = ["plain", *(["unrolled"] if workload.unroll > 1 else [])]
+    with harness.start_sides(MODULE, ["pipeline", *others], "--cases", case) as sides:
+        for side in sides.values():
+            np.testing.assert_allclose(side.facts["losses"], sides["plain"].facts["losses"], rtol=1e-5)
+        taken = harness.take_turns(sides, num_rounds, seconds)
+    rows = [("", "plain", workload.target), (", its scan unrolled by hand", "unrolled", None)]
+    return [
+        harness.compare("against_plain_jax", workload.name + what, taken["pipeline"], taken[other], target)
+        for what, other, target in rows
+        if other in taken
+    ]
 
 
 def main() -> None:
@@ -35,13 +40,16 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=list(models.WORKLOADS))
     args = parser.parse_args()
     if args.side == "plain":
+        training.serve_plain(args.cases[0], unroll=1)
+    elif args.side == "unrolled":
         training.serve_plain(args.cases[0])
     elif args.side == "pipeline":
         training.serve_pipeline(args.cases[0])
     else:
         num_rounds, seconds = (5, 0.5) if args.short else (args.rounds, harness.ROUND_SECONDS)
         cases = args.cases or list(models.WORKLOADS)
-        harness.report([measure(case, num_rounds, seconds) for case in cases], args.json)
+        rows = [row for case in cases for row in measure(case, num_rounds, seconds)]
+        harness.report(rows, args.json)
 
 
 if __name__ == "__main__":

@@ -8,14 +8,14 @@ with the shapes that it will be called with, and XLA compiles them in threads; t
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
 import numpy as np
 
-from ipu_pipeline.engine.dispatches import Plan
+from ipu_pipeline.engine.dispatches import Dispatch, Plan
 from ipu_pipeline.engine.optimizer_tracing import UpdateKind
 from ipu_pipeline.engine.placement import Row
 from ipu_pipeline.engine.residence import Residence
@@ -25,16 +25,18 @@ __all__ = ["compile_ahead"]
 
 def compile_ahead(
     plan: Plan,
+    order: Sequence[Dispatch],
     prepared: Sequence[Sequence[Any]],
     accumulators: Mapping[str, Any],
     residence: Residence,
     update_functions: Sequence[Any],
     chunk_size: int,
 ) -> None:
-    """Compiles.
+    """Compiles what a step dispatches, and its weight update.
 
     Args:
       plan: the programs of micro-batches.
+      order: what is dispatched: a fused program may not be, where there are few micro-batches.
       prepared: of each, the arguments that stay the same during a step, None for others.
       accumulators: by key.
       residence: where state lives.
@@ -48,7 +50,8 @@ def compile_ahead(
         compiled.append(threads.submit(function.lower(*arguments).compile))
 
     try:
-        results = _start_templates(plan, prepared, accumulators, residence, chunk_size, start)
+        used = {template.index for template, _chunks in order}
+        results = _start_templates(plan, used, prepared, accumulators, residence, chunk_size, start)
         if residence.updates is not None:
             _start_updates(residence, accumulators, update_functions, results, start)
         for future in compiled:
@@ -59,6 +62,7 @@ def compile_ahead(
 
 def _start_templates(
     plan: Plan,
+    used: Collection[int],
     prepared: Sequence[Sequence[Any]],
     accumulators: Mapping[str, Any],
     residence: Residence,
@@ -86,7 +90,8 @@ def _start_templates(
                 arguments[place] = slots[slot]
             for place in (*part.micro_batches, *part.accumulated):
                 arguments[place] = _struct((), np.int32, row)
-        start(template.function, arguments)
+        if template.index in used:
+            start(template.function, arguments)
         if len(template.parts) > 1:
             continue
         results = jax.eval_shape(template.function, *arguments)

@@ -125,8 +125,8 @@ def check_fused(programs: Sequence[StagePrograms], timetable: Timetable, levels:
     except ValueError as error:
         raise ValueError(
             "dispatch_plan: is_fused does not go with this schedule: a backward and the forward that "
-            'follows it on an IPU would wait for each other as one program. Use the schedule "grouped", or '
-            "do not fuse."
+            "follows it on an IPU would wait for each other as one program. Use another schedule, such as "
+            '"grouped", or do not fuse.'
         ) from error
 
 

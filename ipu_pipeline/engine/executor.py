@@ -199,10 +199,10 @@ class Executor:
         prepared, placed_inputs = self._prepare(variables, key, execution_count, inputs, loss_scale)
         chunk_size = self.chunk_size
         num_chunks = num_micro_batches // chunk_size
+        order = self._order(num_chunks)
         if not self._is_compiled:
-            compile_ahead(
-                self.plan, prepared, accumulators, self.residence, self.weight_update.functions, chunk_size
-            )
+            functions = self.weight_update.functions
+            compile_ahead(self.plan, order, prepared, accumulators, self.residence, functions, chunk_size)
             self._is_compiled = True
         values: list[Any] = [None] * num_chunks
         first_outputs: list[Any] = []
@@ -219,7 +219,7 @@ class Executor:
         feed_slots = [feed_slot.slot for feed_slot in self.plan.feed_slots]
         num_slots = self.plan.num_slots
         copy_to = placement.copy_to
-        for template, chunks in self._order(num_chunks):
+        for template, chunks in order:
             arguments = prepared[template.index].copy()
             names = template.accumulators
             for place, name in enumerate(names):
