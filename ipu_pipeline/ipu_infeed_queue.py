@@ -350,8 +350,11 @@ class _Feeder:
                 place = self._place
                 has_wide_dtypes = self._has_wide_dtypes
             assert place is not None
-            with jax.enable_x64(has_wide_dtypes):  # of the thread that wants the elements
+            if has_wide_dtypes == jax.config.jax_enable_x64:  # type: ignore[attr-defined]
                 entry = self._fetch(place)
+            else:
+                with jax.enable_x64(has_wide_dtypes):  # of the thread that wants the elements
+                    entry = self._fetch(place)
             with self._condition:
                 self._buffer.append(entry)
                 self._condition.notify_all()

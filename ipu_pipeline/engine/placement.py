@@ -16,6 +16,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ipu_pipeline.engine.stacking import copy_aligned
+
 try:  # not public, and four to five times faster than `jax.device_put`
     from jaxlib.xla_client import (
         ArrayCopySemantics,
@@ -87,7 +89,7 @@ class Row:
         devices = list(self.devices)
 
         def send(array: np.ndarray[Any, Any]) -> Any:
-            aval = jax.core.ShapedArray(array.shape, array.dtype)
+            aval = _shaped(array.shape, array.dtype)
             return batched_device_put(aval, self.replicated, [array], devices, True)
 
         return send
@@ -96,6 +98,11 @@ class Row:
     def devices(self) -> tuple[Any, ...]:
         """The row's devices, in the order of the replicas."""
         return tuple(self.replicated.mesh.devices.flat)
+
+
+@functools.lru_cache(maxsize=256)
+def _shaped(shape: tuple[int, ...], dtype: np.dtype[Any]) -> jax.core.ShapedArray:
+    return jax.core.ShapedArray(shape, dtype)
 
 
 def make_rows(devices: Sequence[Any], device_mapping: Sequence[int]) -> tuple[Row, ...]:
@@ -150,7 +157,7 @@ def _is_plain(array: Any) -> bool:
 
 def put_host_copies(arrays: Sequence[Any], row: Row, offloaded: bool = False) -> list[Any]:
     """The arrays where `put` puts them, sharing no memory with NumPy arrays of the caller's."""
-    return put([a if isinstance(a, jax.Array) else np.array(a) for a in arrays], row, offloaded)
+    return put([a if isinstance(a, jax.Array) else copy_aligned(a) for a in arrays], row, offloaded)
 
 
 def copy_to(arrays: Sequence[Any], row: Row) -> list[Any]:

@@ -282,6 +282,9 @@ def check(
     _check_complete(frozen, num_stages, num_micro_batches, device_mapping, training)
 
     levels = range(num_stages) if levels is None else levels
+    # What a stage waits for: in a forward the level before, in a backward the level after.
+    before = [_stages_of(levels, level - 1) for level in levels]
+    after = [_stages_of(levels, level + 1) for level in levels]
     num_forwards = [0] * num_stages  # done, per stage: the next forward's micro-batch
     num_backwards = [0] * num_stages
     in_flight = [0] * num_stages
@@ -300,7 +303,7 @@ def check(
             action = row[positions[ipu]]
             if action is None:
                 num_idle += 1
-            elif _is_ready(action, levels, num_forwards, num_backwards):
+            elif _is_ready(action, before, after, num_forwards, num_backwards):
                 done.append(action)
             else:
                 continue
@@ -433,18 +436,28 @@ def _check_complete(
             )
 
 
+def _stages_of(levels: Sequence[int], level: int) -> range:
+    return range(bisect.bisect_left(levels, level), bisect.bisect_right(levels, level))
+
+
 def _is_ready(
-    action: Action, levels: Sequence[int], num_forwards: Sequence[int], num_backwards: Sequence[int]
+    action: Action,
+    before: Sequence[range],
+    after: Sequence[range],
+    num_forwards: Sequence[int],
+    num_backwards: Sequence[int],
 ) -> bool:
     kind, stage, micro_batch = action
     if kind is ActionKind.FORWARD:
-        done, level = num_forwards, levels[stage] - 1
+        done, needed = num_forwards, before[stage]
     else:
-        done, level = num_backwards, levels[stage] + 1
+        done, needed = num_backwards, after[stage]
         if num_forwards[stage] <= micro_batch:
             return False
-    first = bisect.bisect_left(levels, level)
-    return all(done[s] > micro_batch for s in range(first, bisect.bisect_right(levels, level)))
+    for other in needed:  # noqa: SIM110  # `all` takes twice as long, and this is asked for every action
+        if done[other] <= micro_batch:
+            return False
+    return True
 
 
 def _describe_deadlock(rows: Rows, positions: Sequence[int], time_step: int) -> str:
