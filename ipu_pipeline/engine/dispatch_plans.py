@@ -224,7 +224,11 @@ def choose_dispatch_plan(
                 best, chosen = found, (chunk_size, is_fused)
     longest = max(operations.values()) * speed.per_operation
     reason = f"the longest program of one micro-batch computes for about {describe_seconds(longest)}, "
-    if chosen == (1, False):
+    if chosen == (1, False) and possible_chunk_sizes(num_micro_batches) == [1]:
+        reason += (
+            f"and {num_micro_batches} micro-batches do not make {_LEAST_CHUNKS} equal chunks of several"
+        )
+    elif chosen == (1, False):
         reason += "beside which dispatches cost little"
     else:
         reason += f"and a step is foretold to take {best / alone:.0%} of its time one by one"
