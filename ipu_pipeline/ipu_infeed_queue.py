@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
@@ -22,7 +21,6 @@ from ipu_pipeline.placeholders import cast_exactly
 __all__ = ["IPUInfeedQueue", "InfeedOperation"]
 
 _JOIN_SECONDS = 0.5
-_REST_SECONDS = 1e-3
 
 Place = Callable[[Sequence[Any]], Any]
 
@@ -256,7 +254,6 @@ class _Feeder:
         self._is_running = False
         self._is_stopping = False
         self._is_given_up = False
-        self._is_awaited = False  # whether `take` waits for more than there is
 
     def start(self, place: Place, depth: int, is_tentative: bool) -> None:
         with self._condition:
@@ -297,10 +294,7 @@ class _Feeder:
                     raise RuntimeError("The infeed was stopped, by its deleter or its session's end.")
                 if not self._is_running:
                     break
-                self._is_awaited = True
-                self._condition.notify_all()
                 self._condition.wait()
-            self._is_awaited = False
             error = self._buffer[0].error
             if error is not None:  # it stays: whoever asks again gets the same answer
                 raise error.with_traceback(self._buffer[0].traceback)  # raising it again would add to it
@@ -323,26 +317,11 @@ class _Feeder:
     def _has_ended(self) -> bool:
         return bool(self._buffer) and self._buffer[-1].error is not None
 
-    def _rest(self) -> None:
-        """Waits until half of the buffer was taken, or somebody waits, or for a moment.
-
-        To switch threads for each element takes longer than to fetch it.
-        """
-        end = time.monotonic() + _REST_SECONDS
-        while len(self._buffer) > self._depth // 2 and not (self._is_stopping or self._is_awaited):
-            left = end - time.monotonic()
-            if left <= 0:
-                break
-            self._condition.wait(left)
-
     def _run(self) -> None:
         while True:
             with self._condition:
-                is_resting = len(self._buffer) >= self._depth
-                while not self._is_stopping and len(self._buffer) >= self._depth:
+                while len(self._buffer) >= self._depth and not self._is_stopping:
                     self._condition.wait()
-                if is_resting:
-                    self._rest()
                 if self._is_stopping or self._has_ended():
                     self._is_running = False
                     self._condition.notify_all()

@@ -16,8 +16,6 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ipu_pipeline.engine.stacking import copy_aligned
-
 try:  # not public, and four to five times faster than `jax.device_put`
     from jaxlib.xla_client import (
         ArrayCopySemantics,
@@ -157,7 +155,7 @@ def _is_plain(array: Any) -> bool:
 
 def put_host_copies(arrays: Sequence[Any], row: Row, offloaded: bool = False) -> list[Any]:
     """The arrays where `put` puts them, sharing no memory with NumPy arrays of the caller's."""
-    return put([a if isinstance(a, jax.Array) else copy_aligned(a) for a in arrays], row, offloaded)
+    return put([a if isinstance(a, jax.Array) else np.array(a) for a in arrays], row, offloaded)
 
 
 def copy_to(arrays: Sequence[Any], row: Row) -> list[Any]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["StackedElement", "Stacker", "copy_aligned"]
+__all__ = ["StackedElement", "Stacker"]
 
 _ALIGNMENT = 64  # bytes; JAX shares the memory of such arrays on a CPU, and copies others
 
@@ -78,14 +78,6 @@ class Stacker:
             for target, leaf in zip(gathered, element.leaves, strict=True):
                 target[row] = leaf
         return gathered
-
-
-def copy_aligned(array: Any) -> np.ndarray[Any, Any]:
-    """A copy whose memory JAX shares on a CPU, instead of copying it once more."""
-    given = np.asarray(array)
-    copy = _empty(given.shape, given.dtype)
-    copy[...] = given
-    return copy
 
 
 def _empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
