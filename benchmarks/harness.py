@@ -24,6 +24,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 ROUND_SECONDS = 1.0  # of a round, which decides how many steps it has
 NUM_WARM_UPS = 2  # rounds that are dropped
 MOST_SECONDS = 300.0  # that a side may take to start, or for a round
@@ -163,6 +165,26 @@ def run_module(module: str, *arguments: Any) -> Any:
         command, check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT, timeout=MOST_SECONDS
     )
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def run_agreeing_sides(
+    module: str, names: Sequence[str], case: str, num_rounds: int, seconds: float, tolerance: float = 1e-5
+) -> dict[str, list[float]]:
+    """`take_turns` of a module's sides, whose first losses must agree.
+
+    Args:
+      module: what `python -m` runs.
+      names: of the sides.
+      case: what they train.
+      num_rounds: as for `take_turns`.
+      seconds: likewise.
+      tolerance: of the losses, relative.
+    """
+    with start_sides(module, names, "--cases", case) as sides:
+        losses = [side.facts["losses"] for side in sides.values()]
+        for found in losses[1:]:
+            np.testing.assert_allclose(found, losses[0], rtol=tolerance)
+        return take_turns(sides, num_rounds, seconds)
 
 
 def take_turns(sides: Mapping[str, Any], num_rounds: int, seconds: float) -> dict[str, list[float]]:

@@ -210,7 +210,12 @@ def overwritten(step):
         yield arrays
 
 
-@pytest.mark.parametrize("as_feed", [as_jax, as_half_jax, overwritten])
+def as_jax_elsewhere(step):
+    """Every micro-batch on another device."""
+    return [jax.device_put(one, jax.devices()[number % 4]) for number, one in enumerate(step)]
+
+
+@pytest.mark.parametrize("as_feed", [as_jax, as_half_jax, as_jax_elsewhere, overwritten])
 @pytest.mark.parametrize("plan", [CHUNKS[1], *FUSED[:2]], ids=name_of)
 def test_feeds(plan, as_feed):
     check(make(plan), as_feed=as_feed)

@@ -10,8 +10,6 @@ end of a round, not of a step.
 
 from __future__ import annotations
 
-import numpy as np
-
 from benchmarks import harness, models, training
 from benchmarks.harness import Row
 
@@ -22,10 +20,7 @@ def measure(case: str, num_rounds: int, seconds: float) -> list[Row]:
     """Compares the sides of one case."""
     workload = models.WORKLOADS[case]
     others = ["plain", *(["unrolled"] if workload.unroll > 1 else [])]
-    with harness.start_sides(MODULE, ["pipeline", *others], "--cases", case) as sides:
-        for side in sides.values():
-            np.testing.assert_allclose(side.facts["losses"], sides["plain"].facts["losses"], rtol=1e-5)
-        taken = harness.take_turns(sides, num_rounds, seconds)
+    taken = harness.run_agreeing_sides(MODULE, ["pipeline", *others], case, num_rounds, seconds)
     rows = [("", "plain", workload.target), (", its scan unrolled by hand", "unrolled", None)]
     return [
         harness.compare("against_plain_jax", workload.name + what, taken["pipeline"], taken[other], target)

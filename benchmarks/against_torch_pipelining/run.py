@@ -14,8 +14,6 @@ import os
 import statistics
 from typing import Any
 
-import numpy as np
-
 from benchmarks import harness, models, training
 from benchmarks.harness import Row
 
@@ -157,10 +155,8 @@ def told() -> int:
 
 def measure(case: str, num_rounds: int, seconds: float) -> Row:
     """Compares the pipeline with the better schedule of the other side."""
-    with harness.start_sides(MODULE, ["pipeline", "gpipe", "1f1b"], "--cases", case) as sides:
-        for side in sides.values():
-            np.testing.assert_allclose(side.facts["losses"], sides["pipeline"].facts["losses"], rtol=1e-4)
-        taken = harness.take_turns(sides, num_rounds, seconds)
+    sides = ["pipeline", "gpipe", "1f1b"]
+    taken = harness.run_agreeing_sides(MODULE, sides, case, num_rounds, seconds, tolerance=1e-4)
     better = min(("gpipe", "1f1b"), key=lambda name: statistics.median(taken[name]))
     return harness.compare(
         "against_torch_pipelining",

@@ -9,8 +9,6 @@ beforehand, losses are computed on both sides, and both wait for the device at t
 
 from __future__ import annotations
 
-import numpy as np
-
 from benchmarks import harness, models, training
 from benchmarks.harness import Row
 
@@ -21,9 +19,7 @@ TARGET = 1.03
 
 def measure(case: str, num_rounds: int, seconds: float) -> Row:
     """Compares the two sides of one case."""
-    with harness.start_sides(MODULE, ["pipeline", "plain"], "--cases", case) as sides:
-        np.testing.assert_allclose(*(side.facts["losses"] for side in sides.values()), rtol=1e-5)
-        taken = harness.take_turns(sides, num_rounds, seconds)
+    taken = harness.run_agreeing_sides(MODULE, ["pipeline", "plain"], case, num_rounds, seconds)
     name = models.WORKLOADS[case].name
     return harness.compare("single_program", name, taken["pipeline"], taken["plain"], TARGET)
 

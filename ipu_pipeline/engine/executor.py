@@ -140,11 +140,8 @@ class Executor:
             )
         if not self.plan.feed_slots:
             return list(elements)
-        found: list[Any] = []
-        for first in range(0, len(elements), size):
-            own = elements[first : first + size]
-            found += self._feed.place_ahead(own)
-        return found
+        chunks = [elements[first : first + size] for first in range(0, len(elements), size)]
+        return [element for chunk in chunks for element in self._feed.place_ahead(chunk)]
 
     def place_leaves(self, leaves: Sequence[Any], first: int = 0) -> list[Any]:
         """The leaves of a micro-batch or chunk where they are needed, in the order of `feed_slots`.

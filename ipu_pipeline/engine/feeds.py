@@ -61,9 +61,9 @@ class ChunkFeed:
 
     def place_ahead(self, elements: Sequence[FedElement]) -> list[FedElement]:
         """A chunk of micro-batches for `stack`, on their devices already."""
-        chunk = StackedElement([], 0)
         placed = self.stack(elements)
-        return [FedElement(None, StackedElement(chunk.stack, row), placed) for row in range(len(elements))]
+        no_memory: list[Any] = []
+        return [FedElement(None, StackedElement(no_memory, row), placed) for row in range(len(elements))]
 
     def stack(self, elements: Sequence[FedElement]) -> list[Any]:
         """A chunk of micro-batches from `add`, on its devices."""
@@ -75,7 +75,13 @@ class ChunkFeed:
                 return last.placed
             return self._place(self._stacker.stack(stacked, self._size))
         leaves = [e.stacked.leaves if e.stacked is not None else e.leaves or () for e in elements]
-        return self._place([_stack(*parts) for parts in zip(*leaves, strict=True)])
+        return self._place([_stack_on_device(parts) for parts in zip(*leaves, strict=True)])
+
+
+def _stack_on_device(parts: Sequence[Any]) -> Any:
+    """A leaf of each micro-batch as one array, where the first JAX array among them is."""
+    first = next((part for part in parts if isinstance(part, jax.Array)), None)
+    return _stack(*(parts if first is None else jax.device_put(list(parts), first.sharding)))
 
 
 @jax.jit
