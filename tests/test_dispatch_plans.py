@@ -813,3 +813,39 @@ def test_chunks_hold_what_the_plan_says(plan, mapping):
     for found, planned in zip(live_bytes.peaks, pipeline.plan_memory(), strict=True):
         assert found <= planned.num_live_bytes
         assert found == pytest.approx(planned.num_live_bytes, rel=0.3)
+
+
+@pytest.mark.parametrize("plan", [engine.DispatchPlan(), CHUNKS[0], *FUSED[:2]], ids=name_of)
+def test_nothing_is_held_after_its_last_reader(plan):
+    (step,) = make_steps(num_steps=1)
+    pipeline = make(plan)
+    state = pipeline.init(jax.random.key(5), step[0], make_scale())
+    executor = pipeline.prepare()
+    held = []
+
+    def observe(_template, _chunks, values):
+        held.append([sum(slot is not None for slot in slots or ()) for slots in values])
+
+    executor.observer = observe
+    pipeline.step(state, step, make_scale())
+    assert max(map(sum, held)) > 0
+    assert held[-1] == [0] * len(held[-1])
+    assert held[-2][0] == 0  # the first one's are gone before the last one's
+
+
+@pytest.mark.parametrize("plan", FUSED[:2], ids=name_of)
+def test_fused_programs_store_what_is_kept_in_host_memory(plan):
+    (step,) = make_steps(num_steps=1)
+    pipeline = make(plan, offload=["activations"])
+    state = pipeline.init(jax.random.key(5), step[0], make_scale())
+    kinds = []
+
+    def observe(template, chunks, values):
+        if len(template.parts) == 2:
+            forward, chunk = template.parts[1], chunks[1]
+            kinds.extend(values[chunk][slot].sharding.memory_kind for slot in forward.kept)
+
+    pipeline.prepare().observer = observe
+    pipeline.step(state, step, make_scale())
+    assert kinds
+    assert set(kinds) == {"pinned_host"}

@@ -1,6 +1,6 @@
 """The engine's public call: a pipeline of stage functions, with the state going in and coming out.
 
-Over 600 lines, four in ten of them docstrings and signatures: it takes all that a caller can say.
+Over 700 lines, four in ten of them docstrings and signatures: it takes all that a caller can say.
 """
 
 from __future__ import annotations
