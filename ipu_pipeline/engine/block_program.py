@@ -87,7 +87,7 @@ class BlockProgram:
           state_leaves: of the optimizer's state.
           carried: of a loop.
           kept: the other variables.
-          inputs_and_key: the inputs' leaves, the session's key and a scale of the loss.
+          inputs_and_key: the inputs' leaves, a scale of the loss and the session's key.
           counts: where it begins (a `Position`), how many micro-batches it has, and an update.
           feed: stacked micro-batches.
 
@@ -95,7 +95,7 @@ class BlockProgram:
           Accumulators and sums, changed variables, optimizer state, carried values, what was collected, and
           how many micro-batches ran.
         """
-        *inputs, key, given_scale = inputs_and_key
+        *inputs, given_scale, key = inputs_and_key
         first_accumulated, first_execution, first_iteration, count, every = (counts[n] for n in range(5))
         accumulators, sums = accumulators_and_sums
         group = self.group

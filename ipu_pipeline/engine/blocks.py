@@ -18,7 +18,7 @@ from ipu_pipeline.engine.compiler_options import Options
 from ipu_pipeline.engine.feeds import Take, gather
 from ipu_pipeline.engine.one_program import BlockResult, OneProgram, Position
 from ipu_pipeline.engine.programs import StagePrograms
-from ipu_pipeline.engine.residence import Residence
+from ipu_pipeline.engine.residence import NO_LOSS_SCALE, Residence
 from ipu_pipeline.engine.shapes import num_bytes
 from ipu_pipeline.engine.stacking import StackedElement
 from ipu_pipeline.engine.state import Collected, Updated
@@ -235,7 +235,7 @@ class BlockExecutor:
         key: Any,
         part: _Part,
         is_part: bool,
-        loss_scale: Any = 1.0,
+        loss_scale: Any = NO_LOSS_SCALE,
     ) -> BlockResult:
         num_sums = 0
         if self._collecting.is_summed and not is_part:

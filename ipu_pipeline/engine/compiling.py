@@ -2,25 +2,102 @@
 
 A jitted function compiles at its first call, one after another as the step goes along. Here each is lowered
 with the shapes that it will be called with, and XLA compiles them in threads; the calls find them compiled
-(JAX keeps an executable with what was lowered).
+(JAX keeps an executable with what was lowered). Programs that are the same but for their device are
+compiled once; for the others a loaded executable takes the place of the jitted function.
 """
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from ipu_pipeline.engine.compiler_options import CompilerOptions, Options
 from ipu_pipeline.engine.dispatches import Dispatch, Plan
+from ipu_pipeline.engine.executables import Executable, is_portable
 from ipu_pipeline.engine.optimizer_tracing import UpdateKind
 from ipu_pipeline.engine.placement import Row
 from ipu_pipeline.engine.residence import Residence
+from ipu_pipeline.engine.schedules import ActionKind
 
 __all__ = ["compile_ahead"]
+
+
+class _Lowered(NamedTuple):
+    """A program before XLA, where it runs, and what puts the compiled one in its place."""
+
+    lowered: Any
+    row: Row
+    install: Callable[[Any], None]
+
+
+class _Programs:
+    """Compiles programs in threads; one of those that are the same."""
+
+    def __init__(self, is_shared: bool) -> None:
+        self.threads = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="ipu-compile")
+        self._is_shared = is_shared
+        self._compiled: list[Future[Any]] = []
+        self._first: dict[Any, Future[Any]] = {}
+        self._same: dict[Any, list[_Lowered]] = {}
+
+    def start(
+        self,
+        function: Any,
+        arguments: Sequence[Any],
+        row: Row,
+        options: Options,
+        install: Callable[[Any], None],
+    ) -> None:
+        """Starts to compile a program, unless the same one was started for another device.
+
+        Args:
+          function: jitted.
+          arguments: what it will be called with, or their shapes.
+          row: where.
+          options: XLA's.
+          install: takes what is to be called in place of the function, if it is not to be called itself.
+        """
+        lowered = function.lower(*arguments)
+        key = None
+        if self._is_shared and is_portable(row.devices):
+            _name, text = lowered.as_text().split("\n", 1)
+            key = (text, tuple(sorted(options.items())))
+            if key in self._first:
+                self._same.setdefault(key, []).append(_Lowered(lowered, row, install))
+                return
+        self._compiled.append(self.threads.submit(lowered.compile))
+        if key is not None:
+            self._first[key] = self._compiled[-1]
+
+    def finish(self) -> None:
+        """Waits for what was started, and puts the same on other devices."""
+        for future in self._compiled:
+            future.result()
+        waiting = [
+            self.threads.submit(_load, self._first[key].result(), programs)
+            for key, programs in self._same.items()
+        ]
+        for future in waiting:
+            future.result()
+
+
+def _load(compiled: Any, programs: Sequence[_Lowered]) -> None:
+    """Loads a compiled program for the others' devices; compiles them where that cannot be done."""
+    try:
+        executable = Executable(compiled)
+        loaded = [executable.load(program.row.devices[0]) for program in programs]
+    except Exception:  # of JAX or XLA, whatever it is: this only saves time
+        for program in programs:
+            program.lowered.compile()
+        return
+    for program, function in zip(programs, loaded, strict=True):
+        program.install(function)
 
 
 def compile_ahead(
@@ -29,8 +106,10 @@ def compile_ahead(
     prepared: Sequence[Sequence[Any]],
     accumulators: Mapping[str, Any],
     residence: Residence,
-    update_functions: Sequence[Any],
+    update_functions: list[Any],
     chunk_size: int,
+    options: CompilerOptions,
+    is_shared: bool,
 ) -> None:
     """Compiles what a step dispatches, and its weight update.
 
@@ -42,22 +121,20 @@ def compile_ahead(
       residence: where state lives.
       update_functions: the programs of the weight update, jitted.
       chunk_size: how many micro-batches a program handles.
+      options: XLA's, per program.
+      is_shared: whether programs that are the same on several devices may be compiled once.
     """
-    threads = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="ipu-compile")
-    compiled: list[Future[Any]] = []
-
-    def start(function: Any, arguments: Sequence[Any]) -> None:
-        compiled.append(threads.submit(function.lower(*arguments).compile))
-
+    programs = _Programs(is_shared)
     try:
         used = {template.index for template, _chunks in order}
-        results = _start_templates(plan, used, prepared, accumulators, residence, chunk_size, start)
+        results = _start_templates(
+            plan, used, prepared, accumulators, residence, chunk_size, options, programs
+        )
         if residence.updates is not None:
-            _start_updates(residence, accumulators, update_functions, results, start)
-        for future in compiled:
-            future.result()
+            _start_updates(residence, accumulators, update_functions, results, options.update, programs)
+        programs.finish()
     finally:  # after an error or an interrupt, what has not begun is not waited for
-        threads.shutdown(wait=False, cancel_futures=True)
+        programs.threads.shutdown(wait=False, cancel_futures=True)
 
 
 def _start_templates(
@@ -67,7 +144,8 @@ def _start_templates(
     accumulators: Mapping[str, Any],
     residence: Residence,
     chunk_size: int,
-    start: Any,
+    options: CompilerOptions,
+    programs: _Programs,
 ) -> list[Any]:
     """Starts the programs of micro-batches. Returns what the last stage returns, for one micro-batch."""
     traced = residence.traced
@@ -91,7 +169,11 @@ def _start_templates(
             for place in (*part.micro_batches, *part.accumulated):
                 arguments[place] = _struct((), np.int32, row)
         if template.index in used:
-            start(template.function, arguments)
+            first = template.parts[0]
+            is_forward = first.kind is ActionKind.FORWARD
+            own = (options.of_forward if is_forward else options.of_backward)(first.stage)
+            install = functools.partial(setattr, template, "function")
+            programs.start(template.function, arguments, row, own, install)
         if len(template.parts) > 1:
             continue
         results = jax.eval_shape(template.function, *arguments)
@@ -109,14 +191,15 @@ def _start_templates(
 def _start_updates(
     residence: Residence,
     accumulators: Mapping[str, Any],
-    functions: Sequence[Any],
+    functions: list[Any],
     outputs: Sequence[Any],
-    start: Any,
+    options: Options,
+    programs: _Programs,
 ) -> None:
     updates = residence.updates
     assert updates is not None
     sent: dict[int, Any] = {}
-    for program, function in zip(updates.updates, functions, strict=True):
+    for number, (program, function) in enumerate(zip(updates.updates, functions, strict=True)):
         row = residence.rows[program.stage]
         arguments = []
         for value in program.arguments:
@@ -134,7 +217,8 @@ def _start_updates(
             else:
                 known = sent[value.key]
             arguments.append(_struct(known.shape, known.dtype, row))
-        start(function, arguments)
+        install = functools.partial(functions.__setitem__, number)
+        programs.start(function, arguments, row, options, install)
         for value, result in zip(program.results, jax.eval_shape(function, *arguments), strict=True):
             if value.kind == UpdateKind.SENT:
                 sent[value.key] = result

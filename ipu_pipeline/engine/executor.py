@@ -23,7 +23,7 @@ from ipu_pipeline.engine.dispatches import Dispatch, make_plan
 from ipu_pipeline.engine.feeds import ChunkFeed, FedElement, Take, gather
 from ipu_pipeline.engine.placement import Row
 from ipu_pipeline.engine.programs import StagePrograms
-from ipu_pipeline.engine.residence import Residence
+from ipu_pipeline.engine.residence import NO_LOSS_SCALE, Residence
 from ipu_pipeline.engine.schedules import Timetable
 from ipu_pipeline.engine.state import Accumulated, Collected
 from ipu_pipeline.engine.templates import Part, Template
@@ -88,6 +88,7 @@ class Executor:
         )
         self._feed = ChunkFeed(chunk_size, self.place_leaves)
         self._is_compiled = False
+        self._options = options
         self._make_timetable = make_timetable
         self._dispatches: dict[int, list[Dispatch]] = {}  # by the number of chunks
         # (template, variable that it assigns) -> (template, argument) of its stage that read it
@@ -172,7 +173,7 @@ class Executor:
         num_micro_batches: int,
         first_micro_batch: int = 0,
         num_accumulated: int = 0,
-        loss_scale: Any = 1.0,
+        loss_scale: Any = NO_LOSS_SCALE,
     ) -> Accumulated:
         """Runs the micro-batches of the schedule.
 
@@ -199,7 +200,17 @@ class Executor:
         order = self._order(num_chunks)
         if not self._is_compiled:
             functions = self.weight_update.functions
-            compile_ahead(self.plan, order, prepared, accumulators, self.residence, functions, chunk_size)
+            compile_ahead(
+                self.plan,
+                order,
+                prepared,
+                accumulators,
+                self.residence,
+                functions,
+                chunk_size,
+                self._options,
+                is_shared=not self._has_callbacks,
+            )
             self._is_compiled = True
         values: list[Any] = [None] * num_chunks
         first_outputs: list[Any] = []
@@ -371,7 +382,7 @@ class Executor:
             for place, position in template.inputs:
                 arguments[place] = placed[row, position]
             for place in template.keys:
-                (arguments[place],) = placement.put([key], row)
+                arguments[place] = self.residence.place_key(key, row)
             for place in template.loss_scales:
                 (arguments[place],) = placement.put([loss_scale], row)
             for place in template.execution_counts:

@@ -22,7 +22,7 @@ from ipu_pipeline.engine.compiler_options import Options
 from ipu_pipeline.engine.micro_batches import MicroBatches
 from ipu_pipeline.engine.optimizer_tracing import UpdateKind
 from ipu_pipeline.engine.programs import StagePrograms
-from ipu_pipeline.engine.residence import Residence
+from ipu_pipeline.engine.residence import NO_LOSS_SCALE, Residence
 from ipu_pipeline.engine.stacking import StackedElement, Stacker
 from ipu_pipeline.engine.traced import Source
 
@@ -156,7 +156,7 @@ class OneProgram:
         donate: bool,
         is_part: bool = False,
         num_sums: int = 0,
-        loss_scale: Any = 1.0,
+        loss_scale: Any = NO_LOSS_SCALE,
     ) -> BlockResult:
         """Runs a block. It takes the memory of accumulators and sums, and with `donate` that of all state.
 
@@ -179,7 +179,6 @@ class OneProgram:
           num_sums: where sums are wanted, at least the number of weight updates of the block.
           loss_scale: with `is_part`, what the backward starts from. Otherwise it is in the state.
         """
-        row = self._residence.rows[0]
         changed = self._assigned if is_part else self._assigned | self._trained
         function = self._functions.get((room, num_sums, donate, is_part))
         if function is None:
@@ -187,7 +186,7 @@ class OneProgram:
             self._functions[room, num_sums, donate, is_part] = function
         state = {name: variables[name] for name in changed}
         kept = {name: value for name, value in variables.items() if name not in changed}
-        placed = placement.put_host_copies([*inputs, key, loss_scale], row)
+        placed = self._place([*inputs, loss_scale], key)
         counts = np.array([*position, count, updated_every], np.int32)
         sums = self._zero_sums(()) if sums is None else list(sums)
         given = ((dict(accumulators), sums), state, list(state_leaves), list(carried))
@@ -208,10 +207,14 @@ class OneProgram:
         feed: Sequence[Any],
     ) -> list[Any]:
         """What the last stage returns for the first micro-batch of a block, without any effects."""
-        placed = placement.put_host_copies([*inputs, key], self._residence.rows[0])
+        placed = self._place(inputs, key)
         counts = np.array(position, np.int32)
         outputs: list[Any] = self._peek(dict(variables), list(carried), placed, counts, list(feed))
         return outputs
+
+    def _place(self, values: Sequence[Any], key: Any) -> list[Any]:
+        row = self._residence.rows[0]
+        return [*placement.put_host_copies(values, row), self._residence.place_key(key, row)]
 
     def _jit(self, room: int, num_sums: int, donate: bool, is_part: bool) -> Callable[..., Any]:
         def block(*arguments: Any) -> Any:

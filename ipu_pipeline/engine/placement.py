@@ -80,15 +80,15 @@ class Row:
         return copy
 
     @functools.cached_property
-    def send(self) -> Callable[[np.ndarray[Any, Any]], Any] | None:
+    def send(self) -> Callable[[np.ndarray[Any, Any] | np.generic], Any] | None:
         """Puts an array of NumPy here, by jaxlib's own function; None where it cannot."""
         if batched_device_put is None or len(self.devices) > 1:
             return None
         devices = list(self.devices)
 
-        def send(array: np.ndarray[Any, Any]) -> Any:
+        def send(array: np.ndarray[Any, Any] | np.generic) -> Any:
             aval = _shaped(array.shape, array.dtype)
-            return batched_device_put(aval, self.replicated, [array], devices, True)
+            return batched_device_put(aval, self.replicated, [np.asarray(array)], devices, True)
 
         return send
 
@@ -147,7 +147,7 @@ def put(arrays: Sequence[Any], row: Row, offloaded: bool = False) -> list[Any]:
 
 def _is_plain(array: Any) -> bool:
     """Whether it is an array of NumPy whose dtype JAX takes as it is, in every mode."""
-    if type(array) is not np.ndarray:
+    if type(array) is not np.ndarray and not isinstance(array, np.generic):
         return False
     dtype = array.dtype
     return dtype.kind in "fiub" and dtype.itemsize <= 4 and dtype.isnative

@@ -17,9 +17,10 @@ from ipu_pipeline.engine.placement import Row
 from ipu_pipeline.engine.traced import TracedPipeline
 from ipu_pipeline.engine.updates import UpdateProgram, Updates
 
-__all__ = ["Residence", "UpdateValues"]
+__all__ = ["NO_LOSS_SCALE", "Residence", "UpdateValues"]
 
 
+NO_LOSS_SCALE = np.float32(1)
 _MAX_CONSTANTS = 4096  # per row; loops count their iterations without end
 
 
@@ -77,6 +78,7 @@ class Residence:
         self.updates = updates
         self.rows = tuple(rows)
         self._constants: dict[tuple[int, int], Any] = {}  # (IPU, integer) -> int32 scalar there
+        self._keys: dict[int, tuple[Any, Any]] = {}  # IPU -> the last random key, and the same there
         self._init_functions: list[Callable[..., list[Any]]] = []
         if updates is not None:
             self._init_functions = [jax.jit(program.function) for program in updates.inits]
@@ -138,7 +140,7 @@ class Residence:
         """
         known = None if self.updates is None else self.updates.loss_scale
         if known is None:
-            return np.float32(1)
+            return NO_LOSS_SCALE
         return np.float32(known.initial) if state_leaves is None else state_leaves[known.leaf]
 
     def init_optimizer_state(
@@ -212,6 +214,14 @@ class Residence:
         if value.kind == UpdateKind.GRADIENT:
             return self.offloads_accumulators
         return value.kind == UpdateKind.STATE and self.offloads_state
+
+    def place_key(self, key: Any, row: Row) -> Any:
+        """A random key on a row. The last one is remembered: steps have the same, and placing is slow."""
+        known = self._keys.get(row.ipu)
+        if known is None or known[0] is not key:
+            (placed,) = placement.put([key], row)
+            known = self._keys[row.ipu] = (key, placed)
+        return known[1]
 
     def constant(self, number: int, row: Row) -> Any:
         """An int32 scalar on a row; small ones are made once."""
