@@ -288,9 +288,11 @@ def test_random_keys_differ_by_micro_batch_and_step_and_not_by_split(rng):
         state, two = pipeline.step(state, [x, x])
         assert state.update_count == 0
         assert state.execution_count == 2
-        found.append(np.array(jax.tree.leaves([one.outputs, two.outputs])))
+        state = dataclasses.replace(state, key=jax.random.key(6))
+        state, three = pipeline.step(state, [x, x])
+        found.append(np.array(jax.tree.leaves([one.outputs, two.outputs, three.outputs])))
     np.testing.assert_array_equal(found[0], found[1])
-    assert len(np.unique(found[0].reshape(8, -1), axis=0)) == 8
+    assert len(np.unique(found[0].reshape(12, -1), axis=0)) == 12
 
 
 def test_optimizer_from_the_last_stage_s_outputs(rng):

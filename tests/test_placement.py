@@ -75,3 +75,24 @@ def test_copies_outlive_a_donated_original():
     (copy,) = placement.copy_to([x], target)
     jax.block_until_ready(jax.jit(lambda x: x * 0, donate_argnums=0)(x))
     np.testing.assert_array_equal(copy, np.arange(1000, dtype="float32"))
+
+
+def aligned(count):
+    """An array whose memory JAX would share on a CPU."""
+    memory = np.zeros(count + 16, "float32")
+    first = -memory.ctypes.data % 64 // 4
+    return memory[first : first + count]
+
+
+@pytest.mark.parametrize("has_send", [True, False])
+def test_host_copies_share_no_memory(has_send):
+    _other, row = make_rows(has_copy=True)
+    if not has_send:
+        row.__dict__["send"] = None  # as with another jaxlib
+    square = aligned(10_000).reshape(100, 100)
+    arrays = [aligned(10_000), square.T, square[::2, 3:], np.zeros(7, "int32"), np.float32(0)]
+    before = [np.array(array) for array in arrays]
+    placed = placement.put_host_copies(arrays, row)
+    for array in arrays[:-1]:
+        array[...] = 1
+    assert_same_bits(placed, jax.device_put(before, row.replicated), row)

@@ -21,6 +21,7 @@ try:  # not public, and four to five times faster than `jax.device_put`
         ArrayCopySemantics,
         ArrayImpl,
         DeviceList,
+        HostBufferSemantics,
         batched_copy_array_to_devices_with_sharding,
         batched_device_put,
     )
@@ -80,15 +81,19 @@ class Row:
         return copy
 
     @functools.cached_property
-    def send(self) -> Callable[[np.ndarray[Any, Any] | np.generic], Any] | None:
-        """Puts an array of NumPy here, by jaxlib's own function; None where it cannot."""
+    def send(self) -> Callable[[np.ndarray[Any, Any] | np.generic, bool], Any] | None:
+        """Puts an array of NumPy here, or a copy, by jaxlib's own function; None where it cannot."""
         if batched_device_put is None or len(self.devices) > 1:
             return None
         devices = list(self.devices)
 
-        def send(array: np.ndarray[Any, Any] | np.generic) -> Any:
+        def send(array: np.ndarray[Any, Any] | np.generic, is_copied: bool) -> Any:
             aval = _shaped(array.shape, array.dtype)
-            return batched_device_put(aval, self.replicated, [np.asarray(array)], devices, True)
+            given = (aval, self.replicated, [np.asarray(array)], devices, True)
+            if not is_copied:
+                return batched_device_put(*given)
+            during_call = HostBufferSemantics.IMMUTABLE_ONLY_DURING_CALL
+            return batched_device_put(*given, force_copy=True, host_buffer_semantics=during_call)
 
         return send
 
@@ -128,6 +133,15 @@ def put(arrays: Sequence[Any], row: Row, offloaded: bool = False) -> list[Any]:
     JAX arrays are transferred without waiting for them. NumPy arrays may be shared instead of copied
     on a CPU: whoever can change them afterwards uses `put_host_copies`.
     """
+    return _put(arrays, row, offloaded, is_copied=False)
+
+
+def put_host_copies(arrays: Sequence[Any], row: Row, offloaded: bool = False) -> list[Any]:
+    """The arrays where `put` puts them, sharing no memory with NumPy arrays of the caller's."""
+    return _put(arrays, row, offloaded, is_copied=True)
+
+
+def _put(arrays: Sequence[Any], row: Row, offloaded: bool, is_copied: bool) -> list[Any]:
     sharding = row.host if offloaded else row.replicated
     away = [
         place
@@ -137,9 +151,12 @@ def put(arrays: Sequence[Any], row: Row, offloaded: bool = False) -> list[Any]:
     placed = list(arrays)
     if not offloaded and row.send is not None and all(_is_plain(arrays[place]) for place in away):
         for place in away:
-            placed[place] = row.send(arrays[place])
+            placed[place] = row.send(arrays[place], is_copied)
     elif away:
-        moved = jax.device_put([arrays[place] for place in away], sharding)
+        found = [arrays[place] for place in away]
+        if is_copied:
+            found = [array if isinstance(array, jax.Array) else np.array(array) for array in found]
+        moved = jax.device_put(found, sharding)
         for place, array in zip(away, moved, strict=True):
             placed[place] = array
     return placed
@@ -151,11 +168,6 @@ def _is_plain(array: Any) -> bool:
         return False
     dtype = array.dtype
     return dtype.kind in "fiub" and dtype.itemsize <= 4 and dtype.isnative
-
-
-def put_host_copies(arrays: Sequence[Any], row: Row, offloaded: bool = False) -> list[Any]:
-    """The arrays where `put` puts them, sharing no memory with NumPy arrays of the caller's."""
-    return put([a if isinstance(a, jax.Array) else np.array(a) for a in arrays], row, offloaded)
 
 
 def copy_to(arrays: Sequence[Any], row: Row) -> list[Any]:
