@@ -11,14 +11,15 @@ from ipu_pipeline import engine
 from ipu_pipeline.engine import executables, reference
 from tests import models
 
-WIDTH, COUNT, NUM_STAGES = 6, 8, 5
+WIDTH, COUNT, NUM_STAGES = 16, 8, 5
 PLANS = [engine.DispatchPlan(), engine.DispatchPlan(2), engine.DispatchPlan(1, True)]
 
 
 def block(scale=1.0):
     def stage(x, target):
-        kernel = engine.get_variable("kernel", (WIDTH, WIDTH))
-        bias = engine.get_variable("bias", (WIDTH,), initializer=jax.nn.initializers.normal(0.1))
+        width = x.shape[-1]
+        kernel = engine.get_variable("kernel", (width, width))
+        bias = engine.get_variable("bias", (width,), initializer=jax.nn.initializers.normal(0.1))
         return jnp.tanh(x @ kernel + bias) * scale, target
 
     return stage
@@ -59,11 +60,11 @@ def no_cache():
     compilation_cache.reset_cache()
 
 
-def run(pipeline, num_updates=3):
+def run(pipeline, width=WIDTH, num_updates=3):
     """Compares with a plain loop; the names of the programs that XLA compiled, and when: (first, later)."""
     rng = np.random.default_rng(0)
     steps = [
-        [tuple(rng.normal(size=(2, 4, WIDTH)).astype("float32")) for _ in range(COUNT)]
+        [tuple(rng.normal(size=(2, 4, width)).astype("float32")) for _ in range(COUNT)]
         for _ in range(num_updates)
     ]
     state = pipeline.init(jax.random.key(0), steps[0][0])
@@ -145,3 +146,7 @@ def test_what_cannot_be_loaded_is_compiled(method, monkeypatch, no_cache):
 
     monkeypatch.setattr(executables.Executable, method, fail)
     assert len(run(make())) == 3 * NUM_STAGES - 1
+
+
+def test_what_runs_in_the_thread_that_starts_it_is_compiled_apart(no_cache):
+    assert len(run(make(), width=2)) == 3 * NUM_STAGES - 1

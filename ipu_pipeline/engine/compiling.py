@@ -92,7 +92,7 @@ def _load(compiled: Any, programs: Sequence[_Lowered]) -> None:
     try:
         executable = Executable(compiled)
         loaded = [executable.load(program.row.devices[0]) for program in programs]
-    except Exception:  # of JAX or XLA, whatever it is: this only saves time
+    except Exception:  # of JAX or XLA, whatever it is: loading only saves time
         for program in programs:
             program.lowered.compile()
         return

@@ -24,6 +24,8 @@ except ImportError:  # pragma: no cover  # of another JAX
 
 __all__ = ["Executable", "is_portable"]
 
+_LEAST_OPERATIONS = 1000  # XLA's own bound: `cheap_computation` of its CPU client
+
 
 def is_portable(devices: Sequence[Any]) -> bool:
     """Whether what is compiled for such devices can be loaded for others.
@@ -48,8 +50,12 @@ class Executable:
           compiled: for one device.
 
         Raises:
+          ValueError: it computes so little that XLA's CPU client runs it within the thread that starts it,
+            which it does not do with what it has loaded.
           Exception: it cannot be written, as with callbacks; the types are JAX's.
         """
+        if compiled.cost_analysis().get("flops", 0) < _LEAST_OPERATIONS:
+            raise ValueError("The program is run where it is started, and must be compiled for that.")
         self._written, self._in_tree, self._out_tree = serialize_executable.serialize(compiled)
 
     def load(self, device: Any) -> jax.stages.Compiled:
