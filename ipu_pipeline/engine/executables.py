@@ -54,7 +54,8 @@ class Executable:
             which it does not do with what it has loaded.
           Exception: it cannot be written, as with callbacks; the types are JAX's.
         """
-        if compiled.cost_analysis().get("flops", 0) < _LEAST_OPERATIONS:
+        costs = compiled.cost_analysis() or {}
+        if costs.get("flops", 0) < _LEAST_OPERATIONS:
             raise ValueError("The program is run where it is started, and must be compiled for that.")
         self._written, self._in_tree, self._out_tree = serialize_executable.serialize(compiled)
 
