@@ -4,7 +4,9 @@
 
 The other side is torch.distributed.pipelining with GPipe and with 1F1B, whichever is faster: gloo, a
 process per stage with one thread each, plain SGD. Both sides train the same model on the same
-micro-batches, which lie in memory beforehand, and compute the losses.
+micro-batches, which lie in memory beforehand, and compute the losses. A jitted scan of plain JAX on one
+device, which is no pipeline, takes turns with them: where that is no faster either, the time is in the
+matrix products of the two libraries.
 """
 
 from __future__ import annotations
@@ -153,19 +155,21 @@ def told() -> int:
     return int(number)
 
 
-def measure(case: str, num_rounds: int, seconds: float) -> Row:
-    """Compares the pipeline with the better schedule of the other side."""
-    sides = ["pipeline", "gpipe", "1f1b"]
+def measure(case: str, num_rounds: int, seconds: float) -> list[Row]:
+    """Compares the pipeline with the better schedule of the other side, and plain JAX likewise."""
+    sides = ["pipeline", "gpipe", "1f1b", "plain"]
     taken = harness.run_agreeing_sides(MODULE, sides, case, num_rounds, seconds, tolerance=1e-4)
     better = min(("gpipe", "1f1b"), key=lambda name: statistics.median(taken[name]))
-    return harness.compare(
-        "against_torch_pipelining",
-        f"{models.WORKLOADS[case].name}, {better}",
-        taken["pipeline"],
-        taken[better],
-        TARGETS[case],
-        is_speed=True,
-    )
+    name = f"{models.WORKLOADS[case].name}, {better}"
+    return [
+        harness.compare(
+            "against_torch_pipelining", named, taken[ours], taken[better], target, is_speed=True
+        )
+        for named, ours, target in (
+            (name, "pipeline", TARGETS[case]),
+            (f"{name}: plain JAX on one device against it", "plain", None),
+        )
+    ]
 
 
 def main() -> None:
@@ -175,12 +179,14 @@ def main() -> None:
     args = parser.parse_args()
     if args.side == "pipeline":
         training.serve_pipeline(args.cases[0])
+    elif args.side == "plain":
+        training.serve_plain(args.cases[0])
     elif args.side is not None:
         serve_torch(args.cases[0], args.side)
     else:
         num_rounds, seconds = (3, 0.5) if args.short else (args.rounds, harness.ROUND_SECONDS)
-        cases = args.cases or (["mlp64", "mlp512"] if args.short else list(TARGETS))
-        harness.report([measure(case, num_rounds, seconds) for case in cases], args.json)
+        rows = [measure(case, num_rounds, seconds) for case in args.cases or list(TARGETS)]
+        harness.report([row for pair in rows for row in pair], args.json)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
     python -m benchmarks.compile.run [--rounds 5] [--json FILE]
 
 From the stages to the end of the first training step, each time in a new process, with nothing cached on
-disk: the pipeline, and the same model as one jitted scan on one device. The clock starts when JAX's backend
+disk: the pipeline, also with a program for each micro-batch's forward and backward instead of the plan that
+is chosen, and the same model as one jitted scan on one device. The clock starts when JAX's backend
 is up and a random key exists. Compilations are those that JAX reports of XLA. Afterwards both do three more
 steps, in which nothing may be compiled.
 """
@@ -24,6 +25,7 @@ from benchmarks.harness import Row
 
 MODULE = "benchmarks.compile.run"
 CASES = ["mlp64", "mlp512-4", "convolutional", "transformer"]
+SHORT_CASES = ["mlp64", "mlp512-4", "transformer"]
 MOST_RATIO, MOST_IMPORT_SECONDS = 1.5, 0.1
 IMPORTS = {
     "ipu_pipeline": "import jax, optax, ipu_pipeline",
@@ -47,13 +49,13 @@ def measure_side(side: str, case: str) -> dict[str, Any]:
         if event == "/jax/core/compile/backend_compile_duration":
             compiled.append(event)
 
-    if side == "pipeline":
+    if side != "plain":
         jax.config.update("jax_num_cpu_devices", workload.num_stages)
     jax.devices()
     key = jax.block_until_ready(jax.random.key(0))
     jax.monitoring.register_event_duration_secs_listener(count)
     begin = time.perf_counter()
-    if side == "pipeline":
+    if side != "plain":
         pipeline = engine.Pipeline(
             [engine.Stage(f, p) for f, p in zip(model.stages, model.parameters, strict=True)],
             num_micro_batches=workload.num_micro_batches,
@@ -61,6 +63,7 @@ def measure_side(side: str, case: str) -> dict[str, Any]:
             optimizer=optax.sgd(models.RATE),
             donate=True,
             collect_outputs=False,
+            dispatch_plan=engine.DispatchPlan() if side == "one by one" else None,
         )
         state = pipeline.init(key, micro_batches[0])
 
@@ -129,15 +132,24 @@ def main() -> None:
         return
     num_rounds = 2 if args.short else args.rounds
     rows = []
-    for case in args.cases or (CASES[:2] if args.short else CASES):
-        found: dict[str, list[Any]] = {"pipeline": [], "plain": []}
+    for case in args.cases or (SHORT_CASES if args.short else CASES):
+        found: dict[str, list[Any]] = {"pipeline": [], "one by one": [], "plain": []}
         for _ in range(num_rounds):
             for side, facts in found.items():
                 facts.append(harness.run_module(MODULE, "--side", side, "--cases", case))
-        np.testing.assert_allclose(*(facts[0]["losses"] for facts in found.values()), rtol=1e-5)
+        for side in ("pipeline", "one by one"):
+            np.testing.assert_allclose(found[side][0]["losses"], found["plain"][0]["losses"], rtol=1e-5)
         seconds = {side: [fact["seconds"] for fact in facts] for side, facts in found.items()}
         name = f"{case}, time to first step"
         rows.append(harness.compare("compile", name, seconds["pipeline"], seconds["plain"], MOST_RATIO))
+        rows.append(
+            harness.compare(
+                "compile",
+                f"{name}, with one micro-batch per program and nothing fused",
+                seconds["one by one"],
+                seconds["plain"],
+            )
+        )
         counts = {side: facts[0]["compilations"] for side, facts in found.items()}
         later = max(fact["later"] for fact in found["pipeline"])
         rows.append(
