@@ -28,7 +28,9 @@ from ipu_pipeline.engine.traced import Source
 
 __all__ = ["BlockResult", "OneProgram", "Position"]
 
-_MAX_IN_FLIGHT = 2  # blocks that the host runs ahead, whose feeds take memory
+# Blocks that the host runs ahead; XLA's CPU client has no more in flight than the most.
+_LEAST_IN_FLIGHT, _MOST_IN_FLIGHT = 2, 32
+_IN_FLIGHT_BYTES = 64 * 2**20  # of their feeds, where they are more than the least
 
 
 class Position(NamedTuple):
@@ -67,6 +69,11 @@ class BlockResult:
     carried: list[Any]
     collected: list[Any]
     count: Any
+
+
+def _max_in_flight(feed: Sequence[Any]) -> int:
+    feed_bytes: int = sum(leaf.nbytes for leaf in feed)
+    return max(_LEAST_IN_FLIGHT, min(_MOST_IN_FLIGHT, _IN_FLIGHT_BYTES // max(1, feed_bytes)))
 
 
 class OneProgram:
@@ -192,7 +199,8 @@ class OneProgram:
         given = ((dict(accumulators), sums), state, list(state_leaves), list(carried))
         made = function(*given, kept, placed, counts, list(feed))
         self._in_flight.append(made[-1])
-        while len(self._in_flight) > (0 if self._has_callbacks else _MAX_IN_FLIGHT):
+        limit = 0 if self._has_callbacks else _max_in_flight(feed)
+        while len(self._in_flight) > limit:
             jax.block_until_ready(self._in_flight.popleft())
         new_accumulators, new_sums = made[0]
         return BlockResult({**variables, **made[1]}, made[2], new_accumulators, new_sums, *made[3:])
