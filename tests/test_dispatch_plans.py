@@ -716,6 +716,12 @@ def test_short_and_long_programs(platform):
     assert alone.reason.endswith("beside which dispatches cost little")
 
 
+def test_a_few_hundredths_are_worth_chunks_and_not_fused_programs():
+    assert choose(1e8, "cpu", 16).chunk_size > 1
+    alone = choose(1e8, "cpu", 1)
+    assert (alone.chunk_size, alone.is_fused) == (1, False)
+
+
 # What is compiled and held.
 
 

@@ -35,7 +35,8 @@ __all__ = [
 _MAX_CHUNK_SIZE = 16
 _LEAST_CHUNKS = 4  # in a step: with fewer, stages would hardly overlap
 _MAX_SIMULATED = 64  # micro-batches; more only repeat what these do
-_LEAST_GAIN = 0.02  # of the step's time; for less, a plan is not worth its programs
+# Of the step's time; for less, a plan is not worth compiling. Fusing takes another program per stage.
+_LEAST_GAIN, _LEAST_GAIN_OF_FUSING = 0.02, 0.1
 
 
 class _Speed(NamedTuple):
@@ -151,7 +152,8 @@ def choose_dispatch_plan(
 ) -> DispatchPlan:
     """The plan by which a step is shortest, as far as can be foretold.
 
-    A step keeps four chunks at least, and a plan is taken only if it saves two parts in a hundred.
+    A step keeps four chunks at least, and a plan is taken only if it saves two parts in a hundred, or ten
+    where it fuses.
 
     Args:
       programs: of the stages, for one micro-batch.
@@ -220,7 +222,7 @@ def choose_dispatch_plan(
             break
         for is_fused in (False, True) if has_backwards else (False,):
             found = seconds(chunk_size, is_fused)
-            if found < best - _LEAST_GAIN * alone:
+            if found < best - (_LEAST_GAIN_OF_FUSING if is_fused else _LEAST_GAIN) * alone:
                 best, chosen = found, (chunk_size, is_fused)
     longest = max(operations.values()) * speed.per_operation
     reason = f"the longest program of one micro-batch computes for about {describe_seconds(longest)}, "
