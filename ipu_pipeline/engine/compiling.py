@@ -9,6 +9,7 @@ compiled once; for the others a loaded executable takes the place of the jitted 
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -67,7 +68,8 @@ class _Programs:
         key = None
         if self._is_shared and is_portable(row.devices):
             _name, text = lowered.as_text().split("\n", 1)
-            key = (text, tuple(sorted(options.items())))
+            digest = hashlib.sha256(text.encode()).digest()  # texts hold constants, which may be large
+            key = (digest, tuple(sorted(options.items())))
             if key in self._first:
                 self._same.setdefault(key, []).append(_Lowered(lowered, row, install))
                 return
