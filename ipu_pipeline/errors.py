@@ -2,4 +2,8 @@
 
 from ipu_pipeline.engine.errors import OutOfRangeError
 
-__all__ = ["OutOfRangeError"]
+__all__ = ["CheckpointError", "OutOfRangeError"]
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be read, or does not fit the programs that are to use it."""

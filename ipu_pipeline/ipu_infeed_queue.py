@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from ipu_pipeline.engine.feeds import Take
 from ipu_pipeline.engine.shapes import as_shape, check_like, trees_equal
 from ipu_pipeline.errors import OutOfRangeError
 from ipu_pipeline.placeholders import cast_exactly
+from ipu_pipeline.positions import DataPass, Position, is_sequence
 
 __all__ = ["IPUInfeedQueue", "InfeedOperation"]
 
@@ -69,16 +70,17 @@ class IPUInfeedQueue:
                 f"iterator ({type(dataset).__name__}). Pass what it was made from, or a callable that "
                 "returns a new iterator."
             )
-        if not callable(dataset) and not hasattr(dataset, "__iter__") and not _is_sequence(dataset):
+        if not callable(dataset) and not hasattr(dataset, "__iter__") and not is_sequence(dataset):
             raise TypeError(
                 "IPUInfeedQueue: dataset must be iterable, or a callable that returns an iterator; got "
                 f"{type(dataset).__name__}."
             )
         self._dataset = dataset
         self._prefetch_depth = prefetch_depth
-        self._peeked: tuple[Any, Iterator[Any]] | None = None
+        self._peeked: DataPass | None = None
         self._element: Any = None
         self._feeder: _Feeder | None = None
+        self._started: object = None
         self._finalizer: weakref.finalize[..., IPUInfeedQueue] | None = None
         self._is_initializer_taken = False
         self._deleted = False
@@ -118,14 +120,14 @@ class IPUInfeedQueue:
         if self._element is None:
             # A program may be traced meanwhile; what the data set does with JAX is no part of it.
             with jax.ensure_compile_time_eval():
-                iterator = self._iterate()
+                data = DataPass(self._dataset)
                 try:
-                    first = next(iterator)
+                    first = data.peek()
                 except StopIteration:
                     raise ValueError("IPUInfeedQueue: the dataset is empty.") from None
             what = "IPUInfeedQueue: element 0 of the dataset"
             self._element = jax.tree.map(lambda leaf: as_shape(_as_array(leaf, what)), first)
-            self._peeked = (first, iterator)
+            self._peeked = data
         return self._element
 
     @property
@@ -135,20 +137,24 @@ class IPUInfeedQueue:
 
     def initialize(self) -> object:
         """Starts over at the beginning of the data set. Returns what `delete` knows this pass by."""
+        element = self.element
+        data, self._peeked = self._peeked or DataPass(self._dataset), None
+        self._start(_Feeder(data, element))
+        self._started = object()
+        return self._started
+
+    def seek(self, position: Position) -> None:
+        """Goes to a position of the data set; the infeed must be initialized."""
+        self._start(_Feeder(DataPass(self._dataset, position), self.element))
+
+    def _start(self, feeder: _Feeder) -> None:
         if self._feeder is not None:
             self._feeder.discard()
-        element = self.element
-        if self._peeked is not None:
-            (first, iterator), self._peeked = self._peeked, None
-            iterator = _chain(first, iterator)
-        else:
-            iterator = self._iterate()
-        self._feeder = _Feeder(iterator, element)
+        self._feeder = feeder
         self._deleted = False
         if self._finalizer is not None:
             self._finalizer.detach()
         self._finalizer = weakref.finalize(self, self._feeder.stop)  # also when Python ends
-        return self._feeder
 
     def delete(self, only: object = None) -> None:
         """Ends the infeed; it can be initialized again.
@@ -156,7 +162,7 @@ class IPUInfeedQueue:
         Args:
           only: from `initialize`: nothing happens if it was initialized again since.
         """
-        if only is not None and only is not self._feeder:
+        if only is not None and only is not self._started:
             return
         if self._feeder is not None:
             self._feeder.discard()
@@ -211,12 +217,19 @@ class IPUInfeedQueue:
         if self._feeder is not None:
             self._feeder.give_back(count)
 
-    def _iterate(self) -> Iterator[Any]:
-        dataset = self._dataset
-        made = dataset() if callable(dataset) and not hasattr(dataset, "__iter__") else dataset
-        if not hasattr(made, "__iter__") and _is_sequence(made):
-            return (made[index] for index in range(len(made)))  # `iter` would look for an IndexError
-        return iter(made)
+    def mark(self, num_unneeded: int = 0) -> None:
+        """Notes that what was taken so far has been used, except the last ones; see `position`."""
+        if self._feeder is not None:
+            self._feeder.mark(num_unneeded)
+
+    @property
+    def position(self) -> Position | None:
+        """Where the data set stood at the last `mark`; None if the infeed is not initialized.
+
+        Raises:
+          TypeError: the state of the data set's iterator is nothing that can be stored.
+        """
+        return None if self._feeder is None else self._feeder.position
 
 
 class _Entry(NamedTuple):
@@ -237,11 +250,11 @@ class _Feeder:
     the thread, a daemon, ends when it wakes up or goes on if it is wanted again.
     """
 
-    def __init__(self, iterator: Iterator[Any], element: Any) -> None:
-        self._iterator = iterator
+    def __init__(self, data: DataPass, element: Any) -> None:
+        self._data = data
         self._element = element
         self._expected, self._expected_tree = jax.tree.flatten(element)
-        self._number = 0
+        self._number = self._num_taken = self._num_used = data.start
         self._condition = threading.Condition()
         # What follows is read and written with the condition held.
         self._buffer: collections.deque[_Entry] = collections.deque()
@@ -284,7 +297,7 @@ class _Feeder:
         with self._condition:
             self._buffer.clear()
             self._taken = []
-            self._iterator = iter(())
+            self._data = DataPass(())
 
     def take(self, wanted: int) -> list[Any]:
         with self._condition:
@@ -300,6 +313,7 @@ class _Feeder:
                 raise error.with_traceback(self._buffer[0].traceback)  # raising it again would add to it
             num_taken = min(wanted, len(self._buffer) - self._has_ended())
             taken = [self._buffer.popleft() for _element in range(num_taken)]
+            self._num_taken += num_taken
             if self._is_tentative:
                 self._taken = taken
             place = self._place
@@ -313,6 +327,16 @@ class _Feeder:
             first = len(self._taken) - count
             self._buffer.extendleft(reversed(self._taken[first:]))
             self._taken = []
+            self._num_taken -= count
+
+    def mark(self, num_unneeded: int) -> None:
+        with self._condition:
+            self._num_used = self._num_taken - num_unneeded
+        self._data.forget_before(self._num_used)
+
+    @property
+    def position(self) -> Position:
+        return self._data.position(self._num_used)
 
     def _has_ended(self) -> bool:
         return bool(self._buffer) and self._buffer[-1].error is not None
@@ -340,12 +364,16 @@ class _Feeder:
 
     def _fetch(self, place: Place) -> _Entry:
         try:
-            leaves = self._check(next(self._iterator))
+            leaves = self._check(next(self._data))
             self._number += 1
             return _Entry(leaves, place(leaves), place, None)
         except StopIteration:
             error: BaseException = OutOfRangeError(
-                f"The infeed's data ended after {self._number} elements, before the run had all the "
+                f"The infeed's data ended after {self._data.count} elements. They were to go on after "
+                f"{self._data.start}, where the checkpoint was saved: this is another dataset. Restore "
+                "without the infeeds' positions to begin with its first element."
+                if self._data.is_skipping
+                else f"The infeed's data ended after {self._number} elements, before the run had all the "
                 "micro-batches that it needs. Completed weight updates stand. Repeat the dataset, or run "
                 "the initializer to start over."
             )
@@ -387,12 +415,3 @@ def _as_array(leaf: Any, what: str) -> Any:
     if not jnp.issubdtype(array.dtype, np.number) and array.dtype != np.bool_:
         raise ValueError(f"{problem}, and its dtype is {array.dtype}.")
     return array
-
-
-def _is_sequence(dataset: Any) -> bool:
-    return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
-
-
-def _chain(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
-    yield first
-    yield from rest

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import numpy as np
 
-from ipu_pipeline import config, interrupts, ipu_compiler
+from ipu_pipeline import checkpoints, config, interrupts, ipu_compiler
 from ipu_pipeline.calls import Call, LoopCall, PipelineCall
+from ipu_pipeline.engine import placement
 from ipu_pipeline.engine.feeds import Take, take_nothing
 from ipu_pipeline.engine.loops import LoopState
 from ipu_pipeline.engine.state import PipelineState
@@ -21,7 +23,9 @@ from ipu_pipeline.ipu_outfeed_queue import OutfeedOperation
 from ipu_pipeline.operations import InitializerOperation
 from ipu_pipeline.placeholders import Placeholder, cast_exactly
 from ipu_pipeline.program import Program
+from ipu_pipeline.resuming import Resumption, check_snapshot
 from ipu_pipeline.session_state import KeptGradients, KeptOptimizer, Record, SessionState
+from ipu_pipeline.snapshots import Snapshot
 
 __all__ = ["Session"]
 
@@ -54,7 +58,11 @@ class Session:
             raise ValueError(f"Session: seed must fit 64 bits; got {seed}.")
         self._seed = int(seed)
         self._key: Any = None
+        self._key_implementation: str | None = None  # None: JAX's default
         self._state = SessionState()
+        self._resumption = Resumption()
+        self._max_updates: int | None = None  # of the run, see `run_part`
+        self._should_stop: Callable[[], bool] | None = None
         self._infeeds: dict[IPUInfeedQueue, object] = {}
         self._is_closed = False
 
@@ -116,13 +124,77 @@ class Session:
         variables = {**self._state.variables, **loaded}
         self._state = dataclasses.replace(self._state, variables=variables)
 
-    def save(self, path: str) -> NoReturn:
-        """Not built yet."""
-        raise NotImplementedError("Session.save: checkpoints are not built yet.")
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes everything that training goes on from as a checkpoint, and returns when it is complete.
 
-    def restore(self, path: str) -> NoReturn:
-        """Not built yet."""
-        raise NotImplementedError("Session.restore: checkpoints are not built yet.")
+        That is all variables, optimizer states, counts, gradients that are being accumulated, the seed,
+        and where the data sets stand of what trains. None of it depends on how the model is cut into
+        stages, on the schedule or on the devices: any program with the same variables can use it.
+
+        Args:
+          path: a directory to make. A checkpoint that is there is replaced once the new one is complete.
+
+        Raises:
+          OSError: it cannot be written.
+          TypeError: the state of a data set's iterator is nothing that a checkpoint can hold.
+          ValueError: there are no variables yet, or `path` exists and is no checkpoint.
+        """
+        checkpoints.write_checkpoint(path, self.take_snapshot(copies=False))
+
+    def restore(
+        self, path: str | os.PathLike[str], *, allow_partial: bool = False, infeeds: bool = True
+    ) -> None:
+        """Takes over a checkpoint, in place of all that the session has; also its seed.
+
+        The infeeds of what trains go on where they stood when it was saved, at the next run, if their
+        pipeline or loop has the same name: they are initialized as always, before this or after, and their
+        data sets must give the same elements in the same order.
+
+        Args:
+          path: from `save`, or from `IPUPipelineEstimator.latest_checkpoint`.
+          allow_partial: whether it may lack variables that programs have, which then get their initial
+            values, and have others.
+          infeeds: whether data sets go on where they stood; False leaves them where they are.
+
+        Raises:
+          CheckpointError: it cannot be read; or, without `allow_partial`, it is of another model than the
+            programs that are compiled. Programs that are compiled later raise this when they run. The
+            session stays as it was.
+          RuntimeError: the session is closed.
+        """
+        if self._is_closed:
+            raise RuntimeError("Attempted to use a closed Session.")
+        self.take_over(checkpoints.read_checkpoint(path), path, fits=not allow_partial, feeds=infeeds)
+
+    def take_snapshot(self, copies: bool = True) -> Snapshot:
+        """What `save` writes, as it is now; not while a program runs.
+
+        Args:
+          copies: whether arrays are copied, on their devices, so that programs may run before it is used.
+        """
+        state = self._state
+        if copies:
+            leaves, tree = jax.tree.flatten(
+                (state.variables, [_arrays_of(record) for record in state.pipelines.values()])
+            )
+            variables, arrays = jax.tree.unflatten(tree, placement.duplicate(leaves))
+            records = map(_with_arrays, state.pipelines.values(), arrays)
+            state = SessionState(variables, dict(zip(state.pipelines, records, strict=True)))
+        implementation = jax.random.key_impl(self._get_key())
+        return Snapshot(
+            state, self._seed, str(implementation), self._resumption.feeds, self._resumption.plans
+        )
+
+    def take_over(
+        self, snapshot: Snapshot, path: str | os.PathLike[str], *, fits: bool = True, feeds: bool = True
+    ) -> None:
+        """What `restore` does with a snapshot that was read from a path."""
+        if fits:
+            check_snapshot(snapshot, path, ipu_compiler.compiled_programs)
+        self._resumption = Resumption.of(snapshot, path, fits=fits, feeds=feeds)
+        self._state = snapshot.state
+        self._seed, self._key = snapshot.seed, None
+        self._key_implementation = snapshot.key_implementation
 
     def run(self, fetch: Any, feed_dict: Mapping[Any, Any] | None = None) -> Any:
         """Runs something, and returns when it has completed.
@@ -164,10 +236,33 @@ class Session:
         result = jax.tree.unflatten(tree, values)
         return list(result) if isinstance(result, tuple) else result
 
+    def run_part(
+        self,
+        program: Program,
+        feed_dict: Mapping[Any, Any] | None = None,
+        *,
+        max_updates: int,
+        should_stop: Callable[[], bool],
+    ) -> Any:
+        """Runs a program whose pipelines may do fewer weight updates than their `repeat_count`.
+
+        Args:
+          program: the program.
+          feed_dict: placeholder -> value.
+          max_updates: how many each pipeline does at most; executions, in inference.
+          should_stop: asked after each update, or block of updates: whether the pipeline ends there.
+        """
+        self._max_updates, self._should_stop = max_updates, should_stop
+        try:
+            return self.run(program, feed_dict)
+        finally:
+            self._max_updates = self._should_stop = None
+
     def _run_all(
         self, fetches: Sequence[Any], programs: Sequence[Program], feeds: Mapping[Any, Any]
     ) -> list[Any]:
         _check_feeds(programs, feeds)
+        self._resumption.check(programs)
         needs_devices = any(isinstance(one, (Program, InitializerOperation)) for one in fetches)
         if needs_devices and not config.is_selected():
             known = ipu_compiler.compiled_programs()
@@ -229,15 +324,20 @@ class Session:
             count, inputs = call.check_count(operands[0]), operands[1:]
         if call.trains:
             pipeline.set_recomputation(call.find_recomputation())
+        platform = devices[0].platform
+        self._resumption.before_run(call, platform)
         executor = pipeline.prepare(devices)
+        self._resumption.note_plan(call, platform)
         take: Take = take_nothing
         if call.infeed_queue is not None:
             num_fetched = pipeline.num_fetched(call.repeat_count, count)
             take = call.infeed_queue.connect(executor.place_element, num_fetched)
         state = pipeline.place(self._make_pipeline_state(call))
-        done = 0
-        while done < call.repeat_count:
-            left = call.repeat_count - done
+        done, wanted = 0, call.repeat_count
+        if self._max_updates is not None:
+            wanted = min(wanted, self._max_updates)
+        while done < wanted:
+            left = wanted - done
             pending = pipeline.accumulate(state, take, inputs, left, call.repeat_count, count)
             # From here the old state may be gone (its memory is given to the new one) before the new
             # one is in its place.
@@ -246,10 +346,14 @@ class Session:
                 state, collected = pipeline.update(state, pending)
                 done += int(state.execution_count) - before
                 self._keep(call, state)
+                if call.infeed_queue is not None:
+                    call.infeed_queue.mark()
                 if call.outfeed_queue is not None:
                     for part in collected:
                         leaves = [part.loss] if call.outfeeds_loss else part.outputs
                         call.outfeed_queue.extend(leaves, part.size)
+            if self._should_stop is not None and self._should_stop():
+                break
         jax.block_until_ready((state.variables, state.optimizer_state))
 
     def _run_loop(self, call: LoopCall, operands: Sequence[Any], devices: Sequence[Any]) -> list[Any]:
@@ -260,6 +364,7 @@ class Session:
         num_captured = len(body.captured)
         constant, changing = loop.split_carried(operands[num_captured:])
         inputs = [*operands[:num_captured], *constant]
+        self._resumption.before_run(call, devices[0].platform)
         loop.prepare(devices)
         capacity = loop.block_size(_block_limit(call, count))
         state = self._place_loop_state(call)
@@ -274,6 +379,8 @@ class Session:
                 state, changing = result.state, result.changing
                 done += result.count
                 self._keep_loop(call, state)
+                if call.infeed_queue is not None:
+                    call.infeed_queue.mark(len(elements) - result.count)
                 for (entry, _places), leaves in zip(body.enqueued, result.enqueued, strict=True):
                     entry.target.extend(leaves, result.size)
             if call.infeed_queue is not None and result.count < len(elements):
@@ -364,10 +471,11 @@ class Session:
         self._state = SessionState(
             {name: initial_value(spec, key) for name, spec in specs.items() if name not in unclear}
         )
+        self._resumption = Resumption()
 
     def _get_key(self) -> Any:
         if self._key is None:
-            self._key = jax.random.key(self._seed)
+            self._key = jax.random.key(self._seed, impl=self._key_implementation)
         return self._key
 
 
@@ -377,6 +485,27 @@ def _block_limit(call: LoopCall, count: int | None) -> int:
         return _BLIND_ITERATIONS if call.infeed_queue is None else call.infeed_queue.prefetch_depth
     # A count that is known when the program runs should not be compiled for.
     return 1 << (count - 1).bit_length() if call.has_count_operand and count > 0 else count
+
+
+def _arrays_of(record: Record) -> tuple[Any, Any]:
+    """The optimizer's state and the accumulators."""
+    return (
+        None if record.optimizer is None else record.optimizer.tree,
+        None if record.accumulated is None else record.accumulated.accumulators,
+    )
+
+
+def _with_arrays(record: Record, arrays: tuple[Any, Any]) -> Record:
+    """The inverse of `_arrays_of`."""
+    tree, accumulators = arrays
+    optimizer, accumulated = record.optimizer, record.accumulated
+    return dataclasses.replace(
+        record,
+        optimizer=None if optimizer is None else dataclasses.replace(optimizer, tree=tree),
+        accumulated=None
+        if accumulated is None
+        else dataclasses.replace(accumulated, accumulators=accumulators),
+    )
 
 
 def _check_feeds(programs: Sequence[Program], feed_dict: Mapping[Any, Any]) -> None:

@@ -330,9 +330,6 @@ def test_wrong_fetches_and_seeds():
         ipu.Session().run(front.first_stage)
     with pytest.raises(TypeError, match="seed must be an integer"):
         ipu.Session(seed="1")
-    for method in ("save", "restore"):
-        with pytest.raises(NotImplementedError, match=f"Session.{method}"):
-            getattr(ipu.Session(), method)("path")
 
 
 def test_outfeed_modes_and_structures():

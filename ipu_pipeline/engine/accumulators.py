@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 from ipu_pipeline.engine.programs import Reduction, StagePrograms, ValueKind
 from ipu_pipeline.engine.traced import TracedPipeline
 
-__all__ = ["Accumulator", "AccumulatorPlan", "plan_accumulators"]
+__all__ = ["Accumulator", "AccumulatorPlan", "plan_accumulators", "variable_of"]
+
+_OF_STAGE = " of stage "  # in the keys of those that are not at the variable's home
 
 
 class Accumulator(NamedTuple):
@@ -55,6 +57,11 @@ class AccumulatorPlan:
         return merged
 
 
+def variable_of(key: str) -> str:
+    """The variable that the accumulator of a key belongs to, in whatever pipeline."""
+    return key.rpartition(_OF_STAGE)[0] or key
+
+
 def plan_accumulators(
     traced: TracedPipeline,
     programs: Sequence[StagePrograms],
@@ -83,7 +90,7 @@ def plan_accumulators(
             elif place in holders and reduction is not Reduction.RUNNING_MEAN:
                 keys[index, name] = holders[place]
             elif position in accumulated:
-                key = f"{name} of stage {index}"
+                key = f"{name}{_OF_STAGE}{index}"
                 keys[index, name] = holders[place] = key
                 extra[key] = Accumulator(name, index)
     return AccumulatorPlan(keys, extra)

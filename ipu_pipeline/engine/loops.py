@@ -194,10 +194,11 @@ class Loop:
             variables=residence.place_variables(state.pipeline.variables),
             optimizer_state=optimizer_state,
         )
-        accumulators = state.accumulators
-        if self.body.training is not None and not accumulators:
-            accumulators = residence.make_accumulators(self.body.training.accumulator_dtypes)
-        return LoopState(pipeline, residence.place_accumulators(accumulators), state.num_accumulated)
+        accumulators = {}
+        if self.body.training is not None:
+            dtypes = self.body.training.accumulator_dtypes
+            accumulators = residence.make_accumulators(dtypes, state.accumulators)
+        return LoopState(pipeline, accumulators, state.num_accumulated)
 
     def init_optimizer_state(self, state: PipelineState, outputs: Sequence[Any] | None) -> PipelineState:
         """The state with an optimizer's state, if it can be made.

@@ -207,6 +207,7 @@ class Pipeline:
         self._given_plan = dispatch_plan
         self._max_chunked_bytes = max_chunked_bytes
         self._chosen_plan: DispatchPlan | None = None
+        self._recalled_plan: DispatchPlan | None = None
         self._block_bytes = block_bytes
         self._built: Built | None = None
         self._programs: tuple[StagePrograms, ...] = ()
@@ -312,6 +313,8 @@ class Pipeline:
             return None
         if self._given_plan is not None:
             return self._given_plan
+        if self._recalled_plan is not None:
+            return self._recalled_plan
         if self._chosen_plan is None:
             count = self._num_micro_batches
             self._chosen_plan = choose_dispatch_plan(
@@ -327,12 +330,38 @@ class Pipeline:
             )
         return self._chosen_plan
 
+    def describe_dispatch(self, platform: str) -> dict[str, Any]:
+        """What the choice of a plan depends on, as JSON: a plan fits where this is the same.
+
+        Args:
+          platform: the kind of the devices.
+        """
+        return {
+            "stages": [[spec.name for spec in stage.variables] for stage in self.traced.stages],
+            "device_mapping": list(self._mapping),
+            "num_micro_batches": self._num_micro_batches,
+            "is_grouped": self._is_grouped,
+            "saves_memory": self._recompute is not None or bool(self._offload),
+            "platform": platform,
+        }
+
+    def recall_dispatch_plan(self, plan: DispatchPlan) -> None:
+        """Takes a plan that was chosen in an earlier run, unless one was given to the pipeline."""
+        if len(set(self._mapping)) == 1 or self._given_plan is not None or plan == self._recalled_plan:
+            return
+        check_dispatch_plan(plan, self._num_micro_batches, self._mapping)
+        _check_fused(plan, self)
+        if self._executor is not None and plan != self.dispatch_plan:
+            self._executor = self._accumulators = self._placed = None
+        self._recalled_plan = plan
+
     def with_dispatch_plan(self, plan: DispatchPlan | None) -> Pipeline:
         """The same pipeline by another plan (None: the one that is chosen). It is not traced again."""
         if plan is not None:
             check_dispatch_plan(plan, self._num_micro_batches, self._mapping)
         other = copy.copy(self)
-        vars(other).update(_given_plan=plan, _executor=None, _accumulators=None, _placed=None)
+        vars(other).update(_given_plan=plan, _recalled_plan=None)
+        vars(other).update(_executor=None, _accumulators=None, _placed=None)
         if self._built is not None and plan is not None:
             _check_fused(plan, other)
         return other
@@ -376,7 +405,8 @@ class Pipeline:
         """Says what stages keep for their backward. If that is new, everything is compiled again."""
         if recompute is self._recompute:
             return
-        self._recompute, self._executor, self._chosen_plan = recompute, None, None
+        self._recompute, self._executor = recompute, None
+        self._chosen_plan = self._recalled_plan = None
         if self._built is not None:
             self._programs = self._built.make_programs(recompute)
 

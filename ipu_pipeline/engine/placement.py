@@ -28,7 +28,7 @@ try:  # not public, and four to five times faster than `jax.device_put`
 except ImportError:  # pragma: no cover  # of another jaxlib
     batched_copy_array_to_devices_with_sharding = batched_device_put = None
 
-__all__ = ["Row", "copy_to", "make_rows", "put", "put_host_copies"]
+__all__ = ["Row", "copy_to", "duplicate", "make_rows", "put", "put_host_copies"]
 
 _HOST_MEMORY = "pinned_host"
 
@@ -168,6 +168,20 @@ def _is_plain(array: Any) -> bool:
         return False
     dtype = array.dtype
     return dtype.kind in "fiub" and dtype.itemsize <= 4 and dtype.isnative
+
+
+def duplicate(arrays: Sequence[Any]) -> list[Any]:
+    """Copies of arrays where they are, for when their memory is given away; does not wait for them.
+
+    NumPy arrays stay the same objects.
+    """
+    own = [place for place, array in enumerate(arrays) if isinstance(array, jax.Array)]
+    found = [arrays[place] for place in own]
+    copies = jax.device_put(found, [array.sharding for array in found], may_alias=False)
+    result = list(arrays)
+    for place, copy in zip(own, copies, strict=True):
+        result[place] = copy
+    return result
 
 
 def copy_to(arrays: Sequence[Any], row: Row) -> list[Any]:

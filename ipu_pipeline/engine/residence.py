@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from ipu_pipeline.engine import placement
-from ipu_pipeline.engine.accumulators import Accumulator, AccumulatorPlan
+from ipu_pipeline.engine.accumulators import Accumulator, AccumulatorPlan, variable_of
 from ipu_pipeline.engine.offloading import Offload
 from ipu_pipeline.engine.optimizer_tracing import UpdateKind, UpdateValue
 from ipu_pipeline.engine.placement import Row
@@ -108,17 +108,26 @@ class Residence:
             (placed[key],) = placement.put_host_copies([value], row, self.offloads_accumulators)
         return placed
 
-    def make_accumulators(self, dtypes: Mapping[str, Any]) -> dict[str, Any]:
-        """Zeros for the gradients of the variables, placed, by key.
+    def make_accumulators(
+        self, dtypes: Mapping[str, Any], known: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Accumulators of the variables' gradients, placed, by key; zeros where nothing is known.
 
         Args:
           dtypes: of each variable's accumulators, by the variable's full name.
+          known: accumulators by key, also of stages that share a variable only elsewhere, where the same
+            operations are cut otherwise: these are added to the variable's own.
         """
         variables = self.traced.variables
         keys = {key: self._accumulator(key).variable for key in (*dtypes, *self.accumulator_plan.extra)}
-        return self.place_accumulators(
-            {key: np.zeros(variables[name].shape, dtypes[name]) for key, name in keys.items()}
-        )
+        found: dict[str, Any] = {}
+        for key, value in (known or {}).items():
+            own = key if key in keys else variable_of(key)
+            found[own] = np.asarray(found[own]) + np.asarray(value) if own in found else value
+        for key, name in keys.items():
+            if key not in found:
+                found[key] = np.zeros(variables[name].shape, dtypes[name])
+        return self.place_accumulators(found)
 
     def _accumulator(self, key: str) -> Accumulator:
         return self.accumulator_plan.extra.get(key) or Accumulator(key, self.traced.owners[key])

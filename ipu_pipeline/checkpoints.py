@@ -1,0 +1,352 @@
+"""Checkpoints on disk: directories that Orbax writes, and a document that makes them complete.
+
+A checkpoint is a directory with what Orbax wrote, the arrays, and `checkpoint.json`: everything else, and
+the SHA-256 of each file. The document is written last, under another name that is then changed, so a
+checkpoint that has it is complete, and one without it was being written when the process ended.
+
+Orbax is imported when it is first needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import shutil
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ipu_pipeline.errors import CheckpointError
+from ipu_pipeline.snapshots import Snapshot
+
+if TYPE_CHECKING:
+    import orbax.checkpoint as ocp
+
+__all__ = ["DOCUMENT", "CheckpointSeries", "read_checkpoint", "read_document", "write_checkpoint"]
+
+DOCUMENT = "checkpoint.json"
+_ARRAYS = "default"  # what CheckpointManager calls its only item
+_NONE_READS = (
+    "None of the checkpoints in {directory} can be read: {reasons} Training does not begin anew over "
+    "them: give another directory, or remove these."
+)
+_logger = logging.getLogger("ipu_pipeline")
+
+
+def write_checkpoint(path: str | os.PathLike[str], snapshot: Snapshot) -> None:
+    """Writes a checkpoint; if there is one, it is replaced when the new one is complete.
+
+    Raises:
+      OSError, ValueError: it cannot be written. What was there stays.
+    """
+    import orbax.checkpoint as ocp
+
+    target = Path(path).absolute()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if target.exists() and not (target / DOCUMENT).exists():
+        raise ValueError(f"save: {target} exists and is no checkpoint; it is not replaced.")
+    started = target.with_name(f".{target.name}.being-written-{os.getpid()}")
+    old = target.with_name(f".{target.name}.being-replaced-{os.getpid()}")
+    shutil.rmtree(started, ignore_errors=True)
+    try:
+        with _without_tracebacks(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            checkpointer.save(started / _ARRAYS, args=ocp.args.PyTreeSave(_storable(snapshot)))
+        _complete(started, snapshot.document())
+        if target.exists():
+            target.rename(old)
+        started.rename(target)
+    finally:
+        shutil.rmtree(started, ignore_errors=True)
+        if not target.exists() and old.exists():
+            old.rename(target)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def read_document(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """What a checkpoint has besides arrays: see `Snapshot.document`. The files are not verified.
+
+    Raises:
+      CheckpointError: there is no checkpoint, it is not complete, or its document is damaged.
+    """
+    directory = Path(path).absolute()
+    if not directory.is_dir():
+        raise CheckpointError(f"There is no checkpoint at {directory}.")
+    try:
+        text = (directory / DOCUMENT).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"The checkpoint {directory} is not complete: it has no {DOCUMENT}, which is written last."
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"The file {directory / DOCUMENT} cannot be read: {error}.") from error
+    try:
+        document: dict[str, Any] = json.loads(text)
+        known = document.pop("sha256")
+        if known == _digest_of(document):
+            return document
+    except (ValueError, KeyError, AttributeError):  # damaged, in whatever way
+        pass
+    raise CheckpointError(f"The file {directory / DOCUMENT} is damaged.")
+
+
+def read_checkpoint(path: str | os.PathLike[str]) -> Snapshot:
+    """Reads a checkpoint, after all its files were compared with their digests.
+
+    Returns:
+      The snapshot, with NumPy arrays.
+
+    Raises:
+      CheckpointError: there is none, it is not complete, a file of it is missing or damaged, or it has
+        another format.
+    """
+    import orbax.checkpoint as ocp
+
+    directory = Path(path).absolute()
+    document = read_document(directory)
+    for name, digest in document["files"].items():
+        file = directory / name
+        if not file.is_file():
+            raise CheckpointError(f"The file {file} of the checkpoint is missing.")
+        try:
+            found = _digest_of_file(file)
+        except OSError as error:
+            raise CheckpointError(f"The file {file} cannot be read: {error}.") from error
+        if found != digest:
+            raise CheckpointError(
+                f"The file {file} is damaged: its {file.stat().st_size} bytes are not what was written."
+            )
+    described = document["arrays"]
+    try:
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            stored = checkpointer.restore(directory / _ARRAYS, args=ocp.args.PyTreeRestore())
+        return Snapshot.of(document, _with_empty_ones(described, stored))
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"The checkpoint {directory} cannot be read: {error}") from error
+
+
+class CheckpointSeries:
+    """The checkpoints of one training run, numbered by its steps, in a directory.
+
+    Example:
+      series = CheckpointSeries(directory, max_to_keep=5)
+      series.start_saving(step, snapshot)  # returns at once
+      series.wait()
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], max_to_keep: int | None = None) -> None:
+        """Makes nothing yet.
+
+        Args:
+          directory: where they are, one directory each, named by the step.
+          max_to_keep: the oldest ones beyond this number are deleted; None keeps all.
+        """
+        self.directory = Path(directory).absolute()
+        self._max_to_keep = max_to_keep
+        self._manager: ocp.CheckpointManager | None = None
+        self._thread: threading.Thread | None = None
+
+    def steps(self) -> list[int]:
+        """The steps of which there is a directory, from the oldest to the newest."""
+        if not self.directory.is_dir():
+            return []
+        return sorted(int(entry.name) for entry in self.directory.iterdir() if entry.name.isdecimal())
+
+    def path(self, step: int) -> Path:
+        """Where the checkpoint of a step is."""
+        return self.directory / str(step)
+
+    def latest(self) -> Path | None:
+        """The newest one that is complete; its files are not verified."""
+        complete = [step for step in self.steps() if (self.path(step) / DOCUMENT).exists()]
+        return self.path(complete[-1]) if complete else None
+
+    def read_latest(self, set_aside: bool = False) -> tuple[int, Snapshot] | None:
+        """The newest checkpoint that can be read, and its step; None if there is none at all.
+
+        Args:
+          set_aside: whether newer ones, which cannot be read, get other names, so that checkpoints of the
+            same steps can be written.
+
+        Raises:
+          CheckpointError: there are checkpoints and none can be read.
+        """
+        skipped: dict[int, str] = {}
+        for step in reversed(self.steps()):
+            try:
+                found = read_checkpoint(self.path(step))
+            except CheckpointError as error:
+                skipped[step] = str(error)
+                continue
+            if skipped:
+                warnings.warn(
+                    f"Checkpoints were skipped, and step {step} restored: {' '.join(skipped.values())}",
+                    stacklevel=2,
+                )
+            for unreadable in skipped if set_aside else ():
+                self._set_aside(unreadable)
+            return step, found
+        if skipped:
+            raise CheckpointError(
+                _NONE_READS.format(directory=self.directory, reasons=" ".join(skipped.values()))
+            )
+        return None
+
+    def start_saving(
+        self, step: int, snapshot: Snapshot, when_saved: Callable[[Path], None] | None = None
+    ) -> None:
+        """Writes a checkpoint in a thread. Waits first for the one before, if that is still being written.
+
+        An error is logged; training goes on, and what was there stays.
+
+        Args:
+          step: above those that there are.
+          snapshot: its arrays must not change meanwhile.
+          when_saved: called with the path, in the thread.
+        """
+        self.wait()
+        self._thread = threading.Thread(
+            target=self._save_or_report,
+            args=(step, snapshot, when_saved),
+            name="ipu-checkpoint",
+            daemon=True,
+        )
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Waits until nothing is being written."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def save(self, step: int, snapshot: Snapshot) -> Path:
+        """Writes a checkpoint, and deletes the oldest ones.
+
+        Raises:
+          OSError, ValueError: it cannot be written.
+        """
+        import orbax.checkpoint as ocp
+
+        if self._manager is None:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            options = ocp.CheckpointManagerOptions(
+                max_to_keep=None,  # it would delete an old one before the new one is complete
+                enable_async_checkpointing=False,
+            )
+            self._manager = ocp.CheckpointManager(self.directory, options=options)
+        path = self.path(step)
+        try:
+            with _without_tracebacks():
+                self._manager.save(step, args=ocp.args.PyTreeSave(_storable(snapshot)), force=True)
+            _complete(path, snapshot.document())
+        except BaseException:
+            self._manager = None  # it may count the step as saved
+            shutil.rmtree(path, ignore_errors=True)
+            for left in self.directory.glob(f"{step}.orbax-checkpoint-tmp*"):
+                shutil.rmtree(left, ignore_errors=True)
+            raise
+        if self._max_to_keep is not None:
+            for old in self.steps()[: -self._max_to_keep]:
+                self._manager.delete(old)
+        return path
+
+    def _save_or_report(
+        self, step: int, snapshot: Snapshot, when_saved: Callable[[Path], None] | None
+    ) -> None:
+        try:
+            path = self.save(step, snapshot)
+            if when_saved is not None:
+                when_saved(path)
+        except Exception as error:
+            kept = self.latest()
+            _logger.error(
+                "The checkpoint of step %d could not be saved in %s: %s. Training goes on; %s.",
+                step,
+                self.directory,
+                str(error) or type(error).__name__,
+                "there is none yet" if kept is None else f"the last good one is {kept}",
+            )
+
+    def _set_aside(self, step: int) -> None:
+        path = self.path(step)
+        number = 0
+        while (other := path.with_name(f"unreadable-{step}-{number}")).exists():
+            number += 1
+        path.rename(other)
+
+
+def _storable(snapshot: Snapshot) -> dict[str, Any]:
+    """The arrays as Orbax takes them: NumPy's, none of size 0, and no empty dict."""
+
+    def prune(tree: Any) -> Any:
+        if not isinstance(tree, dict):
+            return np.asarray(tree)
+        pruned = {key: prune(part) for key, part in tree.items()}
+        return {
+            key: part for key, part in pruned.items() if (part if isinstance(part, dict) else part.size > 0)
+        }
+
+    arrays: dict[str, Any] = prune(snapshot.arrays())
+    if not arrays:
+        raise ValueError("There is nothing to save: no program has run, so there are no variables.")
+    return arrays
+
+
+def _with_empty_ones(described: dict[str, Any], stored: dict[str, Any]) -> dict[str, Any]:
+    """The inverse of `_storable`: what is described as of size 0 is made anew."""
+    found: dict[str, Any] = {}
+    for key, part in described.items():
+        if isinstance(part, dict):
+            found[key] = _with_empty_ones(part, stored.get(key, {}))
+        elif key in stored:
+            found[key] = np.asarray(stored[key])
+        else:
+            dtype, _bracket, shape = part.partition("[")
+            found[key] = np.zeros(json.loads("[" + shape), dtype)
+    return found
+
+
+def _complete(directory: Path, document: dict[str, Any]) -> None:
+    """Writes the document, with the digests of all files."""
+    files = {
+        str(file.relative_to(directory)): _digest_of_file(file)
+        for file in sorted(directory.rglob("*"))
+        if file.is_file()
+    }
+    document = {**document, "files": files}
+    started = directory / f"{DOCUMENT}.being-written"
+    with open(started, "w", encoding="utf-8") as stream:
+        json.dump({**document, "sha256": _digest_of(document)}, stream, indent=1)
+        stream.flush()
+        os.fsync(stream.fileno())
+    started.rename(directory / DOCUMENT)
+
+
+def _digest_of(document: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+
+
+def _digest_of_file(path: Path) -> str:
+    with open(path, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+@contextlib.contextmanager
+def _without_tracebacks() -> Iterator[None]:
+    """Keeps Orbax from logging the tracebacks of its threads, whose errors it raises as well."""
+
+    def is_kept(record: logging.LogRecord) -> bool:
+        return "_SignalingThread" not in record.getMessage()
+
+    absl_logger = logging.getLogger("absl")
+    absl_logger.addFilter(is_kept)
+    try:
+        yield
+    finally:
+        absl_logger.removeFilter(is_kept)

@@ -1,0 +1,187 @@
+"""Passes over a data set that know where they are, and can begin there again.
+
+A position is a number of elements. An iterator with `get_state` and `set_state`, as grain's have, goes to
+one by its own state; of what can be indexed the elements before it are not read; anything else is iterated
+over from its beginning. The data set must give the same elements again.
+"""
+
+from __future__ import annotations
+
+import base64
+import collections
+import copy
+import io
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+__all__ = ["DataPass", "Position", "is_sequence"]
+
+_STATES_EVERY = 16  # elements; asking an iterator for its state takes time
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a pass over a data set is.
+
+    Attributes:
+      count: how many elements were taken.
+      state: the iterator's own state, as JSON; None if it has none.
+      state_count: after how many elements it was so, at most `count`.
+    """
+
+    count: int
+    state: str | None = None
+    state_count: int = 0
+
+
+class _State(NamedTuple):
+    """An iterator's state after so many elements."""
+
+    num_read: int
+    state: Any
+
+
+class DataPass:
+    """An iterator over a data set, from its beginning or from a position.
+
+    One thread at a time reads it; `position` and `forget_before` may be called by another one meanwhile.
+    """
+
+    def __init__(self, dataset: Any, start: Position | None = None) -> None:
+        """Reads nothing yet, except what the data set's own iterator reads.
+
+        Args:
+          dataset: see `IPUInfeedQueue`.
+          start: where to begin.
+        """
+        made = dataset() if callable(dataset) and not hasattr(dataset, "__iter__") else dataset
+        self.count = 0  # elements read
+        self._skip_to = 0 if start is None else start.count
+        if not hasattr(made, "__iter__") and is_sequence(made):
+            self.count = min(self._skip_to, len(made))
+            # `iter` would look for an IndexError.
+            self._iterator: Iterator[Any] = (made[index] for index in range(self.count, len(made)))
+        else:
+            self._iterator = iter(made)
+        self._peeked: list[Any] = []
+        self._states: collections.deque[_State] = collections.deque()
+        self._has_state = hasattr(self._iterator, "get_state") and hasattr(self._iterator, "set_state")
+        if self._has_state and start is not None and start.state is not None:
+            self._iterator.set_state(_decode(start.state))  # type: ignore[attr-defined]
+            self.count = start.state_count
+
+    def __iter__(self) -> DataPass:
+        return self
+
+    def peek(self) -> Any:
+        """The next element, which comes again.
+
+        Raises:
+          StopIteration: there is none.
+        """
+        if not self._peeked:
+            self._peeked.append(next(self))
+        return self._peeked[0]
+
+    def __next__(self) -> Any:
+        """The next element.
+
+        Raises:
+          StopIteration: there is none; `is_skipping` says whether the beginning was not reached either.
+        """
+        if self._peeked:
+            return self._peeked.pop()
+        while self.is_skipping:
+            self._read()
+        return self._read()
+
+    @property
+    def is_skipping(self) -> bool:
+        """Whether elements before the start are still to be passed over."""
+        return self.count < self._skip_to
+
+    @property
+    def start(self) -> int:
+        """How many elements lie before the beginning of the pass."""
+        return self._skip_to
+
+    def position(self, count: int) -> Position:
+        """The position after so many elements, which must not be before one that was asked for earlier."""
+        self.forget_before(count)
+        if not self._states or self._states[0].num_read > count:
+            return Position(count)
+        return Position(count, _encode(self._states[0].state), self._states[0].num_read)
+
+    def forget_before(self, count: int) -> None:
+        """Says that no position before this one will be asked for."""
+        while len(self._states) > 1 and self._states[1].num_read <= count:
+            self._states.popleft()
+
+    def _read(self) -> Any:
+        if self._has_state and self.count % _STATES_EVERY == 0:
+            self._states.append(_State(self.count, copy.deepcopy(self._iterator.get_state())))  # type: ignore[attr-defined]
+        element = next(self._iterator)
+        self.count += 1
+        return element
+
+
+def is_sequence(dataset: Any) -> bool:
+    """Whether a data set can be indexed from 0 to its length."""
+    return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+
+
+# An iterator's state as JSON; what JSON lacks is a dict with one of these keys.
+_BYTES, _ARRAY, _TUPLE, _DICT = "bytes in base64", "array as npy in base64", "tuple", "items"
+
+
+def _encode(state: Any) -> str:
+    """A state of plain Python values, bytes and NumPy arrays as JSON.
+
+    Raises:
+      TypeError: there is something else in it.
+    """
+    return json.dumps(_to_json(state))
+
+
+def _decode(text: str) -> Any:
+    return _from_json(json.loads(text))
+
+
+def _to_json(value: Any) -> Any:
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, bytes):
+        return {_BYTES: base64.b64encode(value).decode()}
+    if isinstance(value, (np.ndarray, np.generic)):
+        buffer = io.BytesIO()
+        np.save(buffer, value, allow_pickle=False)
+        return {_ARRAY: base64.b64encode(buffer.getvalue()).decode()}
+    if isinstance(value, list):
+        return [_to_json(part) for part in value]
+    if type(value) is tuple:
+        return {_TUPLE: [_to_json(part) for part in value]}
+    if isinstance(value, dict):
+        return {_DICT: [[_to_json(key), _to_json(part)] for key, part in value.items()]}
+    raise TypeError(
+        f"The state of the data set's iterator has a {type(value).__name__}, which a checkpoint cannot "
+        "hold. get_state must return numbers, strings, bytes and NumPy arrays, in lists, tuples and dicts."
+    )
+
+
+def _from_json(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_from_json(part) for part in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    if kind == _BYTES:
+        return base64.b64decode(content)
+    if kind == _ARRAY:
+        return np.load(io.BytesIO(base64.b64decode(content)), allow_pickle=False)
+    if kind == _TUPLE:
+        return tuple(_from_json(part) for part in content)
+    return {_from_json(key): _from_json(part) for key, part in content}
