@@ -16,6 +16,9 @@ if TYPE_CHECKING:
         ipu_compiler,
         ipu_infeed_queue,
         ipu_outfeed_queue,
+        ipu_pipeline_estimator,
+        ipu_run_config,
+        ipu_session_run_hooks,
         layers,
         loops,
         optimizers,
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
     from ipu_pipeline.engine.keys import next_rng_key
     from ipu_pipeline.engine.names import variable_scope
     from ipu_pipeline.engine.variables import assign, get_variable
+    from ipu_pipeline.estimator_programs import ModeKeys
     from ipu_pipeline.operations import global_variables_initializer
     from ipu_pipeline.placeholders import placeholder
     from ipu_pipeline.session import Session
@@ -33,6 +37,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "ModeKeys",
     "Session",
     "__version__",
     "assign",
@@ -44,6 +49,9 @@ __all__ = [
     "ipu_compiler",
     "ipu_infeed_queue",
     "ipu_outfeed_queue",
+    "ipu_pipeline_estimator",
+    "ipu_run_config",
+    "ipu_session_run_hooks",
     "layers",
     "loops",
     "next_rng_key",
@@ -56,6 +64,7 @@ __all__ = [
 ]
 
 _HOMES = {  # of what is not a module itself
+    "ModeKeys": "estimator_programs",
     "Session": "session",
     "assign": "engine.variables",
     "get_variable": "engine.variables",

@@ -151,6 +151,7 @@ class CheckpointSeries:
         self._max_to_keep = max_to_keep
         self._manager: ocp.CheckpointManager | None = None
         self._thread: threading.Thread | None = None
+        self.has_failed = False  # whether the last save has
 
     def steps(self) -> list[int]:
         """The steps of which there is a directory, from the oldest to the newest."""
@@ -256,14 +257,21 @@ class CheckpointSeries:
                 self._manager.delete(old)
         return path
 
+    def amend(self, step: int, extra: dict[str, Any]) -> None:
+        """Replaces what else belongs to a checkpoint, see `Snapshot.extra`; it stays complete meanwhile."""
+        document = read_document(self.path(step))
+        _write_document(self.path(step), {**document, "extra": extra})
+
     def _save_or_report(
         self, step: int, snapshot: Snapshot, when_saved: Callable[[Path], None] | None
     ) -> None:
         try:
             path = self.save(step, snapshot)
+            self.has_failed = False
             if when_saved is not None:
                 when_saved(path)
         except Exception as error:
+            self.has_failed = True
             kept = self.latest()
             _logger.error(
                 "The checkpoint of step %d could not be saved in %s: %s. Training goes on; %s.",
@@ -319,7 +327,10 @@ def _complete(directory: Path, document: dict[str, Any]) -> None:
         for file in sorted(directory.rglob("*"))
         if file.is_file()
     }
-    document = {**document, "files": files}
+    _write_document(directory, {**document, "files": files})
+
+
+def _write_document(directory: Path, document: dict[str, Any]) -> None:
     started = directory / f"{DOCUMENT}.being-written"
     with open(started, "w", encoding="utf-8") as stream:
         json.dump({**document, "sha256": _digest_of(document)}, stream, indent=1)

@@ -113,15 +113,13 @@ class IPUConfig:
                     "IPUConfig: set auto_select_ipus or select_ipus, not both; they are "
                     f"{self.auto_select_ipus} and {self.select_ipus}."
                 )
-            wanted = [len(self.select_ipus)]
-            self._check_power_of_two(wanted[0])
+            self._check_power_of_two(len(self.select_ipus))
             available = _find_devices(max(self.select_ipus) + 1, self.ipu_model)
             chosen = [[available[index] for index in self.select_ipus]]
         elif self.auto_select_ipus is None:
             raise ValueError("IPUConfig: auto_select_ipus must be set to a number of IPUs; it is None.")
         else:
-            selected = self.auto_select_ipus
-            wanted = [selected] if isinstance(selected, int) else list(selected)
+            wanted = self.group_sizes
             reserved = [self._check_power_of_two(number) for number in wanted]
             available = _find_devices(sum(reserved), self.ipu_model)
             starts = [sum(reserved[:index]) for index in range(len(reserved))]
@@ -130,6 +128,17 @@ class IPUConfig:
             ]
         groups = [[group[index] for index in self.selection_order.permute(len(group))] for group in chosen]
         _system = _System(groups, is_automatic=False, allow_recompute=self.allow_recompute)
+
+    @property
+    def group_sizes(self) -> list[int]:
+        """How many IPUs each `/device:IPU:<n>` is to have; empty if nothing is selected."""
+        if self.select_ipus is not None:
+            return [len(self.select_ipus)]
+        if self.auto_select_ipus is None:
+            return []
+        return (
+            [self.auto_select_ipus] if isinstance(self.auto_select_ipus, int) else [*self.auto_select_ipus]
+        )
 
     def _check_power_of_two(self, number: int) -> int:
         """How many IPUs to take for a wanted number."""

@@ -15,7 +15,7 @@ from ipu_pipeline.ipu_infeed_queue import IPUInfeedQueue
 from ipu_pipeline.program import Program
 from ipu_pipeline.snapshots import FeedPosition, KeptPlan, Snapshot, describe_array, find_differences
 
-__all__ = ["Resumption", "check_snapshot"]
+__all__ = ["Resumption", "check_program", "check_snapshot"]
 
 
 class Resumption:
@@ -150,6 +150,27 @@ def check_snapshot(
         _refuse(path, _compare(known, programs()))
 
 
+def check_program(
+    snapshot: Snapshot, path: str | os.PathLike[str], program: Program, allow_extra: bool
+) -> None:
+    """Raises if a checkpoint is not of a program's model.
+
+    Args:
+      snapshot: the checkpoint's.
+      path: where it was, for the error.
+      program: the program.
+      allow_extra: whether it may have more variables.
+
+    Raises:
+      CheckpointError: it does not fit.
+    """
+    known = _describe_variables(snapshot)
+    wanted = {name: describe_array(spec) for name, spec in program.variables.items()}
+    if allow_extra:
+        known = {name: text for name, text in known.items() if name in wanted}
+    _refuse(path, find_differences(known, wanted), "")
+
+
 def _compare(known: Mapping[str, str], programs: Sequence[Program]) -> list[str]:
     wanted: dict[str, str] = {}
     for program in reversed(programs):
@@ -164,9 +185,14 @@ def _describe_variables(snapshot: Snapshot) -> dict[str, str]:
     return {name: describe_array(value) for name, value in snapshot.state.variables.items()}
 
 
-def _refuse(path: str | os.PathLike[str], differences: list[str]) -> None:
+_ALLOW_PARTIAL = (
+    " Restore with allow_partial=True to take those that it has, and initial values for the others."
+)
+
+
+def _refuse(path: str | os.PathLike[str], differences: list[str], advice: str = _ALLOW_PARTIAL) -> None:
     if differences:
         raise CheckpointError(
-            f"The checkpoint {os.fspath(path)} is not of this model. Variables {' '.join(differences)} "
-            "Restore with allow_partial=True to take those that it has, and initial values for the others."
+            f"The checkpoint {os.fspath(path)} is not of this model. Variables "
+            f"{' '.join(differences)}{advice}"
         )

@@ -96,6 +96,18 @@ class Session:
         """Copies of all variables, by full name."""
         return {name: np.array(value) for name, value in sorted(self._state.variables.items())}
 
+    def variable_value(self, name: str) -> Any:
+        """The value of a variable, where it is.
+
+        Raises:
+          KeyError: there is none of this full name.
+        """
+        return self._state.variables[name]
+
+    def execution_count(self, name: str = "Pipeline") -> int:
+        """How often the pipelines of this name have run: weight updates, or executions in inference."""
+        return self._state.pipelines.get(name, Record()).execution_count
+
     def update_count(self, name: str = "Pipeline") -> int:
         """How many weight updates the pipelines of this name have done."""
         return self._state.pipelines.get(name, Record()).update_count
@@ -166,11 +178,12 @@ class Session:
             raise RuntimeError("Attempted to use a closed Session.")
         self.take_over(checkpoints.read_checkpoint(path), path, fits=not allow_partial, feeds=infeeds)
 
-    def take_snapshot(self, copies: bool = True) -> Snapshot:
+    def take_snapshot(self, copies: bool = True, extra: Mapping[str, Any] | None = None) -> Snapshot:
         """What `save` writes, as it is now; not while a program runs.
 
         Args:
           copies: whether arrays are copied, on their devices, so that programs may run before it is used.
+          extra: what else belongs to it, JSON.
         """
         state = self._state
         if copies:
@@ -181,9 +194,8 @@ class Session:
             records = map(_with_arrays, state.pipelines.values(), arrays)
             state = SessionState(variables, dict(zip(state.pipelines, records, strict=True)))
         implementation = jax.random.key_impl(self._get_key())
-        return Snapshot(
-            state, self._seed, str(implementation), self._resumption.feeds, self._resumption.plans
-        )
+        feeds, plans = self._resumption.feeds, self._resumption.plans
+        return Snapshot(state, self._seed, str(implementation), feeds, plans, dict(extra or {}))
 
     def take_over(
         self, snapshot: Snapshot, path: str | os.PathLike[str], *, fits: bool = True, feeds: bool = True
