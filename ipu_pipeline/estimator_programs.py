@@ -269,7 +269,7 @@ def build_estimator_program(
     if mode is ModeKeys.TRAIN:
         options["reduction_method"] = spec.reduction_method
     if hooks:
-        options.update(_with_logs(options["computational_stages"], options["optimizer_function"]))
+        options.update(_with_logs(options["computational_stages"], options["optimizer_function"], hooks))
     elif mode is ModeKeys.TRAIN:
         options["outfeed_loss"] = options["accumulate_outfeed"] = True
         options["accumulate_outfeed_dtype"] = spec.loss_accumulator_dtype
@@ -290,7 +290,9 @@ def build_estimator_program(
     return EstimatorProgram(mode, program, spec, infeed, outfeed, hooks)
 
 
-def _with_logs(stages: Sequence[Any], optimizer_function: Any) -> dict[str, Any]:
+def _with_logs(
+    stages: Sequence[Any], optimizer_function: Any, hooks: Sequence[SessionRunHook]
+) -> dict[str, Any]:
     """Arguments of a pipeline whose stages also pass on what hooks log.
 
     The last stage returns a dict of `outputs`, what it returned before; `logs`, by the `id` of the hook;
@@ -313,7 +315,7 @@ def _with_logs(stages: Sequence[Any], optimizer_function: Any) -> dict[str, Any]
                 arguments = tuple(outputs) if isinstance(outputs, (list, tuple)) else (outputs,)
                 if isinstance(outputs, dict):
                     arguments, named = (), outputs
-            with collecting_logs() as found:
+            with collecting_logs(hooks) as found:
                 outputs = stage(*arguments, **named)
             passed_on = {"outputs": outputs, "logs": {**logs, **found}}
             if index == last and optimizer_function is not None:

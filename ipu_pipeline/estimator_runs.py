@@ -56,6 +56,8 @@ class Runs:
     @contextlib.contextmanager
     def started(self) -> Iterator[None]:
         """Calls the hooks' `after_create_session`, and `end` if there was no error."""
+        for spec in self.made.program.variables.values():
+            self.session.variable(spec)  # comes into being, for the hooks to see
         for hook in self.hooks:
             hook.after_create_session(self.session, None)
         yield
@@ -85,7 +87,8 @@ class Runs:
         before = self.session.execution_count(made.name)
         self.session.run_part(made.program, max_updates=max_updates, should_stop=should_stop)
         num_updates = self.session.execution_count(made.name) - before
-        context.global_step += num_updates * made.spec.micro_batches_per_update
+        if made.mode is ModeKeys.TRAIN:
+            context.global_step += num_updates * made.spec.micro_batches_per_update
         outputs = self.session.run(made.outfeed.dequeue())
         count = num_real(len(jax.tree.leaves(outputs)[0]))
         outputs = jax.tree.map(lambda stack: stack[:count], outputs)

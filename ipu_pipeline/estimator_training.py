@@ -158,12 +158,7 @@ class Training:
         _logger.info("loss = %.6g, step = %d", loss, self._step)
         _logger.info("global_step/sec: %.6g, examples/sec: %.6g", speed, examples)
         scalars = {"loss": loss, "steps/s": speed, "examples/s": examples, **self._extra_scalars}
-        try:
-            self._scalars.write(self._step, scalars)
-        except OSError as error:
-            _logger.error(
-                "The scalars of step %d could not be written: %s. Training goes on.", self._step, error
-            )
+        self._scalars.write(self._step, scalars)
         self._losses, self._extra_scalars = [], {}
         self._reported_step, self._reported_at = self._step, now
 

@@ -6,9 +6,9 @@ import contextlib
 import contextvars
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +57,7 @@ class SessionRunContext:
 
     Attributes:
       session: the `Session`.
-      global_step: micro-batches before the run, in `before_run`; after it, in `after_run`.
+      global_step: micro-batches trained, in `before_run` before the run and in `after_run` after it.
     """
 
     session: Any
@@ -93,14 +93,15 @@ class SessionRunHook:
         """Called once, at the end; not after an error."""
 
 
-_logs: contextvars.ContextVar[dict[int, Any] | None] = contextvars.ContextVar("logged values", default=None)
+_Logs: TypeAlias = "tuple[dict[int, Any], frozenset[int]]"  # what was logged, and who may; by `id`
+_logs: contextvars.ContextVar[_Logs | None] = contextvars.ContextVar("logged values", default=None)
 
 
 @contextlib.contextmanager
-def collecting_logs() -> Iterator[dict[int, Any]]:
-    """While a stage is traced: a dict that gets what hooks log, by their `id`."""
+def collecting_logs(hooks: Sequence[SessionRunHook]) -> Iterator[dict[int, Any]]:
+    """While a stage is traced: a dict that gets what some hooks log, by their `id`."""
     found: dict[int, Any] = {}
-    token = _logs.set(found)
+    token = _logs.set((found, frozenset(map(id, hooks))))
     try:
         yield found
     finally:
@@ -177,8 +178,8 @@ class IPULoggingTensorHook(SessionRunHook):
             not among the specification's.
           TypeError: there is something else than arrays.
         """
-        found = _logs.get()
-        if found is None:
+        found, allowed = _logs.get() or ({}, frozenset())
+        if id(self) not in allowed:
             raise RuntimeError(
                 "IPULoggingTensorHook.log must be called in a stage of an IPUPipelineEstimator's "
                 "pipeline, and "

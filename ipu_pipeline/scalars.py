@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 __all__ = ["ScalarWriter"]
 
 FILE = "metrics.jsonl"
+_SECONDS_BETWEEN_FLUSHES = 5
 _logger = logging.getLogger("ipu_pipeline")
 
 
@@ -22,7 +24,7 @@ class ScalarWriter:
     """Appends to `metrics.jsonl`, a line per scalar, and to an event file, if tensorboardX is installed.
 
     A line is an object with `step`, `time` (seconds since 1970), `name` and `value` (null where it is not
-    finite).
+    finite). What cannot be written is logged as an error, and work goes on.
     """
 
     def __init__(self, directory: str | os.PathLike[str], step: int = 0) -> None:
@@ -32,44 +34,60 @@ class ScalarWriter:
           directory: where they are; it is made.
           step: where training goes on. What was written for later steps is dropped.
         """
-        self._path = Path(directory) / FILE
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        _drop_later(self._path, step)
-        self._stream = open(self._path, "a", encoding="utf-8")  # noqa: SIM115  # closed by `close`
+        self._directory = Path(directory)
+        self._path = self._directory / FILE
+        self._stream: Any = None
         self._events: Any = None
-        try:
-            from tensorboardX import SummaryWriter
-        except ImportError:
-            _logger.info(
-                "tensorboardX is not installed, so there are no event files; %s has the scalars.",
-                self._path,
-            )
-        else:
-            self._events = SummaryWriter(str(directory), purge_step=step)
+        self._flushed_at = time.monotonic()
+        with self._reporting("opened"):
+            self._directory.mkdir(parents=True, exist_ok=True)
+            _drop_later(self._path, step)
+            self._stream = open(self._path, "a", encoding="utf-8")  # noqa: SIM115  # closed by `close`
+            self._events = _open_events(self._directory, step)
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Writes scalars; they are in the files when it returns.
+        """Writes scalars. The event file has them a few seconds later.
 
         Args:
           step: of all of them.
           scalars: by name.
         """
         now = time.time()
-        for name, value in scalars.items():
-            known = float(value) if math.isfinite(value) else None
-            line = json.dumps({"step": step, "time": now, "name": name, "value": known})
-            self._stream.write(line + "\n")
+        with self._reporting("written"):
+            for name, value in scalars.items():
+                known = float(value) if math.isfinite(value) else None
+                line = json.dumps({"step": step, "time": now, "name": name, "value": known})
+                if self._stream is not None:
+                    self._stream.write(line + "\n")
+            if self._stream is not None:
+                self._stream.flush()
             if self._events is not None:
-                self._events.add_scalar(name, value, step)
-        self._stream.flush()
-        if self._events is not None:
-            self._events.flush()
+                self._write_events(step, now, scalars)
+
+    def _write_events(self, step: int, now: float, scalars: Mapping[str, float]) -> None:
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
+        self._events.write_event(Event(wall_time=now, step=step, summary=Summary(value=values)))
+        if time.monotonic() - self._flushed_at > _SECONDS_BETWEEN_FLUSHES:
+            self._events.flush()  # to the disk itself
+            self._flushed_at = time.monotonic()
 
     def close(self) -> None:
         """Closes the files."""
-        self._stream.close()
-        if self._events is not None:
-            self._events.close()
+        for opened in (self._stream, self._events):
+            if opened is not None:
+                with self._reporting("written"):
+                    opened.close()
+        self._stream = self._events = None
+
+    @contextlib.contextmanager
+    def _reporting(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            _logger.error("Scalars in %s could not be %s: %s.", self._directory, what, error)
 
     def __enter__(self) -> ScalarWriter:
         """The writer itself."""
@@ -85,19 +103,41 @@ class ScalarWriter:
         self.close()
 
 
+def _open_events(directory: Path, step: int) -> Any:
+    """An event file, or None. Its class writes in the calling thread, where `SummaryWriter` has its own.
+
+    A thread that dies of a full disk would let `SummaryWriter.flush` wait for ever.
+    """
+    try:
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+    except ImportError:
+        _logger.info(
+            "tensorboardX is not installed, so there are no event files; %s has the scalars.",
+            directory / FILE,
+        )
+        return None
+    events = EventsWriter(str(directory / "events"))
+    if step > 0:  # TensorBoard hides what it has of this step and later ones
+        events.write_event(Event(step=step + 1, session_log=SessionLog(status=SessionLog.START)))
+    return events
+
+
 def _drop_later(path: Path, step: int) -> None:
     """Takes out lines of steps after this one, and one that was not written to its end."""
     if not path.exists():
         return
-    kept = []
+    kept, num_lines = [], 0
     with open(path, encoding="utf-8", errors="replace") as stream:
-        for line in stream:
+        for num_lines, line in enumerate(stream, 1):  # noqa: B007
             try:
                 is_kept = line.endswith("\n") and json.loads(line)["step"] <= step
             except (ValueError, KeyError, TypeError):
                 is_kept = False
             if is_kept:
                 kept.append(line)
+    if len(kept) == num_lines:
+        return
     started = path.with_name(f"{path.name}.being-written")
     started.write_text("".join(kept), encoding="utf-8")
     started.replace(path)

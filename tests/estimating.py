@@ -53,7 +53,8 @@ def make_config(num_stages=2, iterations_per_loop=8, **options):
     run_config = IPURunConfig(
         iterations_per_loop=iterations_per_loop, num_shards=num_stages, ipu_options=ipu_options
     )
-    return RunConfig(**{"ipu_run_config": run_config, "tf_random_seed": 7, "log_step_count_steps": 16} | options)
+    defaults = {"ipu_run_config": run_config, "tf_random_seed": 7, "log_step_count_steps": 16}
+    return RunConfig(**(defaults | options))
 
 
 def make_estimator(model_dir, num_stages=2, params=None, warm_start_from=None, **options):
