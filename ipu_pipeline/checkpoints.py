@@ -17,7 +17,7 @@ import os
 import shutil
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,8 +40,15 @@ _NONE_READS = (
 _logger = logging.getLogger("ipu_pipeline")
 
 
-def write_checkpoint(path: str | os.PathLike[str], snapshot: Snapshot) -> None:
+def write_checkpoint(
+    path: str | os.PathLike[str], snapshot: Snapshot, files: Mapping[str, bytes] | None = None
+) -> None:
     """Writes a checkpoint; if there is one, it is replaced when the new one is complete.
+
+    Args:
+      path: where.
+      snapshot: what.
+      files: others that are to lie beside it, by name.
 
     Raises:
       OSError, ValueError: it cannot be written. What was there stays.
@@ -58,6 +65,8 @@ def write_checkpoint(path: str | os.PathLike[str], snapshot: Snapshot) -> None:
     try:
         with _without_tracebacks(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             checkpointer.save(started / _ARRAYS, args=ocp.args.PyTreeSave(_storable(snapshot)))
+        for name, content in (files or {}).items():
+            (started / name).write_bytes(content)
         _complete(started, snapshot.document())
         if target.exists():
             target.rename(old)

@@ -12,16 +12,21 @@ import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 from ipu_pipeline.utils import SelectionOrder
 
 __all__ = [
+    "CACHE_DIR_VARIABLE",
     "IPUConfig",
     "allows_recomputation",
     "devices_for",
+    "enable_executable_cache",
+    "enable_executable_cache_of_environment",
     "is_selected",
     "reset_ipu_configuration",
     "select_automatically",
@@ -44,7 +49,10 @@ class _System:
     allow_recompute: bool = False
 
 
+CACHE_DIR_VARIABLE = "IPU_PIPELINE_CACHE_DIR"
+
 _system: _System | None = None
+_has_read_environment = False
 
 
 class IPUConfig:
@@ -164,6 +172,40 @@ _DEFAULTS: dict[str, Any] = {
     "require_power_of_two": True,
     "allow_recompute": False,
 }
+
+
+def enable_executable_cache(directory: str | os.PathLike[str]) -> None:
+    """Keeps compiled programs in a directory, for later processes: these need not compile them again.
+
+    It is JAX's persistent compilation cache, told to keep small and quickly compiled programs too. Programs
+    are known by what they compute, the versions and the kind of device; nothing is ever deleted. Without
+    it, programs that are the same on several CPU devices are compiled once per process; with it, once for
+    each device.
+
+    The environment variable IPU_PIPELINE_CACHE_DIR does the same, when the first `Session` is made.
+
+    Args:
+      directory: it is made if it does not exist.
+
+    Raises:
+      OSError: it cannot be made.
+    """
+    global _has_read_environment
+    _has_read_environment = True
+    path = Path(directory).absolute()
+    path.mkdir(parents=True, exist_ok=True)
+    jax.config.update("jax_compilation_cache_dir", str(path))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    compilation_cache.reset_cache()  # JAX looks at the settings once, when it first compiles
+
+
+def enable_executable_cache_of_environment() -> None:
+    """Does what IPU_PIPELINE_CACHE_DIR says, the first time it is called."""
+    global _has_read_environment
+    if not _has_read_environment and (directory := os.environ.get(CACHE_DIR_VARIABLE)):
+        enable_executable_cache(directory)
+    _has_read_environment = True
 
 
 def select_automatically(needs: Iterable[tuple[int, int]]) -> None:

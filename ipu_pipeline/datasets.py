@@ -87,13 +87,38 @@ class TrainingBatches:
         self._seed = seed
 
     def __iter__(self) -> Iterator[tuple[NDArray[np.float32], NDArray[np.int32]]]:
-        """Yields (images [batch, ...], labels [batch])."""
-        order = np.random.default_rng(self._seed).permutation(len(self._images))
-        size = self._batch_size
-        while True:
-            for start in range(0, len(order) - size + 1, size):
-                chosen = order[start : start + size]
-                yield self._images[chosen], self._labels[chosen]
+        """Yields (images [batch, ...], labels [batch]); can say where it is, and go there."""
+        return _TrainingIterator(self._images, self._labels, self._batch_size, self._seed)
+
+
+class _TrainingIterator:
+    """Iterates over training batches, from any of them on."""
+
+    def __init__(
+        self, images: NDArray[np.float32], labels: NDArray[np.int32], batch_size: int, seed: int
+    ) -> None:
+        self._images = images
+        self._labels = labels
+        order = np.random.default_rng(seed).permutation(len(images))
+        num_batches = len(images) // batch_size
+        self._batches = order[: num_batches * batch_size].reshape(num_batches, batch_size)
+        self._next = 0
+
+    def __iter__(self) -> _TrainingIterator:
+        return self
+
+    def __next__(self) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
+        chosen = self._batches[self._next]
+        self._next = (self._next + 1) % len(self._batches)
+        return self._images[chosen], self._labels[chosen]
+
+    def get_state(self) -> int:
+        """The number of the next batch in the epoch."""
+        return self._next
+
+    def set_state(self, state: int) -> None:
+        """Goes to where `get_state` was called."""
+        self._next = state
 
 
 class EvaluationBatches:

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from ipu_pipeline import checkpoints
+from ipu_pipeline import config as ipu_config
 from ipu_pipeline.checkpoints import CheckpointSeries
 from ipu_pipeline.estimator_inference import Inference, PaddedData
 from ipu_pipeline.estimator_programs import (
@@ -176,13 +177,13 @@ class IPUPipelineEstimator:
         self._check_steps(steps)
         if max_steps is not None and (not isinstance(max_steps, int) or max_steps <= 0):
             raise ValueError(f"Must specify max_steps > 0, given: {max_steps}")
+        dataset = call_input_fn(input_fn, ModeKeys.TRAIN, self.params, self._config)
+        made = self._build(ModeKeys.TRAIN, dataset)
         found = self._series.read_latest(set_aside=True)
         global_step = 0 if found is None else int(found[1].extra.get(_GLOBAL_STEP, found[0]))
         if max_steps is not None and global_step >= max_steps:
             _logger.info("Skipping training since max_steps has already saved.")
             return self
-        dataset = call_input_fn(input_fn, ModeKeys.TRAIN, self.params, self._config)
-        made = self._build(ModeKeys.TRAIN, dataset)
         path = self._series.path(found[0]) if found is not None else None
         with Session(seed=self._config.tf_random_seed or 0) as session:
             if found is not None and path is not None:
@@ -318,6 +319,7 @@ class IPUPipelineEstimator:
         path = self._existing_checkpoint()
         if name == _GLOBAL_STEP:
             return np.array(checkpoints.read_document(path)["extra"][_GLOBAL_STEP])
+        self._select_devices()
         variables = checkpoints.read_checkpoint(path).state.variables
         if name not in variables:
             raise ValueError(
@@ -345,10 +347,16 @@ class IPUPipelineEstimator:
 
     def _build(self, mode: ModeKeys, dataset: Any) -> EstimatorProgram:
         made = build_estimator_program(self._model_fn, mode, self.params, self._config, dataset)
-        options = self._config.ipu_run_config.ipu_options
-        if options is not None:
-            options.configure_ipu_system()
+        self._select_devices()
         return made
+
+    def _select_devices(self) -> None:
+        """To be called before a checkpoint is read, as Orbax starts JAX's backend."""
+        run_config = self._config.ipu_run_config
+        if run_config.ipu_options is not None:
+            run_config.ipu_options.configure_ipu_system()
+        else:
+            ipu_config.select_automatically([(run_config.ordinal, run_config.num_shards)])
 
     @contextlib.contextmanager
     def _inferring(

@@ -129,6 +129,46 @@ class Program:
             found.update((spec.name, spec) for spec in used.values())
         return found
 
+    def find_operands(
+        self, call: Call, known: Mapping[Placeholder, Any], read: Callable[[VariableSpec], Any]
+    ) -> list[Any]:
+        """What a pipeline takes, with some placeholders known: arrays, or the placeholders themselves.
+
+        Args:
+          call: the pipeline, before which there is no other one.
+          known: placeholder -> value.
+          read: gives the value of a variable.
+
+        Raises:
+          NotImplementedError: something that another pipeline or loop returns is taken.
+          ValueError: a value would be computed from a placeholder that is not known.
+        """
+        values: dict[Any, Any] = dict(self._constants)
+        for var, value in zip(self._input_vars, self._inputs, strict=True):
+            values[var] = value
+            if isinstance(value, Placeholder) and value in known:
+                values[var] = value.check_value(known[value])
+        for step in self._steps:
+            if isinstance(step, _CallStep):
+                assert step.call is call
+                return [_read(values, atom) for atom in step.operands]
+            values.update((var, read(spec)) for var, spec in step.reads.items())
+            arguments = [values[var] for var in step.arguments]
+            for argument in arguments:
+                if isinstance(argument, Placeholder):
+                    raise ValueError(
+                        f"export: something is computed from {argument!r} before the pipeline. Give "
+                        "its value "
+                        "in `inputs`, or compute it in a stage."
+                    )
+            values.update(zip(step.results, step.function(*map(np.asarray, arguments)), strict=True))
+        raise AssertionError("the call is one of the steps")
+
+    @property
+    def has_results(self) -> bool:
+        """Whether the compiled function returns anything but operations."""
+        return any(atom is not None for atom in self._result_atoms)
+
     @property
     def infeeds(self) -> list[IPUInfeedQueue]:
         """The infeeds of its pipelines and loops."""

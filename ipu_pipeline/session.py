@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ipu_pipeline import checkpoints, config, interrupts, ipu_compiler
+from ipu_pipeline import checkpoints, config, exporting, interrupts, ipu_compiler
 from ipu_pipeline.calls import Call, LoopCall, PipelineCall
 from ipu_pipeline.engine import placement
 from ipu_pipeline.engine.feeds import Take, take_nothing
@@ -56,6 +56,7 @@ class Session:
             raise TypeError(f"Session: seed must be an integer; got {seed!r}.")
         if not -(2**63) <= seed < 2**63:
             raise ValueError(f"Session: seed must fit 64 bits; got {seed}.")
+        config.enable_executable_cache_of_environment()
         self._seed = int(seed)
         self._key: Any = None
         self._key_implementation: str | None = None  # None: JAX's default
@@ -85,6 +86,11 @@ class Session:
         for queue, started in self._infeeds.items():
             queue.delete(started)
         self._infeeds.clear()
+
+    @property
+    def key(self) -> Any:
+        """The random key that all others are folded from; starts JAX's backend."""
+        return self._get_key()
 
     @property
     def seed(self) -> int:
@@ -153,6 +159,31 @@ class Session:
         """
         checkpoints.write_checkpoint(path, self.take_snapshot(copies=False))
 
+    def export(
+        self,
+        path: str | os.PathLike[str],
+        program: Program,
+        inputs: Mapping[Placeholder, Any] | None = None,
+    ) -> None:
+        """Writes an inference pipeline as a directory that `ipu.load_program` runs without its Python code.
+
+        It has the variables that the program uses, as they are now, and its stages as JAX exports them, for
+        the kind of device that the program runs on.
+
+        Args:
+          path: a directory to make; an exported program or checkpoint that is there is replaced.
+          program: one inference pipeline, whose results go to its outfeed.
+          inputs: placeholder -> value, for those that are to have this value for ever. The other ones are
+            given to the loaded program by their names; before the pipeline nothing may be computed from
+            them.
+
+        Raises:
+          NotImplementedError: the program is something else than one inference pipeline.
+          OSError: it cannot be written.
+          ValueError: a placeholder has no value and is computed with, or `path` is something else.
+        """
+        exporting.export(path, program, self, dict(inputs or {}))
+
     def restore(
         self, path: str | os.PathLike[str], *, allow_partial: bool = False, infeeds: bool = True
     ) -> None:
@@ -176,6 +207,7 @@ class Session:
         """
         if self._is_closed:
             raise RuntimeError("Attempted to use a closed Session.")
+        self._select_devices()  # Orbax starts JAX's backend
         self.take_over(checkpoints.read_checkpoint(path), path, fits=not allow_partial, feeds=infeeds)
 
     def take_snapshot(self, copies: bool = True, extra: Mapping[str, Any] | None = None) -> Snapshot:
@@ -276,13 +308,17 @@ class Session:
         _check_feeds(programs, feeds)
         self._resumption.check(programs)
         needs_devices = any(isinstance(one, (Program, InitializerOperation)) for one in fetches)
-        if needs_devices and not config.is_selected():
-            known = ipu_compiler.compiled_programs()
-            config.select_automatically([(program.ipu_device, program.num_ipus) for program in known])
+        if needs_devices:
+            self._select_devices()
         return [
             one.run(self, feeds) if isinstance(one, Program) else self._run_operation(one)
             for one in fetches
         ]
+
+    def _select_devices(self) -> None:
+        if not config.is_selected():
+            known = ipu_compiler.compiled_programs()
+            config.select_automatically([(program.ipu_device, program.num_ipus) for program in known])
 
     def _run_operation(self, operation: Any) -> Any:
         if isinstance(operation, InitializerOperation):

@@ -16,6 +16,7 @@ STEP1 = "tutorial/step1_single_ipu.py"
 STEP2 = "answers/step2_sharding.py"
 STEP3 = "answers/step3_pipelining.py"
 STEP4 = "answers/step4_configurable_stages.py"
+ESTIMATOR = "answers/ipu_pipeline_estimator.py"
 
 _RECORD = """
 import runpy, sys

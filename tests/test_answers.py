@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from ipu_pipeline import datasets, tutorial_support
-from tests.programs import STEP1, STEP2, STEP3, STEP4, printed_losses, record, run
+from tests.programs import ESTIMATOR, STEP1, STEP2, STEP3, STEP4, printed_losses, record, run
 
 FOUR_STAGES = ("--splits", "dense256", "dense128", "dense64")
 
@@ -30,6 +30,28 @@ def test_output_of_step_3():
     assert re.fullmatch(r"Elapsed \d+\.\d+, \d+\.\d+ samples/sec", lines[5])
     assert re.fullmatch(r"Test accuracy: 0\.9\d+ \(\d+ of 360 images\)", lines[6])
     assert lines[7:] == ["Program ran successfully"]
+
+
+@pytest.mark.long
+def test_the_estimator_trains_as_step_3_and_goes_on(tmp_path):
+    common = ("--dataset", "digits", "--batches-to-accumulate", "4", "--seed", "3")
+    expected = run(STEP3, *common, "--steps", "31")
+    folder = ("--model-dir", tmp_path / "model")
+    first = run(ESTIMATOR, *common, *folder, "--steps", "11", "--save-checkpoints-steps", "5")
+    second = run(ESTIMATOR, *common, *folder, "--steps", "31")
+    at_once = run(ESTIMATOR, *common, "--steps", "31")
+    assert printed_losses(at_once) == printed_losses(expected)
+    assert printed_losses(first) | printed_losses(second) == printed_losses(expected)
+    assert "Training goes on after step 10" in second.splitlines()
+    accuracy = re.search(r"Test accuracy: .*", expected).group()
+    for output in (second, at_once):
+        lines = output.splitlines()
+        assert re.fullmatch(r"Elapsed \d+\.\d+, \d+\.\d+ samples/sec", lines[-5])
+        assert lines[-4] == accuracy
+        assert lines[-3].startswith("Predictions of the first images: ")
+        assert lines[-1] == "Program ran successfully"
+    assert len(os.listdir(tmp_path / "model" / "checkpoints")) == 4
+    assert "another model" not in run(ESTIMATOR, "--dataset", "mnist", code=1)
 
 
 @pytest.mark.parametrize("program", [STEP1, STEP2])

@@ -17,6 +17,7 @@ from ipu_pipeline.engine.dispatch_plans import DispatchPlan
 from ipu_pipeline.errors import CheckpointError
 from ipu_pipeline.optimizers import GradientAccumulationOptimizerV2, LossScalingOptimizer
 from ipu_pipeline.pipelining_ops import PipelineSchedule
+from tests.programs import start
 from tests.resumable import Batches, Inference, Training, assert_same, loss_of, make_stages
 
 
@@ -72,6 +73,30 @@ def test_the_data_set_can_begin_anew(trained):
         training.start(session)
         found = training.run(session, 3)
     assert not np.array_equal(found, losses)
+
+
+_RESUME = """
+import sys
+import numpy as np
+import ipu_pipeline as ipu
+from tests.resumable import Training
+training = Training(2)
+with ipu.Session() as session:
+    session.restore(sys.argv[1])
+    training.start(session)
+    training.run(session, 3)
+    np.savez(sys.argv[2], **session.variables)
+"""
+
+
+def test_going_on_in_another_process(trained, tmp_path):
+    """Which has as many devices as its programs need, though reading a checkpoint starts JAX."""
+    path, expected, _losses = trained
+    result = start("-c", _RESUME, path, tmp_path / "found.npz")
+    assert result.returncode == 0, result.stderr
+    found = np.load(tmp_path / "found.npz")
+    for name, value in expected.variables.items():
+        np.testing.assert_array_equal(found[name], value)
 
 
 def test_a_checkpoint_of_a_restored_session_is_the_same(trained, tmp_path):
