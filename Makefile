@@ -6,9 +6,11 @@ BIN := $(VENV)/bin
 WORKERS ?= 2
 # How many random pipelines `make random` compares.
 EXAMPLES ?= 5000
+# How many times `make soak` kills a process that trains.
+KILLS ?= 50
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
-.PHONY: tutorial test quick random bench lint clean
+.PHONY: tutorial test quick random soak bench lint clean
 
 tutorial: $(VENV)/installed
 	$(BIN)/python answers/step4_configurable_stages.py --dataset digits --steps 30 \
@@ -22,6 +24,9 @@ quick: $(VENV)/installed-dev
 
 random: $(VENV)/installed-dev
 	RANDOM_PIPELINES=$(EXAMPLES) $(PYTEST) tests/test_random_pipelines.py
+
+soak: $(VENV)/installed-dev
+	KILLS=$(KILLS) $(BIN)/python -m pytest tests/test_survival.py -k random_moments
 
 bench: $(VENV)/installed-bench
 	$(BIN)/python -m benchmarks.run_all --short

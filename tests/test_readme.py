@@ -38,8 +38,9 @@ def test_example():
         assert abs(float(actual) - float(written)) < 0.01  # the last digits are the machine's
 
 
-def test_the_plan_of_memory_is_as_its_page_says():
-    page = (ROOT / "docs" / "memory.md").read_text()
+@pytest.mark.parametrize("name", ["memory.md", "checkpoints.md"])
+def test_what_examples_of_pages_print(name):
+    page = (ROOT / "docs" / name).read_text()
     ((code, expected),) = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", page, re.DOTALL)
     printed = run(code)
     assert printed == expected

@@ -223,7 +223,6 @@ def test_arguments_of_pipeline():
 def test_what_is_said_not_to_be_there():
     import ipu_pipeline as ipu
 
-    assert not hasattr(ipu, "ipu_pipeline_estimator")
     assert not [name for name in ipu.optimizers.__all__ if "Replica" in name]
 
 
