@@ -28,6 +28,7 @@ BENCHMARKS = [
     "dispatch",
     "compile",
     "feeds",
+    "checkpoints",
     "tutorial",
     "memory",
     "recomputation_memory",

@@ -19,20 +19,24 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import Any
 
 from ipu_pipeline.errors import CheckpointError
-from ipu_pipeline.snapshots import Snapshot
+from ipu_pipeline.snapshots import Snapshot, from_numpy, to_numpy
 
-if TYPE_CHECKING:
-    import orbax.checkpoint as ocp
-
-__all__ = ["DOCUMENT", "CheckpointSeries", "read_checkpoint", "read_document", "write_checkpoint"]
+__all__ = [
+    "DOCUMENT",
+    "CheckpointSeries",
+    "IncompleteCheckpointError",
+    "read_checkpoint",
+    "read_document",
+    "write_checkpoint",
+]
 
 DOCUMENT = "checkpoint.json"
 _ARRAYS = "default"  # what CheckpointManager calls its only item
+# What there is of a checkpoint before its document.
+_PARTS = {_ARRAYS, "_CHECKPOINT_METADATA", "commit_success.txt", f"{DOCUMENT}.being-written"}
 _NONE_READS = (
     "None of the checkpoints in {directory} can be read: {reasons} Training does not begin anew over "
     "them: give another directory, or remove these."
@@ -57,14 +61,17 @@ def write_checkpoint(
 
     target = Path(path).absolute()
     target.parent.mkdir(parents=True, exist_ok=True)
+    _recover(target)
     if target.exists() and not (target / DOCUMENT).exists():
         raise ValueError(f"save: {target} exists and is no checkpoint; it is not replaced.")
-    started = target.with_name(f".{target.name}.being-written-{os.getpid()}")
-    old = target.with_name(f".{target.name}.being-replaced-{os.getpid()}")
+    started, old = _beside(target, _WRITTEN), _beside(target, _REPLACED)
     shutil.rmtree(started, ignore_errors=True)
+    arrays = _storable(snapshot)
     try:
-        with _without_tracebacks(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-            checkpointer.save(started / _ARRAYS, args=ocp.args.PyTreeSave(_storable(snapshot)))
+        started.mkdir()
+        if arrays:
+            with _without_tracebacks(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+                checkpointer.save(started / _ARRAYS, args=ocp.args.PyTreeSave(arrays))
         for name, content in (files or {}).items():
             (started / name).write_bytes(content)
         _complete(started, snapshot.document())
@@ -85,12 +92,13 @@ def read_document(path: str | os.PathLike[str]) -> dict[str, Any]:
       CheckpointError: there is no checkpoint, it is not complete, or its document is damaged.
     """
     directory = Path(path).absolute()
+    _recover(directory)
     if not directory.is_dir():
         raise CheckpointError(f"There is no checkpoint at {directory}.")
     try:
         text = (directory / DOCUMENT).read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise CheckpointError(
+        raise IncompleteCheckpointError(
             f"The checkpoint {directory} is not complete: it has no {DOCUMENT}, which is written last."
         ) from None
     except (OSError, UnicodeDecodeError) as error:
@@ -133,11 +141,17 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Snapshot:
             )
     described = document["arrays"]
     try:
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-            stored = checkpointer.restore(directory / _ARRAYS, args=ocp.args.PyTreeRestore())
+        stored: dict[str, Any] = {}
+        if (directory / _ARRAYS).exists():
+            with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+                stored = checkpointer.restore(directory / _ARRAYS, args=ocp.args.PyTreeRestore())
         return Snapshot.of(document, _with_empty_ones(described, stored))
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"The checkpoint {directory} cannot be read: {error}") from error
+
+
+class IncompleteCheckpointError(CheckpointError):
+    """What there is was being written when the process ended."""
 
 
 class CheckpointSeries:
@@ -158,9 +172,8 @@ class CheckpointSeries:
         """
         self.directory = Path(directory).absolute()
         self._max_to_keep = max_to_keep
-        self._manager: ocp.CheckpointManager | None = None
         self._thread: threading.Thread | None = None
-        self.has_failed = False  # whether the last save has
+        self.has_failed = False  # whether the last `start_saving` has
 
     def steps(self) -> list[int]:
         """The steps of which there is a directory, from the oldest to the newest."""
@@ -178,35 +191,32 @@ class CheckpointSeries:
         return self.path(complete[-1]) if complete else None
 
     def read_latest(self, set_aside: bool = False) -> tuple[int, Snapshot] | None:
-        """The newest checkpoint that can be read, and its step; None if there is none at all.
+        """The newest checkpoint that can be read, and its step; None if none was ever complete.
 
         Args:
-          set_aside: whether newer ones, which cannot be read, get other names, so that checkpoints of the
-            same steps can be written.
+          set_aside: whether newer ones, which cannot be read, get other names, or are deleted if they were
+            never complete, so that checkpoints of the same steps can be written.
 
         Raises:
-          CheckpointError: there are checkpoints and none can be read.
+          CheckpointError: there are complete checkpoints, and none can be read.
         """
-        skipped: dict[int, str] = {}
+        skipped: dict[int, CheckpointError] = {}
+        found = None
         for step in reversed(self.steps()):
             try:
-                found = read_checkpoint(self.path(step))
+                found = step, read_checkpoint(self.path(step))
+                break
             except CheckpointError as error:
-                skipped[step] = str(error)
-                continue
-            if skipped:
-                warnings.warn(
-                    f"Checkpoints were skipped, and step {step} restored: {' '.join(skipped.values())}",
-                    stacklevel=2,
-                )
-            for unreadable in skipped if set_aside else ():
-                self._set_aside(unreadable)
-            return step, found
+                skipped[step] = error
+        reasons = " ".join(map(str, skipped.values()))
+        if found is None and not all(isinstance(e, IncompleteCheckpointError) for e in skipped.values()):
+            raise CheckpointError(_NONE_READS.format(directory=self.directory, reasons=reasons))
         if skipped:
-            raise CheckpointError(
-                _NONE_READS.format(directory=self.directory, reasons=" ".join(skipped.values()))
-            )
-        return None
+            restored = "there is no other one" if found is None else f"step {found[0]} restored"
+            warnings.warn(f"Checkpoints were skipped, and {restored}: {reasons}", stacklevel=2)
+        for unreadable in skipped if set_aside else ():
+            self._set_aside(unreadable)
+        return found
 
     def start_saving(
         self, step: int, snapshot: Snapshot, when_saved: Callable[[Path], None] | None = None
@@ -236,34 +246,39 @@ class CheckpointSeries:
             self._thread = None
 
     def save(self, step: int, snapshot: Snapshot) -> Path:
-        """Writes a checkpoint, and deletes the oldest ones.
+        """Writes a checkpoint, and deletes the oldest ones. One of this step that is complete stays.
 
         Raises:
           OSError, ValueError: it cannot be written.
         """
         import orbax.checkpoint as ocp
 
-        if self._manager is None:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            options = ocp.CheckpointManagerOptions(
-                max_to_keep=None,  # it would delete an old one before the new one is complete
-                enable_async_checkpointing=False,
-            )
-            self._manager = ocp.CheckpointManager(self.directory, options=options)
         path = self.path(step)
-        try:
-            with _without_tracebacks():
-                self._manager.save(step, args=ocp.args.PyTreeSave(_storable(snapshot)), force=True)
-            _complete(path, snapshot.document())
-        except BaseException:
-            self._manager = None  # it may count the step as saved
-            shutil.rmtree(path, ignore_errors=True)
-            for left in self.directory.glob(f"{step}.orbax-checkpoint-tmp*"):
-                shutil.rmtree(left, ignore_errors=True)
-            raise
-        if self._max_to_keep is not None:
-            for old in self.steps()[: -self._max_to_keep]:
-                self._manager.delete(old)
+        if (path / DOCUMENT).exists():
+            return path
+        self.directory.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            self._set_aside(step)
+        # A new one each time: it notes what there is, which others may change.
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=None,  # it would delete an old one before the new one is complete
+            enable_async_checkpointing=False,
+            cleanup_tmp_directories=True,
+        )
+        with _without_tracebacks(), ocp.CheckpointManager(self.directory, options=options) as manager:
+            try:
+                manager.save(step, args=ocp.args.PyTreeSave(_storable(snapshot)), force=True)
+                _complete(path, snapshot.document())
+            except BaseException:
+                shutil.rmtree(path, ignore_errors=True)
+                for left in self.directory.glob(f"{step}.orbax-checkpoint-tmp*"):
+                    shutil.rmtree(left, ignore_errors=True)
+                raise
+            for old in self.steps()[: -self._max_to_keep] if self._max_to_keep is not None else ():
+                try:
+                    manager.delete(old)
+                except OSError as error:
+                    _logger.error("The checkpoint %s could not be deleted: %s.", self.path(old), error)
         return path
 
     def amend(self, step: int, extra: dict[str, Any]) -> None:
@@ -291,7 +306,11 @@ class CheckpointSeries:
             )
 
     def _set_aside(self, step: int) -> None:
+        """Renames what cannot be read; what was being written when a process ended is deleted."""
         path = self.path(step)
+        if {entry.name for entry in path.iterdir()} <= _PARTS:
+            shutil.rmtree(path)
+            return
         number = 0
         while (other := path.with_name(f"unreadable-{step}-{number}")).exists():
             number += 1
@@ -303,15 +322,13 @@ def _storable(snapshot: Snapshot) -> dict[str, Any]:
 
     def prune(tree: Any) -> Any:
         if not isinstance(tree, dict):
-            return np.asarray(tree)
+            return to_numpy(tree)
         pruned = {key: prune(part) for key, part in tree.items()}
         return {
             key: part for key, part in pruned.items() if (part if isinstance(part, dict) else part.size > 0)
         }
 
     arrays: dict[str, Any] = prune(snapshot.arrays())
-    if not arrays:
-        raise ValueError("There is nothing to save: no program has run, so there are no variables.")
     return arrays
 
 
@@ -321,12 +338,27 @@ def _with_empty_ones(described: dict[str, Any], stored: dict[str, Any]) -> dict[
     for key, part in described.items():
         if isinstance(part, dict):
             found[key] = _with_empty_ones(part, stored.get(key, {}))
-        elif key in stored:
-            found[key] = np.asarray(stored[key])
         else:
-            dtype, _bracket, shape = part.partition("[")
-            found[key] = np.zeros(json.loads("[" + shape), dtype)
+            found[key] = from_numpy(stored.get(key), part)
     return found
+
+
+_WRITTEN, _REPLACED = "being-written", "being-replaced"
+
+
+def _beside(target: Path, what: str) -> Path:
+    return target.with_name(f".{target.name}.{what}-{os.getpid()}")
+
+
+def _recover(target: Path) -> None:
+    """Puts back what was being replaced when a process ended, and deletes what it was writing."""
+    if target.exists() or not target.parent.is_dir():
+        return
+    for old in target.parent.glob(f".{target.name}.{_REPLACED}-*"):
+        if not target.exists() and (old / DOCUMENT).exists():
+            old.rename(target)
+    for started in target.parent.glob(f".{target.name}.{_WRITTEN}-*"):
+        shutil.rmtree(started, ignore_errors=True)
 
 
 def _complete(directory: Path, document: dict[str, Any]) -> None:

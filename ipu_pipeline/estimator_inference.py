@@ -100,6 +100,11 @@ class Inference:
         self._runs = Runs(made, session, hooks)
         self._global_step = global_step
         self._done = 0
+        self._is_stopped = False
+
+    def stop(self) -> None:
+        """Ends `predictions` after what it yielded last."""
+        self._is_stopped = True
 
     def evaluate(self, steps: int | None, iterations_per_loop: int) -> dict[str, float]:
         """The means of the metrics over so many micro-batches, or over all.
@@ -128,7 +133,7 @@ class Inference:
           ValueError: it returns something else.
         """
         for count, outputs in self._run_all(None, iterations_per_loop, lambda _outputs: float("nan")):
-            if isinstance(outputs, list):
+            if isinstance(outputs, (list, tuple)):
                 if len(outputs) != 1:
                     raise ValueError(
                         "The last computational stage must return exactly one prediction tensor, but got "
@@ -137,6 +142,8 @@ class Inference:
                 (outputs,) = outputs
             for number in range(count):
                 yield jax.tree.map(lambda stack, n=number: stack[n], outputs)
+                if self._is_stopped:
+                    break
 
     def _run_all(
         self, steps: int | None, iterations_per_loop: int, loss_of: Callable[[Any], float]
@@ -157,7 +164,7 @@ class Inference:
                 count = len(jax.tree.leaves(run.outputs)[0])
                 self._done += count
                 yield count, run.outputs
-                if run.context.stop_requested:
+                if run.context.stop_requested or self._is_stopped:
                     break
 
     def _metrics(self, outputs: Any) -> dict[str, float]:

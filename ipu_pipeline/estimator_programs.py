@@ -221,12 +221,17 @@ def call_input_fn(input_fn: Any, mode: ModeKeys, params: Mapping[str, Any], conf
 
     Raises:
       TypeError: it is no function.
-      ValueError: it takes something that nobody gives it.
+      ValueError: it takes something that nobody gives it, or returns no data set.
     """
     if not callable(input_fn):
         raise TypeError(f"input_fn must be a function that returns a data set; got {input_fn!r}.")
     _check_known(input_fn, "input_fn")
-    return _call(input_fn, mode, params, config)
+    dataset = _call(input_fn, mode, params, config)
+    try:
+        IPUInfeedQueue(dataset)
+    except TypeError as error:
+        raise ValueError(f"input_fn must return Dataset: {error}") from error
+    return dataset
 
 
 def build_estimator_program(
@@ -236,7 +241,7 @@ def build_estimator_program(
 
     Raises:
       TypeError: the `model_fn` returns no specification.
-      ValueError: `iterations_per_loop` or `num_shards` does not fit; or the data set is none.
+      ValueError: `iterations_per_loop` or `num_shards` does not fit.
       Others: of `pipelining_ops.pipeline`.
     """
     spec = _call(model_fn, mode, params, config)
@@ -253,10 +258,7 @@ def build_estimator_program(
     _check_num_shards(spec, run_config.num_shards)
     repeat_count = _repeat_count(run_config.iterations_per_loop, spec)
     depth = {} if run_config.prefetch_depth is None else {"prefetch_depth": run_config.prefetch_depth}
-    try:
-        infeed = IPUInfeedQueue(dataset, **depth)
-    except TypeError as error:
-        raise ValueError(f"input_fn must return Dataset: {error}") from error
+    infeed = IPUInfeedQueue(dataset, **depth)
     outfeed = IPUOutfeedQueue()
     hooks = tuple(hook for hook in spec.hooks if isinstance(hook, IPULoggingTensorHook))
     for hook in hooks:

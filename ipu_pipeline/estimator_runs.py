@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from ipu_pipeline.errors import OutOfRangeError
 from ipu_pipeline.estimator_programs import EstimatorProgram, ModeKeys
 from ipu_pipeline.ipu_session_run_hooks import (
     SessionRunArgs,
@@ -30,11 +31,13 @@ class Run:
       outputs: what its outfeed has, without logs, stacked over micro-batches, or over weight updates.
       num_updates: weight updates, or executions, that it did.
       context: as hooks left it.
+      data_end: the error with which the data ended in the run, if they did.
     """
 
     outputs: Any
     num_updates: int
     context: SessionRunContext
+    data_end: OutOfRangeError | None = None
 
 
 class Runs:
@@ -72,7 +75,7 @@ class Runs:
         should_stop: Callable[[], bool] = lambda: False,
         num_real: Callable[[int], int] = lambda count: count,
     ) -> Run:
-        """Runs once.
+        """Runs once; at the end of the data, as far as they go.
 
         Args:
           global_step: micro-batches before.
@@ -80,13 +83,22 @@ class Runs:
           loss_of: from what the outfeed has to the loss that hooks ask for.
           should_stop: asked after each update.
           num_real: from how many micro-batches there are in what the outfeed has to how many count.
+
+        Raises:
+          OutOfRangeError: the data ended before the first update.
         """
         made = self.made
         context = SessionRunContext(self.session, global_step)
         asked = [hook.before_run(context) for hook in self.hooks]
         before = self.session.execution_count(made.name)
-        self.session.run_part(made.program, max_updates=max_updates, should_stop=should_stop)
+        data_end = None
+        try:
+            self.session.run_part(made.program, max_updates=max_updates, should_stop=should_stop)
+        except OutOfRangeError as error:  # updates before the data's end were done
+            data_end = error
         num_updates = self.session.execution_count(made.name) - before
+        if data_end is not None and num_updates == 0:
+            raise data_end
         if made.mode is ModeKeys.TRAIN:
             context.global_step += num_updates * made.spec.micro_batches_per_update
         outputs = self.session.run(made.outfeed.dequeue())
@@ -100,7 +112,7 @@ class Runs:
         for hook, wanted in zip(self.hooks, asked, strict=True):
             results = None if wanted is None else self._fetch(wanted, loss, context.global_step)
             hook.after_run(context, SessionRunValues(results))
-        return Run(outputs, num_updates, context)
+        return Run(outputs, num_updates, context, data_end)
 
     def _fetch(self, wanted: Any, loss: float, global_step: int) -> Any:
         if not isinstance(wanted, SessionRunArgs):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Sequence
@@ -9,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from ipu_pipeline.checkpoints import CheckpointSeries
-from ipu_pipeline.errors import OutOfRangeError
+from ipu_pipeline.checkpoints import DOCUMENT, CheckpointSeries
+from ipu_pipeline.errors import CheckpointError, OutOfRangeError
 from ipu_pipeline.estimator_programs import EstimatorProgram
-from ipu_pipeline.estimator_runs import Run, Runs
+from ipu_pipeline.estimator_runs import Runs
 from ipu_pipeline.interrupts import StoppedAtOnce, StopRequest, stopping_on_signals
 from ipu_pipeline.ipu_run_config import RunConfig
 from ipu_pipeline.ipu_session_run_hooks import SessionRunHook
@@ -26,11 +27,21 @@ _logger = logging.getLogger("ipu_pipeline")
 
 
 def describe_function(function: Any) -> str:
-    """What an `input_fn` is known by in checkpoints: its module and name."""
-    while hasattr(function, "func"):  # functools.partial
+    """What an `input_fn` is known by in checkpoints: module, name, plain arguments of a partial."""
+    bound: list[str] = []
+    while isinstance(function, functools.partial):
+        given = [*function.args, *sorted(function.keywords.items())]
+        bound += [repr(value) for value in given if _is_plain(value)]
         function = function.func
     name = getattr(function, "__qualname__", type(function).__qualname__)
-    return f"{getattr(function, '__module__', '')}.{name}"
+    arguments = f"({', '.join(bound)})" if bound else ""
+    return f"{getattr(function, '__module__', '')}.{name}{arguments}"
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))
 
 
 class Training:
@@ -46,6 +57,8 @@ class Training:
         scalars: ScalarWriter,
         input_fn: Any,
         global_step: int,
+        initializer: Any,
+        begins_anew: bool,
     ) -> None:
         """Takes what it needs.
 
@@ -58,6 +71,8 @@ class Training:
           scalars: where scalars go.
           input_fn: where the data came from.
           global_step: where it begins.
+          initializer: of the infeed.
+          begins_anew: whether, if there are no more data right away, they are to begin again.
         """
         self._runs = Runs(made, session, hooks)
         self._made = made
@@ -67,7 +82,10 @@ class Training:
         self._scalars = scalars
         self._input_fn = describe_function(input_fn)
         self._step = self._saved_step = self._reported_step = global_step
+        self._begins_anew = begins_anew
+        self._initializer = initializer
         self._has_ended = False  # the data
+        self._is_complete = False  # whether all steps were done that were asked for
         self._losses: list[tuple[float, int]] = []  # sums, and of how many micro-batches, to be reported
         self._extra_scalars: dict[str, float] = {}
         self._saved_at = self._reported_at = time.monotonic()
@@ -75,22 +93,24 @@ class Training:
     def run_until(self, final_step: int) -> None:
         """Trains until a number of micro-batches, or until the data end, a hook stops it or a signal comes.
 
+        Whatever ends it, completed weight updates are saved.
+
         Raises:
+          CheckpointError: the last checkpoint cannot be saved.
           SystemExit: SIGINT or SIGTERM came; the state after the running weight update is saved.
         """
         with stopping_on_signals() as request:
             try:
                 with self._runs.started():
                     self._loop(final_step, request)
-                    if not request.is_made():
-                        self._save_finally(request)
+                    self._is_complete = not request.is_made()
             except StoppedAtOnce:
                 pass
-            except Exception:
-                self._save_finally(request)
+            except BaseException:
+                self._save_finally(request, is_error=True)
                 raise
+            self._save_finally(request, is_error=request.is_made())
             if request.number is not None:
-                self._save_finally(request)
                 _logger.info("Training ends at step %d by signal %d.", self._step, request.number)
                 raise SystemExit(_SIGNAL_EXIT + request.number)
 
@@ -107,26 +127,30 @@ class Training:
             try:
                 run = self._runs.run(self._step, wanted, self._mean_loss, request.is_made)
             except OutOfRangeError as error:
-                # Updates before the data's end were done.
-                self._step += (self._session.execution_count(self._made.name) - before) * per_update
-                outputs = self._session.run(self._made.outfeed.dequeue())
-                self._losses.append(
-                    self._sum_losses(outputs["loss"] if self._made.hooks_that_log else outputs)
-                )
-                self._report(is_first)
-                self._has_ended = True
-                _logger.info("Training ends at step %d: %s", self._step, error)
+                if is_first and self._begins_anew:  # the call before ended where the data do
+                    self._begins_anew = False
+                    self._session.run(self._initializer)
+                    continue
+                self._end_with_data(error)
                 return
             except BaseException:
                 self._step += (self._session.execution_count(self._made.name) - before) * per_update
                 raise
             self._step = run.context.global_step
-            self._note(run)
+            self._losses.append(self._sum_losses(run.outputs))
+            self._extra_scalars.update(run.context.scalars)
             self._report(is_first)
             is_first = False
+            if run.data_end is not None:
+                self._end_with_data(run.data_end)
+                return
             self._save_if_due()
             if run.context.stop_requested:
                 return
+
+    def _end_with_data(self, error: OutOfRangeError) -> None:
+        self._has_ended = True
+        _logger.info("Training ends at step %d: %s", self._step, error)
 
     def _mean_loss(self, outputs: Any) -> float:
         total, count = self._sum_losses(outputs)
@@ -134,15 +158,12 @@ class Training:
 
     def _sum_losses(self, outputs: Any) -> tuple[float, int]:
         """The sum of the losses of a run, and of how many micro-batches."""
-        if self._made.hooks_that_log:  # a loss per micro-batch
+        per_update = self._made.spec.micro_batches_per_update
+        sums = outputs
+        if self._made.hooks_that_log:  # a loss per micro-batch, to be summed as the pipeline would
             dtype = self._made.spec.loss_accumulator_dtype or outputs.dtype
-            return float(np.sum(outputs, dtype=dtype)), len(outputs)
-        sums = np.asarray(outputs, np.float64)  # one per weight update
-        return float(np.sum(sums)), len(sums) * self._made.spec.micro_batches_per_update
-
-    def _note(self, run: Run) -> None:
-        self._losses.append(self._sum_losses(run.outputs))
-        self._extra_scalars.update(run.context.scalars)
+            sums = np.sum(outputs.reshape(-1, per_update), axis=1, dtype=dtype)
+        return float(np.sum(np.asarray(sums, np.float64))), len(sums) * per_update
 
     def _report(self, is_first: bool) -> None:
         """Logs and writes scalars if it is time: at the first run, and when so many steps have passed."""
@@ -173,21 +194,45 @@ class Training:
             self._save()
 
     def _save(self) -> None:
-        self._series.start_saving(self._step, self._session.take_snapshot(extra=self._extra()))
-        self._saved_step, self._saved_at = self._step, time.monotonic()
+        try:
+            snapshot = self._session.take_snapshot(extra=self._extra())
+        except Exception:
+            _logger.exception("The checkpoint of step %d could not be taken. Training goes on.", self._step)
+            return
+        finally:
+            self._saved_step, self._saved_at = self._step, time.monotonic()
+        self._series.start_saving(self._step, snapshot)
 
     def _extra(self) -> dict[str, Any]:
         return {
             "global_step": self._step,
             "input_fn": self._input_fn,
             "data_has_ended": self._has_ended,
+            "is_complete": self._is_complete,
         }
 
-    def _save_finally(self, request: StopRequest) -> None:
+    def _save_finally(self, request: StopRequest, is_error: bool) -> None:
+        """Saves what has been done since the last checkpoint, in this thread.
+
+        Args:
+          request: further signals are ignored.
+          is_error: whether training ends by an error or a signal, which an error of this must not hide.
+        """
         request.is_final = True
         self._series.wait()
-        if self._step > self._saved_step or self._series.has_failed:
-            self._save()
-            self._series.wait()
-        elif self._has_ended and self._step > 0:
-            self._series.amend(self._step, self._extra())
+        if self._step == 0:
+            return
+        try:
+            if (self._series.path(self._step) / DOCUMENT).exists():
+                self._series.amend(self._step, self._extra())
+            else:
+                self._series.save(self._step, self._session.take_snapshot(extra=self._extra()))
+        except Exception as error:
+            kept = self._series.latest()
+            text = (
+                f"The last checkpoint of training, of step {self._step}, could not be saved in "
+                f"{self._series.directory}: {error or type(error).__name__}. The last good one is {kept}."
+            )
+            if not is_error:
+                raise CheckpointError(text) from error
+            _logger.error("%s", text)

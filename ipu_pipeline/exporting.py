@@ -64,7 +64,14 @@ def export(
     pipeline = call.pipeline
     traced = pipeline.traced
     variables = {name: session.variable(spec) for name, spec in call.variables.items()}
-    given = [value for value in operands if isinstance(value, Placeholder)]
+    given = list(dict.fromkeys(value for value in operands if isinstance(value, Placeholder)))
+    given_names = [placeholder.name for placeholder in given]
+    if len(set(given_names)) < len(given_names):
+        raise ValueError(
+            "export: placeholders are known by their names afterwards, but there are "
+            f"{', '.join(given_names)}. "
+            "Give each another `name`."
+        )
     key = jax.random.key_data(session.key)
     implementation = str(jax.random.key_impl(session.key))
     files: dict[str, bytes] = {}
@@ -100,6 +107,7 @@ def export(
                 "version": _FORMAT_VERSION,
                 "jax": jax.__version__,
                 "platform": platform,
+                "has_wide_dtypes": bool(jax.config.jax_enable_x64),  # type: ignore[attr-defined]
                 "num_ipus": program.num_ipus,
                 "element": _describe_tree(call.infeed_queue.element) if call.infeed_queue else None,
                 "num_micro_batches": pipeline.num_micro_batches or 1,
@@ -146,6 +154,12 @@ def load_program(path: str | os.PathLike[str]) -> LoadedProgram:
             f"The program in {directory} has version {program['version']} of the format; this library "
             "reads "
             f"version {_FORMAT_VERSION}."
+        )
+    if program["has_wide_dtypes"] is not bool(jax.config.jax_enable_x64):  # type: ignore[attr-defined]
+        raise CheckpointError(
+            f"The program in {directory} was exported with jax_enable_x64 "
+            f"{program['has_wide_dtypes']}; set JAX's "
+            "option so before it is loaded."
         )
     config.select_automatically([(0, program["num_ipus"])])  # Orbax starts JAX's backend
     snapshot = checkpoints.read_checkpoint(directory)
@@ -246,7 +260,7 @@ class LoadedProgram:
             if len(waiting) > _IN_FLIGHT_PER_STAGE * len(rows):
                 done.append([np.asarray(value) for value in waiting.popleft()])
         done += [[np.asarray(value) for value in values] for values in waiting]
-        self._execution_count += 1
+        self._execution_count += -(-len(done) // program["num_micro_batches"])
         outputs = _make_tree(program["output_tree"])
         shapes, tree = jax.tree.flatten(outputs)
         stacks = [
@@ -280,9 +294,9 @@ class LoadedProgram:
                 implementation = self._snapshot.key_implementation
                 return jax.random.key_data(jax.random.key(self._snapshot.seed, impl=implementation))
             if kind == "execution_count":
-                return np.int32(self._execution_count)
+                return np.int32(self._execution_count + number // self._program["num_micro_batches"])
             if kind == "micro_batch":
-                return np.int32(number)
+                return np.int32(number % self._program["num_micro_batches"])
             return _find_source(argument, leaves, inputs, outputs)
 
         for index, (stage, function) in enumerate(

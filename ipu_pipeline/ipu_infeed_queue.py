@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ import numpy as np
 
 from ipu_pipeline.engine.feeds import Take
 from ipu_pipeline.engine.shapes import as_shape, check_like, trees_equal
-from ipu_pipeline.errors import OutOfRangeError
+from ipu_pipeline.errors import CheckpointError, OutOfRangeError
 from ipu_pipeline.placeholders import cast_exactly
 from ipu_pipeline.positions import DataPass, Position, is_sequence
 
@@ -224,11 +225,7 @@ class IPUInfeedQueue:
 
     @property
     def position(self) -> Position | None:
-        """Where the data set stood at the last `mark`; None if the infeed is not initialized.
-
-        Raises:
-          TypeError: the state of the data set's iterator is nothing that can be stored.
-        """
+        """Where the data set stood at the last `mark`; None if the infeed is not initialized."""
         return None if self._feeder is None else self._feeder.position
 
 
@@ -255,6 +252,7 @@ class _Feeder:
         self._element = element
         self._expected, self._expected_tree = jax.tree.flatten(element)
         self._number = self._num_taken = self._num_used = data.start
+        self._has_raised_end = False
         self._condition = threading.Condition()
         # What follows is read and written with the condition held.
         self._buffer: collections.deque[_Entry] = collections.deque()
@@ -310,6 +308,7 @@ class _Feeder:
                 self._condition.wait()
             error = self._buffer[0].error
             if error is not None:  # it stays: whoever asks again gets the same answer
+                self._has_raised_end = isinstance(error, OutOfRangeError)
                 raise error.with_traceback(self._buffer[0].traceback)  # raising it again would add to it
             num_taken = min(wanted, len(self._buffer) - self._has_ended())
             taken = [self._buffer.popleft() for _element in range(num_taken)]
@@ -336,7 +335,8 @@ class _Feeder:
 
     @property
     def position(self) -> Position:
-        return self._data.position(self._num_used)
+        position = self._data.position(self._num_used)
+        return dataclasses.replace(position, has_ended=self._has_raised_end)
 
     def _has_ended(self) -> bool:
         return bool(self._buffer) and self._buffer[-1].error is not None
@@ -369,14 +369,18 @@ class _Feeder:
             return _Entry(leaves, place(leaves), place, None)
         except StopIteration:
             error: BaseException = OutOfRangeError(
-                f"The infeed's data ended after {self._data.count} elements. They were to go on after "
-                f"{self._data.start}, where the checkpoint was saved: this is another dataset. Restore "
-                "without the infeeds' positions to begin with its first element."
-                if self._data.is_skipping
-                else f"The infeed's data ended after {self._number} elements, before the run had all the "
+                f"The infeed's data ended after {self._number} elements, before the run had all the "
                 "micro-batches that it needs. Completed weight updates stand. Repeat the dataset, or run "
                 "the initializer to start over."
             )
+            if self._data.is_skipping:
+                error = CheckpointError(
+                    f"The infeed's data ended after {self._data.count} elements. They were to go on after "
+                    f"{self._data.start}, where the checkpoint was saved: this is another dataset. Session."
+                    "restore(path, infeeds=False) begins with its first element; an estimator does "
+                    "so for an "
+                    "input_fn of another name."
+                )
         except BaseException as raised:  # whatever the data set raises belongs to the caller of `run`
             error = raised
         return _Entry((), (), place, error, error.__traceback__)

@@ -165,7 +165,7 @@ class IPUPipelineEstimator:
 
         Raises:
           CheckpointError: no checkpoint in `model_dir` can be read, or the newest that can be is of another
-            model.
+            model; the data set is shorter than it was; or the last checkpoint cannot be written.
           SystemExit: a signal came.
           TypeError, ValueError: an argument, or what `model_fn` or `input_fn` returns, is not usable.
         """
@@ -185,6 +185,7 @@ class IPUPipelineEstimator:
             _logger.info("Skipping training since max_steps has already saved.")
             return self
         path = self._series.path(found[0]) if found is not None else None
+        begins_anew = False
         with Session(seed=self._config.tf_random_seed or 0) as session:
             if found is not None and path is not None:
                 snapshot = found[1]
@@ -192,6 +193,7 @@ class IPUPipelineEstimator:
                 goes_on = snapshot.extra.get("input_fn") == describe_function(input_fn)
                 goes_on = goes_on and not snapshot.extra.get("data_has_ended")
                 session.take_over(snapshot, path, fits=False, feeds=goes_on)
+                begins_anew = goes_on and bool(snapshot.extra.get("is_complete"))
                 _logger.info("Training goes on from step %d, restored from %s.", global_step, path)
             elif self._warm_start_from is not None:
                 session.load(self._warm_variables(made))
@@ -199,10 +201,20 @@ class IPUPipelineEstimator:
             every = made.spec.hooks + given
             for hook in every:
                 hook.begin()
-            session.run(made.infeed.initializer)
+            initializer = made.infeed.initializer
+            session.run(initializer)
             with ScalarWriter(self._model_dir, global_step) as scalars:
                 Training(
-                    made, session, every, self._config, self._series, scalars, input_fn, global_step
+                    made,
+                    session,
+                    every,
+                    self._config,
+                    self._series,
+                    scalars,
+                    input_fn,
+                    global_step,
+                    initializer,
+                    begins_anew,
                 ).run_until(final_step)
         return self
 
@@ -239,7 +251,7 @@ class IPUPipelineEstimator:
         with self._inferring(ModeKeys.EVAL, input_fn, given, checkpoint_path) as (inference, global_step):
             result = inference.evaluate(steps, iterations)
         folder = "eval" if name is None else f"eval_{name}"
-        with ScalarWriter(self._model_dir / folder, global_step) as scalars:
+        with ScalarWriter(self._model_dir / folder) as scalars:
             scalars.write(global_step, result)
         _logger.info(
             "Evaluation at step %d: %s",
@@ -291,7 +303,8 @@ class IPUPipelineEstimator:
                         yield prediction
                         number += 1
                         if number == num_predictions:
-                            return
+                            inference.stop()
+                            break
 
         return generate()
 

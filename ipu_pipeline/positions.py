@@ -1,8 +1,8 @@
 """Passes over a data set that know where they are, and can begin there again.
 
 A position is a number of elements. An iterator with `get_state` and `set_state`, as grain's have, goes to
-one by its own state; of what can be indexed the elements before it are not read; anything else is iterated
-over from its beginning. The data set must give the same elements again.
+one by its own state; of what can only be indexed the elements before it are not read; anything else is
+iterated over from its beginning. The data set must give the same elements again.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import collections
 import copy
 import io
 import json
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -31,11 +32,13 @@ class Position:
       count: how many elements were taken.
       state: the iterator's own state, as JSON; None if it has none.
       state_count: after how many elements it was so, at most `count`.
+      has_ended: whether more was asked for and there was none.
     """
 
     count: int
     state: str | None = None
     state_count: int = 0
+    has_ended: bool = False
 
 
 class _State(NamedTuple):
@@ -114,7 +117,13 @@ class DataPass:
         self.forget_before(count)
         if not self._states or self._states[0].num_read > count:
             return Position(count)
-        return Position(count, _encode(self._states[0].state), self._states[0].num_read)
+        try:
+            return Position(count, _encode(self._states[0].state), self._states[0].num_read)
+        except TypeError as error:
+            warnings.warn(f"{error} Going on will read the elements before it again.", stacklevel=2)
+            self._has_state = False
+            self._states.clear()
+            return Position(count)
 
     def forget_before(self, count: int) -> None:
         """Says that no position before this one will be asked for."""
@@ -168,7 +177,8 @@ def _to_json(value: Any) -> Any:
         return {_DICT: [[_to_json(key), _to_json(part)] for key, part in value.items()]}
     raise TypeError(
         f"The state of the data set's iterator has a {type(value).__name__}, which a checkpoint cannot "
-        "hold. get_state must return numbers, strings, bytes and NumPy arrays, in lists, tuples and dicts."
+        "hold: get_state should return numbers, strings, bytes and NumPy arrays, in lists, tuples "
+        "and dicts."
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import os
@@ -27,6 +28,7 @@ class Resumption:
     def __init__(self) -> None:
         """Of a session that was not restored."""
         self._fed: weakref.WeakKeyDictionary[IPUInfeedQueue, list[str]] = weakref.WeakKeyDictionary()
+        self._kept_plans: Mapping[str, KeptPlan] = {}  # of the checkpoint
         self._plans: dict[str, KeptPlan] = {}
         self._plan_of: dict[str, tuple[weakref.ref[Call], DispatchPlan]] = {}
         self._pending: list[FeedPosition] = []  # of feeds that have not run since
@@ -45,7 +47,7 @@ class Resumption:
           feeds: whether data sets go on where they stood.
         """
         resumption = cls()
-        resumption._plans = dict(snapshot.plans)
+        resumption._kept_plans = snapshot.plans
         resumption._pending = list(snapshot.feeds) if feeds else []
         resumption._source = os.fspath(path)
         if fits:
@@ -75,13 +77,9 @@ class Resumption:
           call: about to run; its infeed is initialized.
           platform: the kind of its devices.
         """
-        kept = self._plans.get(call.name)
-        if (
-            isinstance(call, PipelineCall)
-            and kept
-            and kept.fits == call.pipeline.describe_dispatch(platform)
-        ):
-            call.pipeline.recall_dispatch_plan(DispatchPlan(**kept.plan))
+        kept = self._kept_plans.get(call.name)
+        if kept is not None and isinstance(call, PipelineCall) and call.trains:
+            self._recall(call, kept, platform)
         queue = call.infeed_queue
         if queue is None or not call.trains:
             return
@@ -93,13 +91,19 @@ class Resumption:
             names.append(call.name)
         for feed in self._pending:
             if call.name in feed.pipelines:
+                if not feed.position.has_ended:  # else the infeed's initializer was to begin it again
+                    queue.seek(feed.position)
                 self._pending.remove(feed)
-                queue.seek(feed.position)
                 break
+
+    def _recall(self, call: PipelineCall, kept: KeptPlan, platform: str) -> None:
+        if kept.fits == call.pipeline.describe_dispatch(platform):
+            with contextlib.suppress(ValueError):  # a plan that does not go with the pipeline after all
+                call.pipeline.recall_dispatch_plan(DispatchPlan(**kept.plan))
 
     def note_plan(self, call: PipelineCall, platform: str) -> None:
         """Notes how a pipeline is dispatched, once it has been prepared."""
-        plan = call.pipeline.dispatch_plan
+        plan = call.pipeline.dispatch_plan if call.trains else None
         known = self._plan_of.get(call.name)
         if plan is None or (known is not None and known[0]() is call and known[1] is plan):
             return
@@ -111,15 +115,16 @@ class Resumption:
     @property
     def plans(self) -> dict[str, KeptPlan]:
         """The plans, for a snapshot."""
-        return dict(self._plans)
+        return {**self._kept_plans, **self._plans}
+
+    def hold(self) -> None:
+        """Notes where the data sets stand, before their infeeds are ended."""
+        self._pending = list(self.feeds)
+        self._fed.clear()
 
     @property
     def feeds(self) -> tuple[FeedPosition, ...]:
-        """Where the data sets stand, for a snapshot.
-
-        Raises:
-          TypeError: a data set's iterator has a state that cannot be stored.
-        """
+        """Where the data sets stand, for a snapshot."""
         running = [
             FeedPosition(tuple(names), position)
             for queue, names in self._fed.items()

@@ -27,12 +27,12 @@ class ScalarWriter:
     finite). What cannot be written is logged as an error, and work goes on.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], step: int = 0) -> None:
+    def __init__(self, directory: str | os.PathLike[str], step: int | None = None) -> None:
         """Opens the files.
 
         Args:
           directory: where they are; it is made.
-          step: where training goes on. What was written for later steps is dropped.
+          step: where training goes on: what was written for later steps is dropped. None drops nothing.
         """
         self._directory = Path(directory)
         self._path = self._directory / FILE
@@ -41,7 +41,8 @@ class ScalarWriter:
         self._flushed_at = time.monotonic()
         with self._reporting("opened"):
             self._directory.mkdir(parents=True, exist_ok=True)
-            _drop_later(self._path, step)
+            if step is not None:
+                _drop_later(self._path, step)
             self._stream = open(self._path, "a", encoding="utf-8")  # noqa: SIM115  # closed by `close`
             self._events = _open_events(self._directory, step)
 
@@ -103,7 +104,7 @@ class ScalarWriter:
         self.close()
 
 
-def _open_events(directory: Path, step: int) -> Any:
+def _open_events(directory: Path, step: int | None) -> Any:
     """An event file, or None. Its class writes in the calling thread, where `SummaryWriter` has its own.
 
     A thread that dies of a full disk would let `SummaryWriter.flush` wait for ever.
@@ -118,7 +119,7 @@ def _open_events(directory: Path, step: int) -> Any:
         )
         return None
     events = EventsWriter(str(directory / "events"))
-    if step > 0:  # TensorBoard hides what it has of this step and later ones
+    if step:  # TensorBoard hides what it has of this step and later ones
         events.write_event(Event(step=step + 1, session_log=SessionLog(status=SessionLog.START)))
     return events
 

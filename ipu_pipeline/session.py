@@ -83,6 +83,7 @@ class Session:
     def close(self) -> None:
         """Ends the infeeds that were initialized in the session. The variables can still be read."""
         self._is_closed = True
+        self._resumption.hold()
         for queue, started in self._infeeds.items():
             queue.delete(started)
         self._infeeds.clear()
@@ -154,10 +155,11 @@ class Session:
 
         Raises:
           OSError: it cannot be written.
-          TypeError: the state of a data set's iterator is nothing that a checkpoint can hold.
           ValueError: there are no variables yet, or `path` exists and is no checkpoint.
         """
-        checkpoints.write_checkpoint(path, self.take_snapshot(copies=False))
+        if not self._state.variables:
+            raise ValueError("There is nothing to save: no program has run, so there are no variables.")
+        checkpoints.write_checkpoint(path, self.take_snapshot(is_kept=False))
 
     def export(
         self,
@@ -210,19 +212,19 @@ class Session:
         self._select_devices()  # Orbax starts JAX's backend
         self.take_over(checkpoints.read_checkpoint(path), path, fits=not allow_partial, feeds=infeeds)
 
-    def take_snapshot(self, copies: bool = True, extra: Mapping[str, Any] | None = None) -> Snapshot:
+    def take_snapshot(self, is_kept: bool = True, extra: Mapping[str, Any] | None = None) -> Snapshot:
         """What `save` writes, as it is now; not while a program runs.
 
         Args:
-          copies: whether arrays are copied, on their devices, so that programs may run before it is used.
+          is_kept: whether programs may run before it is used.
           extra: what else belongs to it, JSON.
         """
         state = self._state
-        if copies:
+        if is_kept:
             leaves, tree = jax.tree.flatten(
                 (state.variables, [_arrays_of(record) for record in state.pipelines.values()])
             )
-            variables, arrays = jax.tree.unflatten(tree, placement.duplicate(leaves))
+            variables, arrays = jax.tree.unflatten(tree, placement.keep(leaves))
             records = map(_with_arrays, state.pipelines.values(), arrays)
             state = SessionState(variables, dict(zip(state.pipelines, records, strict=True)))
         implementation = jax.random.key_impl(self._get_key())
@@ -347,7 +349,11 @@ class Session:
             variables = {**self._state.variables, spec.name: value}
             self._state = dataclasses.replace(self._state, variables=variables)
         if isinstance(value, np.ndarray) and value.shape == spec.shape:  # loaded, and not used yet
+            is_cast = value.dtype != spec.dtype
             value = cast_exactly(value, spec.dtype, f"The value loaded for variable {spec.name}")
+            if is_cast:
+                variables = {**self._state.variables, spec.name: value}
+                self._state = dataclasses.replace(self._state, variables=variables)
         if value.shape != spec.shape or value.dtype != spec.dtype:
             raise ValueError(
                 f"Variable {spec.name} is {spec.dtype.name}{list(spec.shape)} in this program, but the "

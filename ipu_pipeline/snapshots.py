@@ -8,18 +8,29 @@ one flat dict by full name.
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ipu_pipeline.positions import Position
 from ipu_pipeline.session_state import KeptGradients, KeptOptimizer, Record, SessionState
 
-__all__ = ["FeedPosition", "KeptPlan", "Snapshot", "describe_array", "find_differences"]
+__all__ = [
+    "FeedPosition",
+    "KeptPlan",
+    "Snapshot",
+    "describe_array",
+    "find_differences",
+    "from_numpy",
+    "to_numpy",
+]
 
+_KEY = "key "
 FORMAT = "ipu_pipeline checkpoint"
 VERSION = 1
 
@@ -123,10 +134,8 @@ class Snapshot:
             for name, known in document["pipelines"].items()
         }
         feeds = [
-            FeedPosition(
-                tuple(feed["pipelines"]), Position(feed["count"], feed["state"], feed["state_count"])
-            )
-            for feed in document["feeds"]
+            FeedPosition(tuple(feed.pop("pipelines")), Position(**feed))
+            for feed in map(dict, document["feeds"])
         ]
         return cls(
             SessionState(dict(arrays["variables"]), records),
@@ -139,8 +148,27 @@ class Snapshot:
 
 
 def describe_array(value: Any) -> str:
-    """Dtype and shape, such as float32[3, 4]."""
+    """Dtype and shape, such as float32[3, 4]; of random keys their kind, such as "key threefry2x32[]"."""
+    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        return f"{_KEY}{jax.random.key_impl(value)}{list(value.shape)}"
     return f"{np.dtype(value.dtype).name}{list(value.shape)}"
+
+
+def to_numpy(value: Any) -> np.ndarray[Any, Any]:
+    """An array as files have it: of random keys their data."""
+    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        value = jax.random.key_data(value)
+    return np.asarray(value)
+
+
+def from_numpy(stored: Any, described: str) -> Any:
+    """The inverse of `to_numpy` and `describe_array`; what is not stored has size 0."""
+    dtype, _bracket, shape = described.partition("[")
+    if stored is None:
+        return np.zeros(json.loads("[" + shape), dtype)
+    if dtype.startswith(_KEY):
+        return jax.random.wrap_key_data(jnp.asarray(stored), impl=dtype.removeprefix(_KEY))
+    return np.asarray(stored)
 
 
 def find_differences(known: Mapping[str, str], wanted: Mapping[str, str]) -> list[str]:

@@ -284,7 +284,7 @@ def test_a_damaged_checkpoint_is_skipped(trained, tmp_path):
         estimator.train(input_fn, max_steps=32)
     assert_same_variables(estimator, trained)
     for step in os.listdir(tmp_path / "checkpoints"):
-        (tmp_path / "checkpoints" / step / "checkpoint.json").unlink(missing_ok=True)
+        (tmp_path / "checkpoints" / step / "checkpoint.json").write_text("damaged")
     for use in (
         lambda: estimator.train(input_fn, steps=8),
         lambda: estimator.evaluate(finite_of(4)),
@@ -365,6 +365,66 @@ def test_variable_names_and_values(trained):
     assert trained.get_variable_value("a/dense/kernel").shape == (6, 16)
     with pytest.raises(ValueError, match="there is no variable 'nothing'; there are a/dense/bias"):
         trained.get_variable_value("nothing")
+
+
+def test_a_last_checkpoint_that_cannot_be_written_is_an_error(tmp_path):
+    (tmp_path / "checkpoints").touch()
+    with pytest.raises(CheckpointError, match="last checkpoint of training, of step 8, could not be"):
+        make_estimator(tmp_path).train(input_fn, steps=8)
+
+
+def test_checkpoints_that_change_between_calls(trained, tmp_path):
+    estimator = make_estimator(tmp_path, save_checkpoints_steps=16).train(input_fn, steps=32)
+    (tmp_path / "checkpoints" / "32" / "checkpoint.json").write_text("damaged")
+    with pytest.warns(UserWarning, match="step 16 restored"):
+        estimator.train(input_fn, steps=16)
+    assert_same_variables(estimator, trained)
+    shutil.rmtree(tmp_path)
+    estimator.train(input_fn, steps=32)
+    assert_same_variables(estimator, trained)
+
+
+def test_evaluating_an_older_checkpoint_drops_no_scalars(tmp_path):
+    estimator = make_estimator(tmp_path, save_checkpoints_steps=8).train(input_fn, steps=16)
+    estimator.evaluate(finite_of(4))
+    estimator.evaluate(finite_of(4), checkpoint_path=tmp_path / "checkpoints" / "8")
+    assert [step for step, _name, _value in scalars_in(tmp_path / "eval")] == [16, 16, 8, 8]
+
+
+def test_leaving_from_a_hook_saves(tmp_path):
+    class Leaving(SessionRunHook):
+        def after_run(self, *_arguments):
+            sys.exit(3)
+
+    with pytest.raises(SystemExit):
+        make_estimator(tmp_path).train(input_fn, hooks=[Leaving()], steps=16)
+    assert make_estimator(tmp_path).get_variable_value("global_step") == 8
+
+
+def test_partials_with_other_arguments_are_other_data(tmp_path):
+    estimator = make_estimator(tmp_path).train(finite_of(32), steps=32)
+    estimator.train(finite_of(16), steps=16)
+    assert estimator.get_variable_value("global_step") == 48
+
+
+def test_data_of_just_the_steps_begin_again(tmp_path):
+    estimator = make_estimator(tmp_path)
+    for number in range(1, 4):
+        estimator.train(finite_of(16), steps=16)
+        assert estimator.get_variable_value("global_step") == 16 * number
+
+
+def test_hooks_see_the_run_in_which_the_data_end(tmp_path):
+    recording = Recording("loss")
+    make_estimator(tmp_path).train(finite_of(14), hooks=[recording], steps=80)
+    assert [call[1] for call in recording.calls if call[0] == "after"] == [8, 12]
+    assert recording.calls[-1] == "end"
+
+
+def test_hooks_end_after_the_last_wanted_prediction(trained):
+    recording = Recording()
+    assert len(list(trained.predict(finite_of(10), hooks=[recording], num_predictions=5))) == 5
+    assert recording.calls[-1] == "end"
 
 
 # Hooks.
@@ -692,8 +752,13 @@ def test_wrong_input_functions(trained):
         trained.train(Batches(), steps=8)
     with pytest.raises(ValueError, match="not expected args: .'extra'.. It may take mode, params, config"):
         trained.evaluate(lambda extra: 1)
-    with pytest.raises(ValueError, match="input_fn must return Dataset"):
-        trained.train(lambda: 3, steps=8)
+    for use in (
+        lambda: trained.train(lambda: 3, steps=8),
+        lambda: trained.evaluate(lambda: None),
+        lambda: next(trained.predict(lambda: iter([1]))),
+    ):
+        with pytest.raises(ValueError, match="input_fn must return Dataset"):
+            use()
     with pytest.raises(ValueError, match="the dataset is empty"):
         trained.evaluate(list)
     seen = []

@@ -234,6 +234,42 @@ def test_a_program_without_an_infeed(tmp_path):
         loaded.run(elements(2))
 
 
+def test_random_keys_over_several_executions(tmp_path):
+    def noisy(x, y):
+        return x + jax.random.normal(ipu.next_rng_key(), x.shape), y
+
+    program, infeed, outfeed = compile_inference(noisy, count=2)
+    with ipu.Session(seed=9) as session:
+        session.export(tmp_path / "program", program)
+        session.run([infeed.initializer, program, program])
+        expected = session.run(outfeed.dequeue())
+    assert_close(ipu.load_program(tmp_path / "program").run(elements(4)), expected)
+
+
+def test_placeholders_of_one_name(tmp_path):
+    one, other = ipu.placeholder(np.float32, [], "s"), ipu.placeholder(np.float32, [], "s")
+    program, _infeed, _outfeed = compile_inference(inputs=[one, other])
+    with ipu.Session() as session, pytest.raises(ValueError, match="known by their names afterwards"):
+        session.export(tmp_path / "program", program)
+
+
+def test_a_program_without_variables(tmp_path):
+    infeed = ipu.ipu_infeed_queue.IPUInfeedQueue([np.float32([1, 2])])
+    program = front.compile_program(
+        lambda: pipeline(
+            [lambda x: x * 2, lambda x: x + 1],
+            gradient_accumulation_count=1,
+            infeed_queue=infeed,
+            outfeed_queue=ipu.ipu_outfeed_queue.IPUOutfeedQueue(),
+        )
+    )
+    with ipu.Session() as session:
+        session.export(tmp_path / "program", program)
+    np.testing.assert_array_equal(
+        ipu.load_program(tmp_path / "program").run([np.float32([3, 4])]), [[7, 9]]
+    )
+
+
 def test_the_variables_can_be_restored(exported):
     path, _expected = exported
     session = ipu.Session()
@@ -303,6 +339,8 @@ def test_other_versions_and_devices(exported, tmp_path, monkeypatch):
         program.run(elements(1))
     with pytest.raises(RuntimeError, match="64 IPUs are needed"):
         ipu.load_program(changed(path, tmp_path / "many", num_ipus=64))
+    with pytest.raises(CheckpointError, match="was exported with jax_enable_x64 True"):
+        ipu.load_program(changed(path, tmp_path / "wide", has_wide_dtypes=True))
     other = changed(path, tmp_path / "jax", jax="0.1.2")
     monkeypatch.setattr(exporting.jax.export, "deserialize", lambda _content: 1 / 0)
     with pytest.raises(

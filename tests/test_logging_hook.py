@@ -1,3 +1,4 @@
+import json
 import logging
 
 import jax.numpy as jnp
@@ -7,6 +8,7 @@ import pytest
 from ipu_pipeline.ipu_outfeed_queue import IPUOutfeedMode
 from ipu_pipeline.ipu_pipeline_estimator import IPUPipelineEstimator
 from ipu_pipeline.ipu_session_run_hooks import IPULoggingTensorHook
+from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput
 from tests.estimating import (
     assert_same_variables,
     finite_of,
@@ -124,6 +126,47 @@ def test_evaluation_and_prediction(mode, tmp_path, caplog):
     lines = logged(caplog, "shape of all")
     numbers = [len(line.split("[")[1].split("]")[0].split()) for line in lines]
     assert numbers == [8, 2]  # and none of the copies that fill the last execution
+
+
+def test_predictions_that_are_none(tmp_path):
+    make_estimator(tmp_path, 3).train(input_fn, steps=8)
+    hook = IPULoggingTensorHook(every_n_iter=1)
+
+    def fn(mode):
+        spec = logging_model([hook], {0: (hook, jnp.mean)}, "prediction_hooks")(mode)
+        *stages, last = spec.computational_stages
+        spec.computational_stages = [*stages, lambda *values: (last(*values), jnp.ones(4))]
+        return spec
+
+    with pytest.raises(ValueError, match="exactly one prediction tensor, but got 2"):
+        next(IPUPipelineEstimator(fn, tmp_path, make_config(3)).predict(finite_of(10)))
+
+
+def test_losses_of_low_precision_do_not_overflow(tmp_path):
+    hook = IPULoggingTensorHook(at_end=True)
+
+    def fn(mode):
+        spec = model_fn(mode, {"num_stages": 2})
+        first, last = spec.computational_stages
+
+        def logging_stage(x, y):
+            hook.log(jnp.mean(x))
+            return first(x, y)
+
+        spec.computational_stages = [logging_stage, last]
+        inner = spec.optimizer_function
+
+        def optimizer_function(prediction, y):
+            made = inner(prediction, y)
+            loss = (made.loss * 0 + 9000).astype(jnp.float16)
+            return OptimizerFunctionOutput(made.opt, loss)
+
+        spec.optimizer_function, spec.training_hooks = optimizer_function, (hook,)
+        return spec
+
+    IPUPipelineEstimator(fn, tmp_path, make_config(2)).train(input_fn, steps=16)
+    values = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [one["value"] for one in values if one["name"] == "loss"] == [9000, 9000]
 
 
 def test_every_n_secs(tmp_path, caplog):

@@ -341,6 +341,7 @@ class Pipeline:
             "device_mapping": list(self._mapping),
             "num_micro_batches": self._num_micro_batches,
             "is_grouped": self._is_grouped,
+            "trains": self.updates is not None,
             "saves_memory": self._recompute is not None or bool(self._offload),
             "platform": platform,
         }

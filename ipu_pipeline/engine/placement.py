@@ -28,7 +28,7 @@ try:  # not public, and four to five times faster than `jax.device_put`
 except ImportError:  # pragma: no cover  # of another jaxlib
     batched_copy_array_to_devices_with_sharding = batched_device_put = None
 
-__all__ = ["Row", "copy_to", "duplicate", "make_rows", "put", "put_host_copies"]
+__all__ = ["Row", "copy_to", "keep", "make_rows", "put", "put_host_copies"]
 
 _HOST_MEMORY = "pinned_host"
 
@@ -170,18 +170,26 @@ def _is_plain(array: Any) -> bool:
     return dtype.kind in "fiub" and dtype.itemsize <= 4 and dtype.isnative
 
 
-def duplicate(arrays: Sequence[Any]) -> list[Any]:
-    """Copies of arrays where they are, for when their memory is given away; does not wait for them.
+def keep(arrays: Sequence[Any]) -> list[Any]:
+    """What arrays hold now, for when their memory is given to others; does not wait for accelerators.
 
-    NumPy arrays stay the same objects.
+    On a CPU that is the memory itself, as arrays of NumPy: while these are referred to, XLA gives what is
+    to take it other memory. Elsewhere it is a copy on the device. NumPy arrays stay the same objects.
     """
-    own = [place for place, array in enumerate(arrays) if isinstance(array, jax.Array)]
-    found = [arrays[place] for place in own]
+    result: list[Any] = [np.asarray(array) if _is_on_host(array) else array for array in arrays]
+    away = [place for place, array in enumerate(result) if isinstance(array, jax.Array)]
+    found = [result[place] for place in away]
     copies = jax.device_put(found, [array.sharding for array in found], may_alias=False)
-    result = list(arrays)
-    for place, copy in zip(own, copies, strict=True):
+    for place, copy in zip(away, copies, strict=True):
         result[place] = copy
     return result
+
+
+def _is_on_host(array: Any) -> bool:
+    # Random keys are arrays of arrays, which NumPy does not have.
+    if not isinstance(array, jax.Array):
+        return True
+    return type(array) is ArrayImpl and all(device.platform == "cpu" for device in array.devices())
 
 
 def copy_to(arrays: Sequence[Any], row: Row) -> list[Any]:
