@@ -9,7 +9,7 @@ Orbax is imported when it is first needed.
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import hashlib
 import json
 import logging
@@ -17,7 +17,7 @@ import os
 import shutil
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -67,10 +67,11 @@ def write_checkpoint(
     started, old = _beside(target, _WRITTEN), _beside(target, _REPLACED)
     shutil.rmtree(started, ignore_errors=True)
     arrays = _storable(snapshot)
+    _quieten_orbax()
     try:
         started.mkdir()
         if arrays:
-            with _without_tracebacks(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
                 checkpointer.save(started / _ARRAYS, args=ocp.args.PyTreeSave(arrays))
         for name, content in (files or {}).items():
             (started / name).write_bytes(content)
@@ -256,6 +257,7 @@ class CheckpointSeries:
         path = self.path(step)
         if (path / DOCUMENT).exists():
             return path
+        _quieten_orbax()
         self.directory.mkdir(parents=True, exist_ok=True)
         if path.exists():
             self._set_aside(step)
@@ -265,7 +267,7 @@ class CheckpointSeries:
             enable_async_checkpointing=False,
             cleanup_tmp_directories=True,
         )
-        with _without_tracebacks(), ocp.CheckpointManager(self.directory, options=options) as manager:
+        with ocp.CheckpointManager(self.directory, options=options) as manager:
             try:
                 manager.save(step, args=ocp.args.PyTreeSave(_storable(snapshot)), force=True)
                 _complete(path, snapshot.document())
@@ -389,16 +391,15 @@ def _digest_of_file(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-@contextlib.contextmanager
-def _without_tracebacks() -> Iterator[None]:
-    """Keeps Orbax from logging the tracebacks of its threads, whose errors it raises as well."""
+@functools.cache
+def _quieten_orbax() -> None:
+    """Keeps Orbax's threads and coroutines from logging the errors that it raises as well."""
 
     def is_kept(record: logging.LogRecord) -> bool:
-        return "_SignalingThread" not in record.getMessage()
+        text = record.getMessage()
+        is_thread = "_SignalingThread" in text
+        is_coroutine = "was never retrieved" in text and ("OCDBT" in text or "orbax" in text)
+        return not is_thread and not is_coroutine
 
-    absl_logger = logging.getLogger("absl")
-    absl_logger.addFilter(is_kept)
-    try:
-        yield
-    finally:
-        absl_logger.removeFilter(is_kept)
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).addFilter(is_kept)

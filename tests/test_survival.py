@@ -144,11 +144,13 @@ def test_a_second_signal_does_not_wait_for_the_data(tmp_path, uninterrupted):
 @pytest.mark.long
 def test_files_that_cannot_be_written(tmp_path, uninterrupted):
     """Training goes on, each save reports its error once, and the last good checkpoint stays."""
-    process = start(tmp_path, 40, "every=8", "keep=1", "limit_at=8", "limit=600", "lift_at=32", "pause=0.3")
+    process = start(tmp_path, 40, "every=8", "keep=1", "limit_at=8", "limit=100", "lift_at=32", "pause=0.3")
     _out, errors = finish(process, 0)
     failed = re.findall(r"^ERROR The checkpoint of step (\d+) could not be saved", errors, re.MULTILINE)
     # The limit comes into force after the run; the save of that step has not begun then.
     assert failed == ["8", "16", "24"], errors
+    assert "never retrieved" not in errors
+    assert "Traceback" not in errors
     assert errors.count("Training goes on; there is none yet") == 3
     assert CheckpointSeries(tmp_path / "checkpoints").steps() == [40]
     assert_same_variables(make_estimator(tmp_path), uninterrupted(40))
