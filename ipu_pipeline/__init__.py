@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ipu_pipeline.engine.names import variable_scope
     from ipu_pipeline.engine.variables import assign, get_variable
     from ipu_pipeline.estimator_programs import ModeKeys
-    from ipu_pipeline.exporting import load_program
+    from ipu_pipeline.loaded_program import load_program
     from ipu_pipeline.operations import global_variables_initializer
     from ipu_pipeline.placeholders import placeholder
     from ipu_pipeline.session import Session
@@ -71,7 +71,7 @@ _HOMES = {  # of what is not a module itself
     "assign": "engine.variables",
     "get_variable": "engine.variables",
     "global_variables_initializer": "operations",
-    "load_program": "exporting",
+    "load_program": "loaded_program",
     "next_rng_key": "engine.keys",
     "placeholder": "placeholders",
     "variable_scope": "engine.names",

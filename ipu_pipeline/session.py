@@ -1,4 +1,7 @@
-"""The session: every variable and optimizer state by name, and the programs run on them."""
+"""The session: every variable and optimizer state by name, and the programs run on them.
+
+Longer than most modules, as it is the only place where state changes.
+"""
 
 from __future__ import annotations
 
@@ -221,12 +224,8 @@ class Session:
         """
         state = self._state
         if is_kept:
-            leaves, tree = jax.tree.flatten(
-                (state.variables, [_arrays_of(record) for record in state.pipelines.values()])
-            )
-            variables, arrays = jax.tree.unflatten(tree, placement.keep(leaves))
-            records = map(_with_arrays, state.pipelines.values(), arrays)
-            state = SessionState(variables, dict(zip(state.pipelines, records, strict=True)))
+            leaves, tree = jax.tree.flatten(state.arrays)
+            state = state.with_arrays(jax.tree.unflatten(tree, placement.keep(leaves)))
         implementation = jax.random.key_impl(self._get_key())
         feeds, plans = self._resumption.feeds, self._resumption.plans
         return Snapshot(state, self._seed, str(implementation), feeds, plans, dict(extra or {}))
@@ -539,27 +538,6 @@ def _block_limit(call: LoopCall, count: int | None) -> int:
         return _BLIND_ITERATIONS if call.infeed_queue is None else call.infeed_queue.prefetch_depth
     # A count that is known when the program runs should not be compiled for.
     return 1 << (count - 1).bit_length() if call.has_count_operand and count > 0 else count
-
-
-def _arrays_of(record: Record) -> tuple[Any, Any]:
-    """The optimizer's state and the accumulators."""
-    return (
-        None if record.optimizer is None else record.optimizer.tree,
-        None if record.accumulated is None else record.accumulated.accumulators,
-    )
-
-
-def _with_arrays(record: Record, arrays: tuple[Any, Any]) -> Record:
-    """The inverse of `_arrays_of`."""
-    tree, accumulators = arrays
-    optimizer, accumulated = record.optimizer, record.accumulated
-    return dataclasses.replace(
-        record,
-        optimizer=None if optimizer is None else dataclasses.replace(optimizer, tree=tree),
-        accumulated=None
-        if accumulated is None
-        else dataclasses.replace(accumulated, accumulators=accumulators),
-    )
 
 
 def _check_feeds(programs: Sequence[Program], feed_dict: Mapping[Any, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,3 +44,33 @@ class SessionState:
 
     variables: dict[str, Any] = field(default_factory=dict)
     pipelines: dict[str, Record] = field(default_factory=dict)
+
+    @property
+    def arrays(self) -> Any:
+        """All arrays, as a pytree."""
+        return self.variables, [_arrays_of(record) for record in self.pipelines.values()]
+
+    def with_arrays(self, arrays: Any) -> SessionState:
+        """The same with other arrays, in the structure of `arrays`."""
+        variables, kept = arrays
+        records = map(_with_arrays, self.pipelines.values(), kept)
+        return SessionState(variables, dict(zip(self.pipelines, records, strict=True)))
+
+
+def _arrays_of(record: Record) -> tuple[Any, Any]:
+    """The optimizer's state and the accumulators."""
+    return (
+        None if record.optimizer is None else record.optimizer.tree,
+        None if record.accumulated is None else record.accumulated.accumulators,
+    )
+
+
+def _with_arrays(record: Record, arrays: tuple[Any, Any]) -> Record:
+    """The inverse of `_arrays_of`."""
+    tree, accumulators = arrays
+    optimizer, accumulated = record.optimizer, record.accumulated
+    if optimizer is not None:
+        optimizer = dataclasses.replace(optimizer, tree=tree)
+    if accumulated is not None:
+        accumulated = dataclasses.replace(accumulated, accumulators=accumulators)
+    return dataclasses.replace(record, optimizer=optimizer, accumulated=accumulated)

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import ipu_pipeline as ipu
-from ipu_pipeline import checkpoints, exporting
+from ipu_pipeline import checkpoints, loaded_program
 from ipu_pipeline.errors import CheckpointError
 from ipu_pipeline.pipelining_ops import pipeline
 from tests import front
@@ -116,7 +116,7 @@ import pickle
 import numpy as np
 import orbax.checkpoint
 import ipu_pipeline as ipu
-from ipu_pipeline import exporting
+from ipu_pipeline import loaded_program
 def refuse(*_arguments, **_options):
     raise AssertionError("unpickled")
 pickle.load = pickle.loads = pickle.Unpickler = refuse
@@ -342,7 +342,7 @@ def test_other_versions_and_devices(exported, tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match="was exported with jax_enable_x64 True"):
         ipu.load_program(changed(path, tmp_path / "wide", has_wide_dtypes=True))
     other = changed(path, tmp_path / "jax", jax="0.1.2")
-    monkeypatch.setattr(exporting.jax.export, "deserialize", lambda _content: 1 / 0)
+    monkeypatch.setattr(loaded_program.jax.export, "deserialize", lambda _content: 1 / 0)
     with pytest.raises(
         CheckpointError, match="stage0.jax_export, exported by JAX 0.1.2, cannot be read by JAX"
     ):
