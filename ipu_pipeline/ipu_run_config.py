@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 
 from ipu_pipeline.config import IPUConfig
 
@@ -77,7 +77,7 @@ class IPURunConfig:
             )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class RunConfig:
     """What an estimator does besides.
 
@@ -94,6 +94,7 @@ class RunConfig:
     """
 
     ipu_run_config: IPURunConfig = field(default_factory=IPURunConfig)
+    _: KW_ONLY
     model_dir: str | os.PathLike[str] | None = None
     tf_random_seed: int | None = None
     save_checkpoints_steps: int | None = None

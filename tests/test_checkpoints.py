@@ -4,6 +4,7 @@ import shutil
 import threading
 import warnings
 
+import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -52,6 +53,43 @@ def test_training_goes_on_exactly_in_any_split(trained, num_stages, schedule):
     for name, value in session.variables.items():
         reference = expected.variables[name]
         assert np.linalg.norm(value - reference) <= 1e-5 * np.linalg.norm(reference)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (4, 1), (3, 2)])
+def test_training_goes_on_from_any_split(before, after, trained, tmp_path):
+    _path, expected, _losses = trained
+    first, second = Training(before), Training(after)
+    with ipu.Session(seed=7) as session, ipu.Session() as other:
+        first.start(session)
+        first.run(session, 3)
+        session.save(tmp_path / "checkpoint")
+        other.restore(tmp_path / "checkpoint")
+        second.start(other)
+        second.run(other, 3)
+    for name, value in other.variables.items():
+        reference = expected.variables[name]
+        assert np.linalg.norm(value - reference) <= 1e-5 * np.linalg.norm(reference)
+
+
+def test_a_data_set_of_grain_goes_on_by_its_own_state(tmp_path):
+    data = Batches()
+
+    def make():
+        dataset = grain.MapDataset.range(40).shuffle(seed=3).repeat().map(lambda n: (data.x[n], data.y[n]))
+        return Training(2, dataset=dataset.to_iter_dataset())
+
+    training, again = make(), make()
+    with ipu.Session() as session, ipu.Session() as other:
+        training.start(session)
+        training.run(session, 13)
+        session.save(tmp_path / "checkpoint")
+        training.run(session, 3)
+        other.restore(tmp_path / "checkpoint")
+        again.start(other)
+        again.run(other, 3)
+        assert_same(session, other)
+    (feed,) = read_document(tmp_path / "checkpoint")["feeds"]
+    assert (feed["count"], feed["state_count"]) == (52, 48)
 
 
 def test_the_infeed_may_be_initialized_before(trained):

@@ -661,7 +661,7 @@ def test_wrong_configurations(options, message):
     with pytest.raises(ValueError, match=message):
         RunConfig(**options)
     with pytest.raises(TypeError, match="ipu_run_config must be an IPURunConfig"):
-        RunConfig(ipu_run_config=1)
+        RunConfig(1)
 
 
 @pytest.mark.parametrize(
