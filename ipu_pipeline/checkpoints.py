@@ -17,7 +17,7 @@ import os
 import shutil
 import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -174,7 +174,6 @@ class CheckpointSeries:
         self.directory = Path(directory).absolute()
         self._max_to_keep = max_to_keep
         self._thread: threading.Thread | None = None
-        self.has_failed = False  # whether the last `start_saving` has
 
     def steps(self) -> list[int]:
         """The steps of which there is a directory, from the oldest to the newest."""
@@ -219,9 +218,7 @@ class CheckpointSeries:
             self._set_aside(unreadable)
         return found
 
-    def start_saving(
-        self, step: int, snapshot: Snapshot, when_saved: Callable[[Path], None] | None = None
-    ) -> None:
+    def start_saving(self, step: int, snapshot: Snapshot) -> None:
         """Writes a checkpoint in a thread. Waits first for the one before, if that is still being written.
 
         An error is logged; training goes on, and what was there stays.
@@ -229,12 +226,11 @@ class CheckpointSeries:
         Args:
           step: above those that there are.
           snapshot: its arrays must not change meanwhile.
-          when_saved: called with the path, in the thread.
         """
         self.wait()
         self._thread = threading.Thread(
             target=self._save_or_report,
-            args=(step, snapshot, when_saved),
+            args=(step, snapshot),
             name="ipu-checkpoint",
             daemon=True,
         )
@@ -288,16 +284,10 @@ class CheckpointSeries:
         document = read_document(self.path(step))
         _write_document(self.path(step), {**document, "extra": extra})
 
-    def _save_or_report(
-        self, step: int, snapshot: Snapshot, when_saved: Callable[[Path], None] | None
-    ) -> None:
+    def _save_or_report(self, step: int, snapshot: Snapshot) -> None:
         try:
-            path = self.save(step, snapshot)
-            self.has_failed = False
-            if when_saved is not None:
-                when_saved(path)
+            self.save(step, snapshot)
         except Exception as error:
-            self.has_failed = True
             kept = self.latest()
             _logger.error(
                 "The checkpoint of step %d could not be saved in %s: %s. Training goes on; %s.",

@@ -103,6 +103,7 @@ class Training:
             try:
                 with self._runs.started():
                     self._loop(final_step, request)
+                    self._report(is_due=True)
                     self._is_complete = not request.is_made()
             except StoppedAtOnce:
                 pass
@@ -139,7 +140,7 @@ class Training:
             self._step = run.context.global_step
             self._losses.append(self._sum_losses(run.outputs))
             self._extra_scalars.update(run.context.scalars)
-            self._report(is_first)
+            self._report(is_due=is_first)
             is_first = False
             if run.data_end is not None:
                 self._end_with_data(run.data_end)
@@ -165,12 +166,15 @@ class Training:
             sums = np.sum(outputs.reshape(-1, per_update), axis=1, dtype=dtype)
         return float(np.sum(np.asarray(sums, np.float64))), len(sums) * per_update
 
-    def _report(self, is_first: bool) -> None:
-        """Logs and writes scalars if it is time: at the first run, and when so many steps have passed."""
+    def _report(self, is_due: bool) -> None:
+        """Logs and writes scalars if it is time, or when so many steps have passed.
+
+        It is time at the first run and at the end.
+        """
         every = self._config.log_step_count_steps
         if every is None or not self._losses:
             return
-        if not is_first and self._step // every == self._reported_step // every:
+        if not is_due and self._step // every == self._reported_step // every:
             return
         now = time.monotonic()
         speed = (self._step - self._reported_step) / max(now - self._reported_at, 1e-9)

@@ -89,8 +89,8 @@ class RunConfig:
         that reaches them. None, without the next one too: a checkpoint every ten minutes.
       save_checkpoints_secs: seconds between checkpoints, instead.
       keep_checkpoint_max: how many checkpoints stay; None or 0 for all.
-      log_step_count_steps: micro-batches between lines about the loss and the speed, and between scalars;
-        None for none.
+      log_step_count_steps: micro-batches between lines about the loss and the speed, and between scalars,
+        which there are at the first run and at the end too; None for none.
     """
 
     ipu_run_config: IPURunConfig = field(default_factory=IPURunConfig)
