@@ -203,7 +203,7 @@ class IPUPipelineEstimator:
                 hook.begin()
             initializer = made.infeed.initializer
             session.run(initializer)
-            with ScalarWriter(self._model_dir, global_step) as scalars:
+            with contextlib.closing(ScalarWriter(self._model_dir, global_step)) as scalars:
                 Training(
                     made,
                     session,
@@ -251,7 +251,7 @@ class IPUPipelineEstimator:
         with self._inferring(ModeKeys.EVAL, input_fn, given, checkpoint_path) as (inference, global_step):
             result = inference.evaluate(steps, iterations)
         folder = "eval" if name is None else f"eval_{name}"
-        with ScalarWriter(self._model_dir / folder) as scalars:
+        with contextlib.closing(ScalarWriter(self._model_dir / folder)) as scalars:
             scalars.write(global_step, result)
         _logger.info(
             "Evaluation at step %d: %s",

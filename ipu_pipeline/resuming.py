@@ -78,7 +78,7 @@ class Resumption:
           platform: the kind of its devices.
         """
         kept = self._kept_plans.get(call.name)
-        if kept is not None and isinstance(call, PipelineCall) and call.trains:
+        if kept is not None and isinstance(call, PipelineCall):
             self._recall(call, kept, platform)
         queue = call.infeed_queue
         if queue is None or not call.trains:

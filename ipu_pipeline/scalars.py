@@ -10,7 +10,6 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 __all__ = ["ScalarWriter"]
@@ -89,19 +88,6 @@ class ScalarWriter:
             yield
         except OSError as error:
             _logger.error("Scalars in %s could not be %s: %s.", self._directory, what, error)
-
-    def __enter__(self) -> ScalarWriter:
-        """The writer itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Closes the files."""
-        self.close()
 
 
 def _open_events(directory: Path, step: int | None) -> Any:

@@ -667,9 +667,10 @@ def test_random_keys_in_the_optimizers_state(tmp_path):
     )
 
 
-def test_a_plan_is_for_the_pipeline_that_trains(tmp_path):
+@pytest.mark.parametrize("is_fused", [True, False])
+def test_a_plan_is_for_the_pipeline_that_trains(is_fused, tmp_path):
     """Evaluation under the same name has no backward to fuse."""
-    plan = DispatchPlan(chunk_size=2, is_fused=True)
+    plan = DispatchPlan(chunk_size=2, is_fused=is_fused)
     training = Training(2, dispatch_plan=plan)
     infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(Batches())
     outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
@@ -693,6 +694,7 @@ def test_a_plan_is_for_the_pipeline_that_trains(tmp_path):
         assert plain.program.dispatch_plans["Pipeline"] != plan
         other.restore(tmp_path / "checkpoint")
         other.run([initializer, evaluating])
+        assert evaluating.dispatch_plans["Pipeline"].reason != plan.reason
 
 
 def test_the_end_of_an_epoch(tmp_path):
