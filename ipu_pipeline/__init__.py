@@ -26,14 +26,14 @@ if TYPE_CHECKING:
         scopes,
         utils,
     )
-    from ipu_pipeline.engine.keys import next_rng_key
-    from ipu_pipeline.engine.names import variable_scope
-    from ipu_pipeline.engine.variables import assign, get_variable
-    from ipu_pipeline.estimator_programs import ModeKeys
-    from ipu_pipeline.loaded_program import load_program
-    from ipu_pipeline.operations import global_variables_initializer
-    from ipu_pipeline.placeholders import placeholder
-    from ipu_pipeline.session import Session
+    from ipu_pipeline.engine.tracing.keys import next_rng_key
+    from ipu_pipeline.engine.tracing.scopes import variable_scope
+    from ipu_pipeline.engine.tracing.variables import assign, get_variable
+    from ipu_pipeline.estimator.programs import ModeKeys
+    from ipu_pipeline.graph.operations import global_variables_initializer
+    from ipu_pipeline.graph.placeholders import placeholder
+    from ipu_pipeline.session.loaded_program import load_program
+    from ipu_pipeline.session.session import Session
 
 __version__ = "0.1.0"
 
@@ -66,15 +66,15 @@ __all__ = [
 ]
 
 _HOMES = {  # of what is not a module itself
-    "ModeKeys": "estimator_programs",
-    "Session": "session",
-    "assign": "engine.variables",
-    "get_variable": "engine.variables",
-    "global_variables_initializer": "operations",
-    "load_program": "loaded_program",
-    "next_rng_key": "engine.keys",
-    "placeholder": "placeholders",
-    "variable_scope": "engine.names",
+    "ModeKeys": "estimator.programs",
+    "Session": "session.session",
+    "assign": "engine.tracing.variables",
+    "get_variable": "engine.tracing.variables",
+    "global_variables_initializer": "graph.operations",
+    "load_program": "session.loaded_program",
+    "next_rng_key": "engine.tracing.keys",
+    "placeholder": "graph.placeholders",
+    "variable_scope": "engine.tracing.scopes",
 }
 
 

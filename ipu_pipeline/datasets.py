@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ipu_pipeline import mnist_idx, mnist_tfds
+from ipu_pipeline.data import mnist_idx, mnist_tfds
 
 __all__ = [
     "DATA_DIR_VARIABLE",

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from ipu_pipeline.placeholders import Placeholder, cast_exactly
-from ipu_pipeline.program import Program, build_program
+from ipu_pipeline.graph.placeholders import Placeholder, cast_exactly
+from ipu_pipeline.program.program import Program, build_program
+from ipu_pipeline.program.registry import register
 from ipu_pipeline.scopes import current_ipu_device
 
-__all__ = ["compile", "compiled_programs"]
-
-_programs: weakref.WeakValueDictionary[int, Program] = weakref.WeakValueDictionary()
-_numbers = itertools.count()
+__all__ = ["compile"]
 
 
 def compile(fn: Callable[..., Any], inputs: Sequence[Any] | None = None) -> Program:
@@ -51,13 +47,8 @@ def compile(fn: Callable[..., Any], inputs: Sequence[Any] | None = None) -> Prog
     elif not isinstance(inputs, (list, tuple)):
         inputs = [inputs]
     program = build_program(fn, [_check_input(index, value) for index, value in enumerate(inputs)], device)
-    _programs[next(_numbers)] = program
+    register(program)
     return program
-
-
-def compiled_programs() -> list[Program]:
-    """The programs that are still in use, in the order in which they were compiled."""
-    return [program for _number, program in sorted(_programs.items())]
 
 
 def _check_input(index: int, value: Any) -> Placeholder | np.ndarray[Any, Any]:

@@ -15,11 +15,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from ipu_pipeline import checkpoints
 from ipu_pipeline import config as ipu_config
-from ipu_pipeline.checkpoints import CheckpointSeries
-from ipu_pipeline.estimator_inference import Inference, PaddedData
-from ipu_pipeline.estimator_programs import (
+from ipu_pipeline.checkpointing import checkpoints
+from ipu_pipeline.checkpointing.checkpoints import CheckpointSeries
+from ipu_pipeline.checkpointing.snapshots import Snapshot
+from ipu_pipeline.estimator.inference import Inference, PaddedData
+from ipu_pipeline.estimator.programs import (
     EstimatorProgram,
     IPUPipelineEstimatorSpec,
     ModeKeys,
@@ -27,13 +28,12 @@ from ipu_pipeline.estimator_programs import (
     call_input_fn,
     check_model_fn,
 )
-from ipu_pipeline.estimator_training import Training, describe_function
+from ipu_pipeline.estimator.scalars import ScalarWriter
+from ipu_pipeline.estimator.training import Training, describe_function
 from ipu_pipeline.ipu_run_config import RunConfig
 from ipu_pipeline.ipu_session_run_hooks import SessionRunHook, check_hooks
-from ipu_pipeline.resuming import check_program
-from ipu_pipeline.scalars import ScalarWriter
-from ipu_pipeline.session import Session
-from ipu_pipeline.snapshots import Snapshot
+from ipu_pipeline.session.resuming import check_program
+from ipu_pipeline.session.session import Session
 
 __all__ = ["IPUPipelineEstimator", "IPUPipelineEstimatorSpec", "ModeKeys"]
 

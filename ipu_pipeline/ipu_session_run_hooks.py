@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_pipeline.ipu_outfeed_queue import IPUOutfeedMode
+from ipu_pipeline.queues.outfeed import IPUOutfeedMode
 
 __all__ = [
     "IPULoggingTensorHook",

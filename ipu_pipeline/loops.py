@@ -10,15 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex_core
 
-from ipu_pipeline.calls import LoopCall, current_builder
-from ipu_pipeline.engine import names
-from ipu_pipeline.engine.bodies import trace_body
-from ipu_pipeline.engine.faults import describe_arguments
-from ipu_pipeline.engine.loops import Loop
-from ipu_pipeline.engine.stages import as_arguments, check_captures, check_signature
-from ipu_pipeline.ipu_infeed_queue import IPUInfeedQueue
-from ipu_pipeline.operations import Operation
-from ipu_pipeline.placeholders import Placeholder, as_traced_inputs
+from ipu_pipeline.engine.loops.bodies import trace_body
+from ipu_pipeline.engine.loops.loop import Loop
+from ipu_pipeline.engine.tracing import frames
+from ipu_pipeline.engine.tracing.faults import describe_arguments
+from ipu_pipeline.engine.tracing.stages import as_arguments, check_captures, check_signature
+from ipu_pipeline.graph.operations import Operation
+from ipu_pipeline.graph.placeholders import Placeholder, as_traced_inputs
+from ipu_pipeline.program.calls import LoopCall, current_builder
+from ipu_pipeline.queues.infeed import IPUInfeedQueue
 
 __all__ = ["repeat", "while_loop"]
 
@@ -111,7 +111,7 @@ def _loop(
             f"{what} must be called in a function that ipu_compiler.compile traces, within an ipu_scope; "
             "here it is not placed on an IPU device."
         )
-    if names.is_in_stage():
+    if frames.is_in_stage():
         raise RuntimeError(
             f"{what} was called within a computational stage or the body of a loop; use jax.lax.scan or "
             "jax.lax.fori_loop there."
@@ -205,10 +205,10 @@ def _trace_condition(
     cond: Callable[..., Any], tree: Any, avals: Sequence[jax.ShapeDtypeStruct], what: str
 ) -> Callable[[list[Any]], Any]:
     """The condition as a function of the carried values, traced once."""
-    frame = names.Frame(names.ProgramNames(), False, f"the cond of {what}", is_stage=False)
+    frame = frames.Frame(frames.ProgramNames(), False, f"the cond of {what}", is_stage=False)
 
     def call(*values: Any) -> Any:
-        with names.frame(frame):
+        with frames.frame(frame):
             return cond(*jax.tree.unflatten(tree, values))
 
     closed_jaxpr = jax.make_jaxpr(call)(*avals)

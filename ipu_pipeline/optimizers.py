@@ -12,15 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ipu_pipeline.engine import optimizer_tracing
-from ipu_pipeline.engine.gradient_maps import GradientMap, check_gradient_map
-from ipu_pipeline.engine.loss_scaling import scale_loss
-from ipu_pipeline.engine.programs import Reduction, find_accumulator_dtype
-from ipu_pipeline.engine.recording import TrainingStep, current_recorder, record_training_step
-from ipu_pipeline.engine.shapes import check_float_dtype
-from ipu_pipeline.engine.variables import VariableSpec
+from ipu_pipeline.engine.jaxprs.shapes import check_float_dtype
+from ipu_pipeline.engine.loops.recording import TrainingStep, current_recorder, record_training_step
+from ipu_pipeline.engine.programs.accumulation import Reduction, find_accumulator_dtype
+from ipu_pipeline.engine.programs.gradient_maps import GradientMap, check_gradient_map
+from ipu_pipeline.engine.tracing.specs import VariableSpec
+from ipu_pipeline.engine.updates import optimizer_tracing
+from ipu_pipeline.engine.updates.loss_scaling import scale_loss
 from ipu_pipeline.gradient_accumulation import GradientAccumulationReductionMethod
-from ipu_pipeline.operations import Operation
+from ipu_pipeline.graph.operations import Operation
 
 __all__ = [
     "GradientAccumulationOptimizerV2",

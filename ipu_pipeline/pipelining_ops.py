@@ -9,22 +9,21 @@ from typing import Any
 import jax
 
 from ipu_pipeline import config
-from ipu_pipeline.calls import PipelineCall, current_builder
-from ipu_pipeline.engine import names
-from ipu_pipeline.engine.collecting import find_sum_dtype
-from ipu_pipeline.engine.dispatch_plans import DispatchPlan
 from ipu_pipeline.engine.pipeline import Pipeline
-from ipu_pipeline.engine.recomputation import recomputation_checkpoint
+from ipu_pipeline.engine.planning.dispatch_plans import DispatchPlan
+from ipu_pipeline.engine.programs.collecting import find_sum_dtype
+from ipu_pipeline.engine.tracing import frames
+from ipu_pipeline.engine.tracing.checkpoints import recomputation_checkpoint
 from ipu_pipeline.gradient_accumulation import GradientAccumulationReductionMethod
-from ipu_pipeline.ipu_infeed_queue import IPUInfeedQueue
-from ipu_pipeline.ipu_outfeed_queue import IPUOutfeedQueue
-from ipu_pipeline.operations import Operation
-from ipu_pipeline.optimizer_functions import (
+from ipu_pipeline.graph.operations import Operation
+from ipu_pipeline.graph.placeholders import Placeholder, as_traced_inputs
+from ipu_pipeline.program.calls import PipelineCall, current_builder
+from ipu_pipeline.program.optimizer_functions import (
     LossAndTransformation,
     OptimizerFunction,
     OptimizerFunctionOutput,
 )
-from ipu_pipeline.pipeline_arguments import (
+from ipu_pipeline.program.pipeline_arguments import (
     PipelineSchedule,
     RecomputationMode,
     apply_mask,
@@ -41,8 +40,9 @@ from ipu_pipeline.pipeline_arguments import (
     check_recomputation_checkpoints,
     check_replication,
 )
-from ipu_pipeline.pipeline_stage_options import PipelineStageOptions, compiler_options
-from ipu_pipeline.placeholders import Placeholder, as_traced_inputs
+from ipu_pipeline.program.stage_options import PipelineStageOptions, compiler_options
+from ipu_pipeline.queues.infeed import IPUInfeedQueue
+from ipu_pipeline.queues.outfeed import IPUOutfeedQueue
 
 __all__ = [
     "DispatchPlan",
@@ -228,7 +228,7 @@ def pipeline(
             "pipelining_ops.pipeline must be called in a function that ipu_compiler.compile traces, "
             "within an ipu_scope; here it is not placed on an IPU device."
         )
-    if names.is_in_stage():
+    if frames.is_in_stage():
         raise RuntimeError(
             "pipelining_ops.pipeline was called within a computational stage; pipelines do not nest. Call "
             "it in the compiled function, or make its stages stages of the outer pipeline."

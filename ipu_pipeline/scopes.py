@@ -7,7 +7,7 @@ import contextvars
 import re
 from collections.abc import Iterator
 
-from ipu_pipeline.engine.shards import ipu_shard
+from ipu_pipeline.engine.loops.shards import ipu_shard
 
 __all__ = ["current_ipu_device", "ipu_scope", "ipu_shard"]
 

@@ -13,9 +13,9 @@ import numpy as np
 from tqdm import tqdm
 
 from ipu_pipeline import datasets, pipelining_ops
-from ipu_pipeline.ipu_infeed_queue import IPUInfeedQueue
-from ipu_pipeline.ipu_outfeed_queue import IPUOutfeedQueue
-from ipu_pipeline.session import Session
+from ipu_pipeline.queues.infeed import IPUInfeedQueue
+from ipu_pipeline.queues.outfeed import IPUOutfeedQueue
+from ipu_pipeline.session.session import Session
 
 __all__ = [
     "add_arguments",

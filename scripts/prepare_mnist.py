@@ -14,7 +14,7 @@ from pathlib import Path
 
 import tensorflow_datasets as tfds
 
-from ipu_pipeline import mnist_idx, mnist_tfds
+from ipu_pipeline.data import mnist_idx, mnist_tfds
 
 
 def main() -> None:

@@ -28,8 +28,8 @@ from hypothesis import strategies as st
 
 from ipu_pipeline import engine, layers
 from ipu_pipeline.engine import schedules
-from ipu_pipeline.engine.dispatches import find_units
-from ipu_pipeline.engine.simulator import simulate
+from ipu_pipeline.engine.schedules.simulator import simulate
+from ipu_pipeline.engine.schedules.units import find_units
 
 WIDTH, BATCH, NUM_IDS = 6, 4, 7
 NUM_TRAININGS, NUM_SPLITS, NUM_RUNS = 2, 2, 4  # of a model; of a model; of a training and a split

@@ -12,9 +12,9 @@ import optax
 import pytest
 
 import ipu_pipeline as ipu
-from ipu_pipeline import checkpoints
-from ipu_pipeline.checkpoints import CheckpointSeries, read_checkpoint, read_document
-from ipu_pipeline.engine.dispatch_plans import DispatchPlan
+from ipu_pipeline.checkpointing import checkpoints
+from ipu_pipeline.checkpointing.checkpoints import CheckpointSeries, read_checkpoint, read_document
+from ipu_pipeline.engine.planning.dispatch_plans import DispatchPlan
 from ipu_pipeline.errors import CheckpointError
 from ipu_pipeline.optimizers import GradientAccumulationOptimizerV2, LossScalingOptimizer
 from ipu_pipeline.pipelining_ops import PipelineSchedule

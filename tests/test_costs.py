@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from ipu_pipeline.engine.costs import count_operations, has_convolutions
+from ipu_pipeline.engine.jaxprs.costs import count_operations, has_convolutions
 
 X, W = jnp.zeros((3, 4)), jnp.zeros((4, 4))
 DOT = 2 * 3 * 4 * 4

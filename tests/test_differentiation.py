@@ -8,7 +8,7 @@ import pytest
 
 from ipu_pipeline import engine
 from ipu_pipeline.engine import reference
-from ipu_pipeline.engine.programs import ValueKind
+from ipu_pipeline.engine.programs.stage_programs import ValueKind
 from tests import models
 
 BATCH, WIDTH = 4, 6

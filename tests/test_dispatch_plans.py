@@ -14,9 +14,10 @@ import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline import engine, layers
-from ipu_pipeline.engine import dispatch_plans, reference
-from ipu_pipeline.engine.live_bytes import LiveBytes
+from ipu_pipeline.engine import reference
+from ipu_pipeline.engine.planning import choosing
 from ipu_pipeline.errors import OutOfRangeError
+from ipu_pipeline.reports.live_bytes import LiveBytes
 from tests import front, models
 
 WIDTH, BATCH, NUM_CLASSES, COUNT, NUM_UPDATES = 6, 4, 5, 8, 3
@@ -675,7 +676,7 @@ def test_recomputation_is_chosen_for_anew():
     ],
 )
 def test_sizes_to_choose_from(count, sizes):
-    assert dispatch_plans.possible_chunk_sizes(count) == sizes
+    assert choosing.possible_chunk_sizes(count) == sizes
 
 
 def choose(cost, platform, max_live_bytes):
@@ -689,7 +690,7 @@ def choose(cost, platform, max_live_bytes):
         )
         for own in pipeline.programs
     ]
-    return dispatch_plans.choose_dispatch_plan(
+    return choosing.choose_dispatch_plan(
         programs,
         range(4),
         pipeline.timetable,

@@ -10,7 +10,7 @@ import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline import engine, layers
-from ipu_pipeline.engine.shapes import check_like
+from ipu_pipeline.engine.jaxprs.shapes import check_like
 from tests import front
 
 

@@ -8,7 +8,8 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from ipu_pipeline import engine
-from ipu_pipeline.engine import executables, reference
+from ipu_pipeline.engine import reference
+from ipu_pipeline.engine.execution import executables
 from tests import models
 
 WIDTH, COUNT, NUM_STAGES = 16, 8, 5

@@ -10,9 +10,10 @@ import optax
 import pytest
 
 import ipu_pipeline as ipu
-from ipu_pipeline import checkpoints, loaded_program
+from ipu_pipeline.checkpointing import checkpoints
 from ipu_pipeline.errors import CheckpointError
 from ipu_pipeline.pipelining_ops import pipeline
+from ipu_pipeline.session import loaded_program
 from tests import front
 from tests.programs import ROOT
 from tests.resumable import Batches, Training, loss_of, make_stages

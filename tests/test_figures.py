@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ipu_pipeline.engine.schedules import timetable
+from ipu_pipeline.engine.schedules.timetables import timetable
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 sys.path.insert(0, str(SCRIPTS))

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from ipu_pipeline import interrupts
+from ipu_pipeline.session import interrupts
 
 PROGRAM = """
     import os, signal, sys, threading, time

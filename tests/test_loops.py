@@ -13,7 +13,7 @@ import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline import loops
-from ipu_pipeline.engine.loops import Loop
+from ipu_pipeline.engine.loops.loop import Loop
 from ipu_pipeline.errors import OutOfRangeError
 from ipu_pipeline.ipu_infeed_queue import IPUInfeedQueue
 from ipu_pipeline.ipu_outfeed_queue import IPUOutfeedMode, IPUOutfeedQueue
@@ -112,7 +112,7 @@ def test_equals_a_plain_loop(count, every, reduction, optimizer, sharded):
         models.assert_trees_close(session.variables, jax.tree.map(np.asarray, variables))
         name = "GradientAccumulationOptimizerV2"
         assert session.update_count(name) == 3 * count // every
-        accumulated = session._state.pipelines[name].accumulated
+        accumulated = session._store.state.pipelines[name].accumulated
         assert accumulated.count == len(left) == 3 * count % every
         if left:
             total = jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *left)
@@ -762,7 +762,9 @@ def test_the_end_of_the_data_keeps_completed_iterations(sharded):
         expected, variables, left = plain(start, front.data(5)(), 2, "sgd", "SUM")
         models.assert_trees_close(session.run(model.outfeed.dequeue()), expected)
         models.assert_trees_close(session.variables, jax.tree.map(np.asarray, variables))
-        assert session._state.pipelines["GradientAccumulationOptimizerV2"].accumulated.count == len(left)
+        assert session._store.state.pipelines["GradientAccumulationOptimizerV2"].accumulated.count == len(
+            left
+        )
 
 
 def test_an_error_in_the_data_comes_with_its_traceback():

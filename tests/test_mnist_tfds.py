@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ipu_pipeline import datasets, mnist_idx, mnist_tfds
+from ipu_pipeline import datasets
+from ipu_pipeline.data import mnist_idx, mnist_tfds
 from tests.idx_files import write_mnist
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "prepare_mnist.py"

@@ -10,8 +10,8 @@ import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline import engine
-from ipu_pipeline.engine.one_program import OneProgram
-from ipu_pipeline.engine.schedules import ActionKind
+from ipu_pipeline.engine.execution.blocks.one_program import OneProgram
+from ipu_pipeline.engine.schedules.actions import ActionKind
 from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput, pipeline
 from tests import front, models
 
@@ -243,7 +243,7 @@ def test_arguments_of_pipeline(mapping):
                 session.run(infeed.initializer if _run == 0 else [])
                 session.run(program)
             found.append((session.run(outfeed.dequeue()), session.variables))
-            state = session._state
+            state = session._store.state
             kinds = memory_kinds(state.pipelines["Pipeline"].optimizer.tree)
             kinds |= memory_kinds(state.variables["stage0/first/kernel"])
             assert kinds == {"pinned_host" if value else "device"}
@@ -267,10 +267,10 @@ def test_each_argument_moves_its_own_kind(kind):
         session.run([infeed.initializer, program])
         assert call.pipeline.prepare() is executor
         found = {
-            "weight_update_variables": session._state.pipelines["Pipeline"].optimizer.tree,
+            "weight_update_variables": session._store.state.pipelines["Pipeline"].optimizer.tree,
             "activations": kept,
             "gradient_accumulation_buffers": call.pipeline._accumulators,
-            "weights": session._state.variables["stage0/first/kernel"],
+            "weights": session._store.state.variables["stage0/first/kernel"],
         }
         for name, tree in found.items():
             assert memory_kinds(tree) == {"pinned_host" if name == kind else "device"}, name
@@ -307,6 +307,6 @@ def test_loops_offload_optimizer_state():
             session.run(infeed.initializer)
             session.run(program)
             found.append((session.run(outfeed.dequeue()), session.variables))
-            tree = session._state.pipelines["GradientAccumulationOptimizerV2"].optimizer.tree
+            tree = session._store.state.pipelines["GradientAccumulationOptimizerV2"].optimizer.tree
             assert memory_kinds(tree) == {"pinned_host" if offloads else "device"}
     jax.tree.map(np.testing.assert_array_equal, *found)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import ipu_pipeline as ipu
-from ipu_pipeline import mnist_tfds
+from ipu_pipeline.data import mnist_tfds
 from ipu_pipeline.ipu_infeed_queue import IPUInfeedQueue
 
 IMAGES = np.arange(32, dtype=np.uint8).reshape(8, 2, 2)

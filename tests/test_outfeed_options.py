@@ -8,7 +8,7 @@ import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline import engine
-from ipu_pipeline.engine.executor import Executor
+from ipu_pipeline.engine.execution.executor import Executor
 from ipu_pipeline.ipu_outfeed_queue import IPUOutfeedMode, IPUOutfeedQueue
 from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput, pipeline
 from tests import front, models

@@ -7,7 +7,7 @@ import pytest
 
 from ipu_pipeline import engine
 from ipu_pipeline.engine import reference, schedules
-from ipu_pipeline.engine.schedules import Action, ActionKind
+from ipu_pipeline.engine.schedules.actions import Action, ActionKind
 from tests import models
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD

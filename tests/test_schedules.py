@@ -1,7 +1,9 @@
 import pytest
 
 from ipu_pipeline.engine import schedules
-from ipu_pipeline.engine.schedules import Action, ActionKind, ScheduleError, check, timetable
+from ipu_pipeline.engine.schedules.actions import Action, ActionKind, ScheduleError
+from ipu_pipeline.engine.schedules.checking import check
+from ipu_pipeline.engine.schedules.timetables import timetable
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
 

@@ -7,8 +7,9 @@ import optax
 import pytest
 
 import ipu_pipeline as ipu
-from ipu_pipeline.engine import names, reference
+from ipu_pipeline.engine import reference
 from ipu_pipeline.engine.state import PipelineState
+from ipu_pipeline.engine.tracing import scopes
 from ipu_pipeline.errors import OutOfRangeError
 from ipu_pipeline.ipu_outfeed_queue import IPUOutfeedMode, IPUOutfeedQueue
 from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput, pipeline
@@ -59,7 +60,7 @@ def test_initial_values_depend_on_seed_and_name_alone():
     models.assert_trees_close(one, two, 0.0)
     assert sorted(one) == [f"{s}/dense/{v}" for s in ("first", "second") for v in ("bias", "kernel")]
     assert not np.array_equal(one["first/dense/kernel"], other["first/dense/kernel"])
-    key = jax.random.fold_in(jax.random.key(1), names.hash_name("first/dense/kernel"))
+    key = jax.random.fold_in(jax.random.key(1), scopes.hash_name("first/dense/kernel"))
     by_hand = jax.nn.initializers.glorot_uniform()(key, (12, 16), jnp.float32)
     np.testing.assert_array_equal(one["first/dense/kernel"], by_hand)
 
@@ -542,7 +543,7 @@ def test_configuring_after_a_run_moves_the_program():
         config.select_ipus = [5, 3]
         config.configure_ipu_system()
         model.run(session)
-        places = {name: value.devices() for name, value in session._state.variables.items()}
+        places = {name: value.devices() for name, value in session._store.state.variables.items()}
     assert places["first/dense/kernel"] == {jax.devices()[5]}
     assert places["second/dense/kernel"] == {jax.devices()[3]}
 

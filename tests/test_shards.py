@@ -9,12 +9,12 @@ import optax
 import pytest
 
 import ipu_pipeline as ipu
-from ipu_pipeline.engine import names
-from ipu_pipeline.engine.bodies import trace_body
-from ipu_pipeline.engine.loops import Loop, LoopState
+from ipu_pipeline.engine.loops.bodies import trace_body
+from ipu_pipeline.engine.loops.loop import Loop, LoopState
 from ipu_pipeline.engine.state import PipelineState
-from ipu_pipeline.engine.traced import Source
-from ipu_pipeline.engine.variables import initial_value
+from ipu_pipeline.engine.tracing import frames
+from ipu_pipeline.engine.tracing.specs import initial_value
+from ipu_pipeline.engine.tracing.traced import Source
 from ipu_pipeline.optimizers import GradientAccumulationOptimizerV2
 from ipu_pipeline.scopes import ipu_shard
 from tests import models
@@ -32,7 +32,7 @@ def trace(body, element=None):
         return carried
 
     element = (jax.ShapeDtypeStruct(SHAPE, "float32"),) if element is None else element
-    return trace_body(call, [], element, names.ProgramNames(), "the body")
+    return trace_body(call, [], element, frames.ProgramNames(), "the body")
 
 
 def run(body, *element):
@@ -235,9 +235,9 @@ def test_index_range_and_place():
         pass
     with pytest.raises(RuntimeError, match="ipu_shard was called outside of a program"), ipu_shard(0):
         pass
-    frame = names.Frame(names.ProgramNames(), True, "stage 0 (encoder)", is_stage=True)
+    frame = frames.Frame(frames.ProgramNames(), True, "stage 0 (encoder)", is_stage=True)
     with (
-        names.frame(frame),
+        frames.frame(frame),
         pytest.raises(RuntimeError, match=r"in stage 0 \(encoder\).*device_mapping"),
         ipu_shard(0),
     ):

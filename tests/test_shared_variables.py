@@ -9,7 +9,8 @@ import optax
 import pytest
 
 from ipu_pipeline import engine
-from ipu_pipeline.engine import names, reference
+from ipu_pipeline.engine import reference
+from ipu_pipeline.engine.tracing import scopes
 from tests import models
 
 
@@ -202,7 +203,7 @@ def reading(x, labels):
 
 
 def _reusing():
-    return names.absolute_scope("", reuse=True)
+    return scopes.absolute_scope("", reuse=True)
 
 
 @pytest.mark.parametrize("schedule", ["grouped", "sequential"])

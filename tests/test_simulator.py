@@ -2,9 +2,10 @@
 
 import pytest
 
-from ipu_pipeline.engine.dispatches import find_units
-from ipu_pipeline.engine.schedules import Action, ActionKind, timetable
-from ipu_pipeline.engine.simulator import simulate
+from ipu_pipeline.engine.schedules.actions import Action, ActionKind
+from ipu_pipeline.engine.schedules.simulator import simulate
+from ipu_pipeline.engine.schedules.timetables import timetable
+from ipu_pipeline.engine.schedules.units import find_units
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
 COSTS = {F: 1.0, B: 2.0}

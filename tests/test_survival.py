@@ -15,7 +15,7 @@ import jax
 import pytest
 
 import ipu_pipeline as ipu
-from ipu_pipeline.checkpoints import CheckpointSeries
+from ipu_pipeline.checkpointing.checkpoints import CheckpointSeries
 from tests.estimating import assert_same_variables, input_fn, make_estimator
 from tests.programs import ROOT
 

@@ -10,11 +10,12 @@ import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline import engine, loops, scopes
-from ipu_pipeline.engine import reference, summaries
-from ipu_pipeline.engine.summaries import Sent
+from ipu_pipeline.engine import reference
 from ipu_pipeline.ipu_infeed_queue import IPUInfeedQueue
 from ipu_pipeline.ipu_outfeed_queue import IPUOutfeedQueue
 from ipu_pipeline.optimizers import GradientAccumulationOptimizerV2
+from ipu_pipeline.reports import summaries
+from ipu_pipeline.reports.summaries import Sent
 from tests import front, models
 
 NUM_UPDATES = 3

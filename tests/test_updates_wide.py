@@ -7,11 +7,12 @@ import optax
 import pytest
 
 from ipu_pipeline import engine, scopes
-from ipu_pipeline.engine import names, reference
-from ipu_pipeline.engine.bodies import trace_body
-from ipu_pipeline.engine.loops import Loop, LoopState
+from ipu_pipeline.engine import reference
+from ipu_pipeline.engine.loops.bodies import trace_body
+from ipu_pipeline.engine.loops.loop import Loop, LoopState
 from ipu_pipeline.engine.state import PipelineState
-from ipu_pipeline.engine.variables import initial_value
+from ipu_pipeline.engine.tracing import frames
+from ipu_pipeline.engine.tracing.specs import initial_value
 from ipu_pipeline.optimizers import GradientAccumulationOptimizerV2
 from tests import models
 
@@ -39,7 +40,7 @@ def run(dtype, accumulator_dtype, reduction, elements):
         optimizer.minimize(loss_of(*element, dtype))
         return carried
 
-    loop = Loop(trace_body(body, [], elements[0], names.ProgramNames(), "the body"))
+    loop = Loop(trace_body(body, [], elements[0], frames.ProgramNames(), "the body"))
     loop.prepare(jax.devices())
     key = jax.random.key(5)
     variables = {name: initial_value(spec, key) for name, spec in loop.variables.items()}

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from ipu_pipeline import engine, layers
-from ipu_pipeline.engine import names
-from ipu_pipeline.engine.variables import initial_value
+from ipu_pipeline.engine.tracing import scopes
+from ipu_pipeline.engine.tracing.specs import initial_value
 
 
 def trace(function):
@@ -46,7 +46,7 @@ def test_a_variable_that_exists_needs_reuse():
 
     def with_another_shape(x):
         engine.get_variable("v", ())
-        with names.absolute_scope("", reuse=True):
+        with scopes.absolute_scope("", reuse=True):
             return x + engine.get_variable("v", (3,))
 
     with pytest.raises(ValueError, match=r"Trying to share variable v, but specified shape \(3,\)"):
@@ -75,7 +75,7 @@ def test_initial_values():
     counter, spec = value_of("i", (), jnp.int32)
     assert counter.dtype == jnp.int32
     assert not spec.trainable
-    key = jax.random.fold_in(jax.random.key(0), names.hash_name("u"))
+    key = jax.random.fold_in(jax.random.key(0), scopes.hash_name("u"))
     np.testing.assert_array_equal(
         value_of("u", (3,), initializer=jax.nn.initializers.normal())[0],
         jax.nn.initializers.normal()(key, (3,), jnp.float32),
@@ -134,7 +134,7 @@ def test_reading_after_assigning():
     def stage(x):
         v = engine.get_variable("v", (), initializer=1.0, trainable=False)
         engine.assign("v", v + 1)
-        with names.absolute_scope("", reuse=True):
+        with scopes.absolute_scope("", reuse=True):
             return v, engine.get_variable("v")
 
     pipeline = engine.Pipeline([stage], num_micro_batches=2)

@@ -55,8 +55,8 @@ def measure_case(num_stages: int, num_micro_batches: int, num_rounds: int) -> di
     import optax
 
     from ipu_pipeline import engine
-    from ipu_pipeline.engine import placement
-    from ipu_pipeline.engine.executor import Executor
+    from ipu_pipeline.engine.execution import executor as executor_module
+    from ipu_pipeline.engine.execution.executor import Executor
 
     def multiply(w: Any, x: Any) -> Any:
         return w * x
@@ -104,7 +104,7 @@ def measure_case(num_stages: int, num_micro_batches: int, num_rounds: int) -> di
         bare_loops = make_bare_loops(executor, pipeline.timetable(num_micro_batches), clocks)
         for template in executor.plan.templates.values():
             template.function = functools.partial(clocks.run, "calls", template.function)
-        placement.copy_to = functools.partial(clocks.run, "copies", placement.copy_to)
+        executor_module.copy_to = functools.partial(clocks.run, "copies", executor_module.copy_to)
         split = run_rounds(run_step, *bare_loops)
         columns = zip(split.pop("dispatch"), split["calls"], split["copies"], strict=True)
         taken |= split | {"rest": [dispatch - calls - copies for dispatch, calls, copies in columns]}
@@ -132,7 +132,7 @@ def make_bare_loops(
     import jax
     import jax.numpy as jnp
 
-    from ipu_pipeline.engine import placement
+    from ipu_pipeline.engine.devices.rows import copy_to
 
     numbers = Counter(template.index for template, _chunks in executor.plan.dispatches(timetable))
     calls, copies = [], []
@@ -155,8 +155,6 @@ def make_bare_loops(
         for function, arguments, num_accumulators, number in calls:
             for _ in range(number):
                 arguments[:num_accumulators] = function(*arguments)[:num_accumulators]
-
-    copy_to = placement.copy_to
 
     def copy() -> None:
         for arrays, row, number in copies:

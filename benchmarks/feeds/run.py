@@ -45,13 +45,13 @@ def measure_queued(batches: Any) -> float:
     """Examples per second of an infeed queue that places them on a device."""
     import jax
 
-    from ipu_pipeline.engine import placement
+    from ipu_pipeline.engine.devices.rows import make_rows, put_host_copies
     from ipu_pipeline.ipu_infeed_queue import IPUInfeedQueue
 
-    (row,) = placement.make_rows(jax.devices(), [0])
+    (row,) = make_rows(jax.devices(), [0])
     queue = IPUInfeedQueue(batches)
     queue.initialize()
-    take = queue.connect(lambda leaves: placement.put_host_copies(leaves, row))
+    take = queue.connect(lambda leaves: put_host_copies(leaves, row))
     (last,) = take(1)
     begin = time.perf_counter()
     for _ in range(NUM_BATCHES):

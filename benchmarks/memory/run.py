@@ -39,8 +39,8 @@ def measure(schedule: str, plan: str) -> Row:
 
     from benchmarks import models
     from ipu_pipeline import engine
-    from ipu_pipeline.engine.executor import Executor
-    from ipu_pipeline.engine.live_bytes import LiveBytes
+    from ipu_pipeline.engine.execution.executor import Executor
+    from ipu_pipeline.reports.live_bytes import LiveBytes
 
     model = models.make_mlp(64, 32, 8, NUM_STAGES)
     chunk_size = 2 if plan == "chunks of 2" else 1

@@ -23,7 +23,7 @@ import optax
 from benchmarks import harness
 from benchmarks.harness import Row
 from ipu_pipeline import engine
-from ipu_pipeline.engine.one_program import OneProgram
+from ipu_pipeline.engine.execution.blocks.one_program import OneProgram
 
 NUM_STAGES, NUM_LAYERS, WIDTH, BATCH_SIZE, NUM_MICRO_BATCHES = 4, 6, 64, 512, 8
 MODES = [None, "recompute_then_backpropagate", "recompute_and_backpropagate_interleaved"]

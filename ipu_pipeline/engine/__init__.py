@@ -1,17 +1,19 @@
 """The engine: pipelines as plain JAX, state in and state out."""
 
-from ipu_pipeline.engine.dispatch_plans import DispatchPlan
 from ipu_pipeline.engine.errors import OutOfRangeError
-from ipu_pipeline.engine.keys import next_rng_key
-from ipu_pipeline.engine.names import variable_scope
+from ipu_pipeline.engine.measuring import measure_dispatch_plan
 from ipu_pipeline.engine.pipeline import Pipeline
-from ipu_pipeline.engine.plain_stages import Stage
-from ipu_pipeline.engine.plan_measuring import measure_dispatch_plan
-from ipu_pipeline.engine.programs import Reduction
-from ipu_pipeline.engine.recomputation import Recomputation, recomputation_checkpoint
-from ipu_pipeline.engine.schedules import Action, ActionKind, ScheduleError, Timetable
+from ipu_pipeline.engine.planning.dispatch_plans import DispatchPlan
+from ipu_pipeline.engine.programs.accumulation import Reduction
+from ipu_pipeline.engine.programs.recomputation import Recomputation
+from ipu_pipeline.engine.schedules.actions import Action, ActionKind, ScheduleError
+from ipu_pipeline.engine.schedules.checking import Timetable
 from ipu_pipeline.engine.state import PipelineState, StepOutputs
-from ipu_pipeline.engine.variables import assign, get_variable
+from ipu_pipeline.engine.tracing.checkpoints import recomputation_checkpoint
+from ipu_pipeline.engine.tracing.keys import next_rng_key
+from ipu_pipeline.engine.tracing.scopes import variable_scope
+from ipu_pipeline.engine.tracing.stage_lists import Stage
+from ipu_pipeline.engine.tracing.variables import assign, get_variable
 
 __all__ = [
     "Action",

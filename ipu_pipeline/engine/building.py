@@ -7,15 +7,18 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ipu_pipeline.engine import differentiation, names, optimizer_tracing, stages
-from ipu_pipeline.engine.collecting import Collecting, make_collecting
-from ipu_pipeline.engine.faults import Faults
-from ipu_pipeline.engine.gradient_maps import GradientMap, check_gradient_map
-from ipu_pipeline.engine.programs import Reduction, StagePrograms, find_accumulator_dtype
-from ipu_pipeline.engine.recomputation import Recomputation
-from ipu_pipeline.engine.traced import TracedPipeline, send_variables
-from ipu_pipeline.engine.updates import Updates, cut_updates
-from ipu_pipeline.engine.variables import VariableSpec
+from ipu_pipeline.engine.programs import differentiation
+from ipu_pipeline.engine.programs.accumulation import Reduction, find_accumulator_dtype
+from ipu_pipeline.engine.programs.collecting import Collecting, make_collecting
+from ipu_pipeline.engine.programs.gradient_maps import GradientMap, check_gradient_map
+from ipu_pipeline.engine.programs.recomputation import Recomputation
+from ipu_pipeline.engine.programs.stage_programs import StagePrograms
+from ipu_pipeline.engine.tracing import frames, stages
+from ipu_pipeline.engine.tracing.faults import Faults
+from ipu_pipeline.engine.tracing.specs import VariableSpec
+from ipu_pipeline.engine.tracing.traced import TracedPipeline, send_variables
+from ipu_pipeline.engine.updates import optimizer_tracing
+from ipu_pipeline.engine.updates.cutting import Updates, cut_updates
 
 __all__ = ["Built", "Recipe", "build"]
 
@@ -36,7 +39,7 @@ class Recipe:
     optimizer: optimizer_tracing.Optimizer | None
     reduction: Reduction
     trained: Collection[str] | Callable[[], Collection[str] | None] | None
-    program_names: names.ProgramNames
+    program_names: frames.ProgramNames
     describe_capture: Callable[[Any], str | None] | None
     gradient_map: Callable[[], GradientMap | None] | None
     accumulator_dtype: Any
@@ -77,7 +80,7 @@ def build(recipe: Recipe, element: Any, inputs: tuple[Any, ...], recompute: Reco
       ValueError, TypeError: what is wrong with the stages, in one error as far as it can be found; or with
         the optimizer, a dtype, or what is to be summed.
     """
-    with names.unchanged_on_error(recipe.program_names):
+    with frames.unchanged_on_error(recipe.program_names):
         faults = Faults()
         traced = stages.trace(
             recipe.functions,

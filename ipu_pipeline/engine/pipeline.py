@@ -16,39 +16,33 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_pipeline.engine import (
-    names,
-    optimizer_tracing,
-    placement,
-    schedules,
-    stage_lists,
-)
-from ipu_pipeline.engine.accumulators import AccumulatorPlan, plan_accumulators
-from ipu_pipeline.engine.blocks import BlockExecutor, PendingBlock
+from ipu_pipeline.engine import schedules
 from ipu_pipeline.engine.building import Built, Recipe, build
-from ipu_pipeline.engine.collecting import Collecting
-from ipu_pipeline.engine.compiler_options import Options, check_compiles, plan_options
-from ipu_pipeline.engine.dispatch_plans import (
-    DispatchPlan,
-    check_dispatch_plan,
-    check_fused,
-    choose_dispatch_plan,
-)
+from ipu_pipeline.engine.devices.compiler_options import Options, check_compiles, plan_options
+from ipu_pipeline.engine.devices.feeds import PlacedMicroBatches, Take, take_nothing
+from ipu_pipeline.engine.devices.offloading import Offload, parse_offload
+from ipu_pipeline.engine.devices.residence import Residence
+from ipu_pipeline.engine.devices.rows import make_rows
 from ipu_pipeline.engine.errors import OutOfRangeError
-from ipu_pipeline.engine.executor import Executor
-from ipu_pipeline.engine.feeds import PlacedMicroBatches, Take, take_nothing
-from ipu_pipeline.engine.gradient_maps import GradientMap
-from ipu_pipeline.engine.memory_plan import StageMemory, plan_memory
-from ipu_pipeline.engine.offloading import Offload, parse_offload
-from ipu_pipeline.engine.programs import Reduction, StagePrograms
-from ipu_pipeline.engine.recomputation import Recomputation
-from ipu_pipeline.engine.residence import Residence
-from ipu_pipeline.engine.shapes import as_shape, check_like
-from ipu_pipeline.engine.stage_lists import StageEntry, flatten_stages
+from ipu_pipeline.engine.execution.blocks.blocks import BlockExecutor, PendingBlock
+from ipu_pipeline.engine.execution.executor import Executor
+from ipu_pipeline.engine.jaxprs.shapes import as_shape, check_like
+from ipu_pipeline.engine.planning.choosing import choose_dispatch_plan
+from ipu_pipeline.engine.planning.dispatch_plans import DispatchPlan, check_dispatch_plan, check_fused
+from ipu_pipeline.engine.planning.memory import StageMemory, plan_memory
+from ipu_pipeline.engine.programs.accumulation import Reduction
+from ipu_pipeline.engine.programs.collecting import Collecting
+from ipu_pipeline.engine.programs.gradient_maps import GradientMap
+from ipu_pipeline.engine.programs.recomputation import Recomputation
+from ipu_pipeline.engine.programs.stage_programs import StagePrograms
 from ipu_pipeline.engine.state import Accumulated, Collected, PipelineState, StepOutputs
-from ipu_pipeline.engine.traced import TracedPipeline
-from ipu_pipeline.engine.updates import Updates
-from ipu_pipeline.engine.variables import VariableSpec, initial_value
+from ipu_pipeline.engine.tracing import frames, stage_lists
+from ipu_pipeline.engine.tracing.specs import VariableSpec, initial_value
+from ipu_pipeline.engine.tracing.stage_lists import StageEntry, flatten_stages
+from ipu_pipeline.engine.tracing.traced import TracedPipeline
+from ipu_pipeline.engine.updates import optimizer_tracing
+from ipu_pipeline.engine.updates.accumulators import AccumulatorPlan, plan_accumulators
+from ipu_pipeline.engine.updates.cutting import Updates
 
 __all__ = ["Pipeline"]
 
@@ -76,7 +70,7 @@ class Pipeline:
         reduction: str | Reduction = "sum",
         donate: bool = False,
         trained: Collection[str] | Callable[[], Collection[str] | None] | None = None,
-        program_names: names.ProgramNames | None = None,
+        program_names: frames.ProgramNames | None = None,
         describe_capture: Callable[[Any], str | None] | None = None,
         gradient_map: Callable[[], GradientMap | None] | None = None,
         recompute: str | Recomputation | None = None,
@@ -191,7 +185,7 @@ class Pipeline:
             optimizer=optimizer,
             reduction=Reduction(reduction),
             trained=trained,
-            program_names=program_names or names.ProgramNames(),
+            program_names=program_names or frames.ProgramNames(),
             describe_capture=describe_capture,
             gradient_map=gradient_map,
             accumulator_dtype=accumulator_dtype,
@@ -434,7 +428,7 @@ class Pipeline:
                 f"{len(devices)}. On a CPU, before the first use of JAX, "
                 f'jax.config.update("jax_num_cpu_devices", {self.num_ipus}) makes more.'
             )
-        rows = placement.make_rows(devices, self._mapping)
+        rows = make_rows(devices, self._mapping)
         check_compiles(self._options, rows)
         if self._devices is None or [d.platform for d in self._devices] != [d.platform for d in devices]:
             self._chosen_plan = None

@@ -16,12 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ipu_pipeline.engine import jaxprs, keys, stages
-from ipu_pipeline.engine.loss_scaling import LossScaled, LossScaleState
-from ipu_pipeline.engine.optimizer_tracing import Optimizer
-from ipu_pipeline.engine.programs import Reduction, count_dtype
+from ipu_pipeline.engine import jaxprs
+from ipu_pipeline.engine.programs.accumulation import Reduction, count_dtype
 from ipu_pipeline.engine.state import Collected, PipelineState, StepOutputs
-from ipu_pipeline.engine.traced import Source, TracedPipeline
+from ipu_pipeline.engine.tracing import keys, stages
+from ipu_pipeline.engine.tracing.traced import Source, TracedPipeline
+from ipu_pipeline.engine.updates.loss_scaling import LossScaled, LossScaleState
+from ipu_pipeline.engine.updates.optimizer_tracing import Optimizer
 
 __all__ = ["Gradients", "gradients", "step"]
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_pipeline.engine import names
+from ipu_pipeline.engine.tracing import frames, scopes
 
 __all__ = [
     "ActivationFunction",
@@ -89,7 +89,7 @@ class Layer(abc.ABC):
             raise ValueError(
                 f"{type(self).__name__}: dtype must be a floating-point one; got {self.dtype.name}."
             )
-        self._scopes: weakref.WeakKeyDictionary[names.ProgramNames, str] = weakref.WeakKeyDictionary()
+        self._scopes: weakref.WeakKeyDictionary[frames.ProgramNames, str] = weakref.WeakKeyDictionary()
 
     def __call__(self, inputs: Any, **options: Any) -> jax.Array:
         """Applies the layer to a traced array, in a stage."""
@@ -99,14 +99,14 @@ class Layer(abc.ABC):
     @contextlib.contextmanager
     def _own_scope(self) -> Iterator[None]:
         """The scope of the layer's variables; the second time in a program, they are used again."""
-        frame = names.current_frame(type(self).__name__)
+        frame = frames.current_frame(type(self).__name__)
         scope = self._scopes.get(frame.names)
         is_again = scope is not None
         if scope is None:
-            own = self.name or frame.names.layer_name(names.current_scope(), self.kind)
-            scope = names.join(names.current_scope(), own)
+            own = self.name or frame.names.layer_name(scopes.current_scope(), self.kind)
+            scope = scopes.join(scopes.current_scope(), own)
             self._scopes[frame.names] = scope
-        with names.absolute_scope(scope, reuse=is_again):
+        with scopes.absolute_scope(scope, reuse=is_again):
             yield
 
     @abc.abstractmethod
@@ -115,7 +115,7 @@ class Layer(abc.ABC):
 
     def _full_name(self) -> str:
         """What errors call the layer while it is applied, for example "Dense encoder/dense"."""
-        return f"{type(self).__name__} {names.current_scope()}"
+        return f"{type(self).__name__} {scopes.current_scope()}"
 
     def _is_training(self, training: bool | None) -> bool:
         """Whether the layer is applied as in training.
@@ -124,7 +124,7 @@ class Layer(abc.ABC):
           training: what the caller asked for; None: True in a program that trains, False in others.
         """
         if training is None:
-            return names.current_frame(type(self).__name__).is_training()
+            return frames.current_frame(type(self).__name__).is_training()
         return bool(training)
 
     def _check_floating(self, inputs: jax.Array) -> None:

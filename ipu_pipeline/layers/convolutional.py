@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ipu_pipeline.engine.variables import get_variable
+from ipu_pipeline.engine.tracing.variables import get_variable
 from ipu_pipeline.layers import spatial
 from ipu_pipeline.layers.base import (
     ActivationFunction,

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ipu_pipeline.engine import keys
-from ipu_pipeline.engine.variables import get_variable
+from ipu_pipeline.engine.tracing import keys
+from ipu_pipeline.engine.tracing.variables import get_variable
 from ipu_pipeline.layers.base import (
     ActivationFunction,
     Layer,

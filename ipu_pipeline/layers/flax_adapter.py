@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_pipeline.engine import jaxprs, keys, names
-from ipu_pipeline.engine.variables import assign, get_variable
+from ipu_pipeline.engine import jaxprs
+from ipu_pipeline.engine.tracing import frames, keys, scopes
+from ipu_pipeline.engine.tracing.variables import assign, get_variable
 from ipu_pipeline.layers.base import Layer
 
 __all__ = ["Flax"]
@@ -121,7 +122,7 @@ class Flax(Layer):
 
     def _key(self) -> jax.Array | None:
         """The random key of this call; None outside of stages, where there is none."""
-        return keys.next_rng_key() if names.is_in_stage() else None
+        return keys.next_rng_key() if frames.is_in_stage() else None
 
     def _find_training(self, training: bool | None, options: dict[str, Any]) -> dict[str, bool]:
         """The argument that tells a linen module whether it trains."""
@@ -271,7 +272,7 @@ def _replace_rng(variable: Any, path: tuple[Any, ...], key: jax.Array) -> Any:
     value = variable.get_value()
     if not isinstance(variable, nnx.RngKey):
         return variable.replace(jnp.zeros(value.shape, value.dtype))
-    own = jax.random.fold_in(key, np.uint32(names.hash_name(_name(path))))
+    own = jax.random.fold_in(key, np.uint32(scopes.hash_name(_name(path))))
     return variable.replace(own if value.shape == () else jax.random.split(own, value.shape))
 
 

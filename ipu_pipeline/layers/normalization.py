@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_pipeline.engine.variables import assign, get_variable
+from ipu_pipeline.engine.tracing.variables import assign, get_variable
 from ipu_pipeline.layers.base import Layer, at_least_float32, check_positive_integer, find_initializer
 
 __all__ = ["BatchNormalization", "GroupNormalization", "LayerNormalization"]

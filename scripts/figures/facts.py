@@ -21,9 +21,9 @@ import numpy as np
 
 from ipu_pipeline import datasets, engine
 from ipu_pipeline.engine import schedules
-from ipu_pipeline.engine.programs import ValueKind
-from ipu_pipeline.engine.summaries import summarize
-from ipu_pipeline.engine.traced import Source
+from ipu_pipeline.engine.programs.stage_programs import ValueKind
+from ipu_pipeline.engine.tracing.traced import Source
+from ipu_pipeline.reports.summaries import summarize
 
 __all__ = [
     "Layer",

@@ -1,0 +1,1 @@
+"""What a session keeps, and how it is written."""

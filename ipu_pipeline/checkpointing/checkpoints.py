@@ -1,0 +1,395 @@
+"""Checkpoints on disk: directories that Orbax writes, and a document that makes them complete.
+
+A checkpoint is a directory with what Orbax wrote, the arrays, and `checkpoint.json`: everything else, and
+the SHA-256 of each file. The document is written last, under another name that is then changed, so a
+checkpoint that has it is complete, and one without it was being written when the process ended.
+
+Orbax is imported when it is first needed.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+import os
+import shutil
+import threading
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ipu_pipeline.checkpointing.snapshots import Snapshot, from_numpy, to_numpy
+from ipu_pipeline.errors import CheckpointError
+
+__all__ = [
+    "DOCUMENT",
+    "CheckpointSeries",
+    "IncompleteCheckpointError",
+    "read_checkpoint",
+    "read_document",
+    "write_checkpoint",
+]
+
+DOCUMENT = "checkpoint.json"
+_ARRAYS = "default"  # what CheckpointManager calls its only item
+# What there is of a checkpoint before its document.
+_PARTS = {_ARRAYS, "_CHECKPOINT_METADATA", "commit_success.txt", f"{DOCUMENT}.being-written"}
+_NONE_READS = (
+    "None of the checkpoints in {directory} can be read: {reasons} Training does not begin anew over "
+    "them: give another directory, or remove these."
+)
+_logger = logging.getLogger("ipu_pipeline")
+
+
+def write_checkpoint(
+    path: str | os.PathLike[str], snapshot: Snapshot, files: Mapping[str, bytes] | None = None
+) -> None:
+    """Writes a checkpoint; if there is one, it is replaced when the new one is complete.
+
+    Args:
+      path: where.
+      snapshot: what.
+      files: others that are to lie beside it, by name.
+
+    Raises:
+      OSError, ValueError: it cannot be written. What was there stays.
+    """
+    import orbax.checkpoint as ocp
+
+    target = Path(path).absolute()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _recover(target)
+    if target.exists() and not (target / DOCUMENT).exists():
+        raise ValueError(f"save: {target} exists and is no checkpoint; it is not replaced.")
+    started, old = _beside(target, _WRITTEN), _beside(target, _REPLACED)
+    shutil.rmtree(started, ignore_errors=True)
+    arrays = _storable(snapshot)
+    _quieten_orbax()
+    try:
+        started.mkdir()
+        if arrays:
+            with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+                checkpointer.save(started / _ARRAYS, args=ocp.args.PyTreeSave(arrays))
+        for name, content in (files or {}).items():
+            (started / name).write_bytes(content)
+        _complete(started, snapshot.document())
+        if target.exists():
+            target.rename(old)
+        started.rename(target)
+    finally:
+        shutil.rmtree(started, ignore_errors=True)
+        if not target.exists() and old.exists():
+            old.rename(target)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def read_document(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """What a checkpoint has besides arrays: see `Snapshot.document`. The files are not verified.
+
+    Raises:
+      CheckpointError: there is no checkpoint, it is not complete, or its document is damaged.
+    """
+    directory = Path(path).absolute()
+    _recover(directory)
+    if not directory.is_dir():
+        raise CheckpointError(f"There is no checkpoint at {directory}.")
+    try:
+        text = (directory / DOCUMENT).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise IncompleteCheckpointError(
+            f"The checkpoint {directory} is not complete: it has no {DOCUMENT}, which is written last."
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"The file {directory / DOCUMENT} cannot be read: {error}.") from error
+    try:
+        document: dict[str, Any] = json.loads(text)
+        known = document.pop("sha256")
+        if known == _digest_of(document):
+            return document
+    except (ValueError, KeyError, AttributeError):  # damaged, in whatever way
+        pass
+    raise CheckpointError(f"The file {directory / DOCUMENT} is damaged.")
+
+
+def read_checkpoint(path: str | os.PathLike[str]) -> Snapshot:
+    """Reads a checkpoint, after all its files were compared with their digests.
+
+    Returns:
+      The snapshot, with NumPy arrays.
+
+    Raises:
+      CheckpointError: there is none, it is not complete, a file of it is missing or damaged, or it has
+        another format.
+    """
+    import orbax.checkpoint as ocp
+
+    directory = Path(path).absolute()
+    document = read_document(directory)
+    for name, digest in document["files"].items():
+        file = directory / name
+        if not file.is_file():
+            raise CheckpointError(f"The file {file} of the checkpoint is missing.")
+        try:
+            found = _digest_of_file(file)
+        except OSError as error:
+            raise CheckpointError(f"The file {file} cannot be read: {error}.") from error
+        if found != digest:
+            raise CheckpointError(
+                f"The file {file} is damaged: its {file.stat().st_size} bytes are not what was written."
+            )
+    described = document["arrays"]
+    try:
+        stored: dict[str, Any] = {}
+        if (directory / _ARRAYS).exists():
+            with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+                stored = checkpointer.restore(directory / _ARRAYS, args=ocp.args.PyTreeRestore())
+        return Snapshot.of(document, _with_empty_ones(described, stored))
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"The checkpoint {directory} cannot be read: {error}") from error
+
+
+class IncompleteCheckpointError(CheckpointError):
+    """What there is was being written when the process ended."""
+
+
+class CheckpointSeries:
+    """The checkpoints of one training run, numbered by its steps, in a directory.
+
+    Example:
+      series = CheckpointSeries(directory, max_to_keep=5)
+      series.start_saving(step, snapshot)  # returns at once
+      series.wait()
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], max_to_keep: int | None = None) -> None:
+        """Makes nothing yet.
+
+        Args:
+          directory: where they are, one directory each, named by the step.
+          max_to_keep: the oldest ones beyond this number are deleted; None keeps all.
+        """
+        self.directory = Path(directory).absolute()
+        self._max_to_keep = max_to_keep
+        self._thread: threading.Thread | None = None
+
+    def steps(self) -> list[int]:
+        """The steps of which there is a directory, from the oldest to the newest."""
+        if not self.directory.is_dir():
+            return []
+        return sorted(int(entry.name) for entry in self.directory.iterdir() if entry.name.isdecimal())
+
+    def path(self, step: int) -> Path:
+        """Where the checkpoint of a step is."""
+        return self.directory / str(step)
+
+    def latest(self) -> Path | None:
+        """The newest one that is complete; its files are not verified."""
+        complete = [step for step in self.steps() if (self.path(step) / DOCUMENT).exists()]
+        return self.path(complete[-1]) if complete else None
+
+    def read_latest(self, set_aside: bool = False) -> tuple[int, Snapshot] | None:
+        """The newest checkpoint that can be read, and its step; None if none was ever complete.
+
+        Args:
+          set_aside: whether newer ones, which cannot be read, get other names, or are deleted if they were
+            never complete, so that checkpoints of the same steps can be written.
+
+        Raises:
+          CheckpointError: there are complete checkpoints, and none can be read.
+        """
+        skipped: dict[int, CheckpointError] = {}
+        found = None
+        for step in reversed(self.steps()):
+            try:
+                found = step, read_checkpoint(self.path(step))
+                break
+            except CheckpointError as error:
+                skipped[step] = error
+        reasons = " ".join(map(str, skipped.values()))
+        if found is None and not all(isinstance(e, IncompleteCheckpointError) for e in skipped.values()):
+            raise CheckpointError(_NONE_READS.format(directory=self.directory, reasons=reasons))
+        if skipped:
+            restored = "there is no other one" if found is None else f"step {found[0]} restored"
+            warnings.warn(f"Checkpoints were skipped, and {restored}: {reasons}", stacklevel=2)
+        for unreadable in skipped if set_aside else ():
+            self._set_aside(unreadable)
+        return found
+
+    def start_saving(self, step: int, snapshot: Snapshot) -> None:
+        """Writes a checkpoint in a thread. Waits first for the one before, if that is still being written.
+
+        An error is logged; training goes on, and what was there stays.
+
+        Args:
+          step: above those that there are.
+          snapshot: its arrays must not change meanwhile.
+        """
+        self.wait()
+        self._thread = threading.Thread(
+            target=self._save_or_report,
+            args=(step, snapshot),
+            name="ipu-checkpoint",
+            daemon=True,
+        )
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Waits until nothing is being written."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def save(self, step: int, snapshot: Snapshot) -> Path:
+        """Writes a checkpoint, and deletes the oldest ones. One of this step that is complete stays.
+
+        Raises:
+          OSError, ValueError: it cannot be written.
+        """
+        import orbax.checkpoint as ocp
+
+        path = self.path(step)
+        if (path / DOCUMENT).exists():
+            return path
+        _quieten_orbax()
+        self.directory.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            self._set_aside(step)
+        # A new one each time: it notes what there is, which others may change.
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=None,  # it would delete an old one before the new one is complete
+            enable_async_checkpointing=False,
+            cleanup_tmp_directories=True,
+        )
+        with ocp.CheckpointManager(self.directory, options=options) as manager:
+            try:
+                manager.save(step, args=ocp.args.PyTreeSave(_storable(snapshot)), force=True)
+                _complete(path, snapshot.document())
+            except BaseException:
+                shutil.rmtree(path, ignore_errors=True)
+                for left in self.directory.glob(f"{step}.orbax-checkpoint-tmp*"):
+                    shutil.rmtree(left, ignore_errors=True)
+                raise
+            for old in self.steps()[: -self._max_to_keep] if self._max_to_keep is not None else ():
+                try:
+                    manager.delete(old)
+                except OSError as error:
+                    _logger.error("The checkpoint %s could not be deleted: %s.", self.path(old), error)
+        return path
+
+    def amend(self, step: int, extra: dict[str, Any]) -> None:
+        """Replaces what else belongs to a checkpoint, see `Snapshot.extra`; it stays complete meanwhile."""
+        document = read_document(self.path(step))
+        _write_document(self.path(step), {**document, "extra": extra})
+
+    def _save_or_report(self, step: int, snapshot: Snapshot) -> None:
+        try:
+            self.save(step, snapshot)
+        except Exception as error:
+            kept = self.latest()
+            _logger.error(
+                "The checkpoint of step %d could not be saved in %s: %s. Training goes on; %s.",
+                step,
+                self.directory,
+                str(error) or type(error).__name__,
+                "there is none yet" if kept is None else f"the last good one is {kept}",
+            )
+
+    def _set_aside(self, step: int) -> None:
+        """Renames what cannot be read; what was being written when a process ended is deleted."""
+        path = self.path(step)
+        if {entry.name for entry in path.iterdir()} <= _PARTS:
+            shutil.rmtree(path)
+            return
+        number = 0
+        while (other := path.with_name(f"unreadable-{step}-{number}")).exists():
+            number += 1
+        path.rename(other)
+
+
+def _storable(snapshot: Snapshot) -> dict[str, Any]:
+    """The arrays as Orbax takes them: NumPy's, none of size 0, and no empty dict."""
+
+    def prune(tree: Any) -> Any:
+        if not isinstance(tree, dict):
+            return to_numpy(tree)
+        pruned = {key: prune(part) for key, part in tree.items()}
+        return {
+            key: part for key, part in pruned.items() if (part if isinstance(part, dict) else part.size > 0)
+        }
+
+    arrays: dict[str, Any] = prune(snapshot.arrays())
+    return arrays
+
+
+def _with_empty_ones(described: dict[str, Any], stored: dict[str, Any]) -> dict[str, Any]:
+    """The inverse of `_storable`: what is described as of size 0 is made anew."""
+    found: dict[str, Any] = {}
+    for key, part in described.items():
+        if isinstance(part, dict):
+            found[key] = _with_empty_ones(part, stored.get(key, {}))
+        else:
+            found[key] = from_numpy(stored.get(key), part)
+    return found
+
+
+_WRITTEN, _REPLACED = "being-written", "being-replaced"
+
+
+def _beside(target: Path, what: str) -> Path:
+    return target.with_name(f".{target.name}.{what}-{os.getpid()}")
+
+
+def _recover(target: Path) -> None:
+    """Puts back what was being replaced when a process ended, and deletes what it was writing."""
+    if target.exists() or not target.parent.is_dir():
+        return
+    for old in target.parent.glob(f".{target.name}.{_REPLACED}-*"):
+        if not target.exists() and (old / DOCUMENT).exists():
+            old.rename(target)
+    for started in target.parent.glob(f".{target.name}.{_WRITTEN}-*"):
+        shutil.rmtree(started, ignore_errors=True)
+
+
+def _complete(directory: Path, document: dict[str, Any]) -> None:
+    """Writes the document, with the digests of all files."""
+    files = {
+        str(file.relative_to(directory)): _digest_of_file(file)
+        for file in sorted(directory.rglob("*"))
+        if file.is_file()
+    }
+    _write_document(directory, {**document, "files": files})
+
+
+def _write_document(directory: Path, document: dict[str, Any]) -> None:
+    started = directory / f"{DOCUMENT}.being-written"
+    with open(started, "w", encoding="utf-8") as stream:
+        json.dump({**document, "sha256": _digest_of(document)}, stream, indent=1)
+        stream.flush()
+        os.fsync(stream.fileno())
+    started.rename(directory / DOCUMENT)
+
+
+def _digest_of(document: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+
+
+def _digest_of_file(path: Path) -> str:
+    with open(path, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+@functools.cache
+def _quieten_orbax() -> None:
+    """Keeps Orbax's threads and coroutines from logging the errors that it raises as well."""
+
+    def is_kept(record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        is_thread = "_SignalingThread" in text
+        is_coroutine = "was never retrieved" in text and ("OCDBT" in text or "orbax" in text)
+        return not is_thread and not is_coroutine
+
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).addFilter(is_kept)

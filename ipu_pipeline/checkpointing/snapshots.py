@@ -1,0 +1,218 @@
+"""Everything that training has made, as arrays by name and a JSON document: what a checkpoint holds.
+
+Nothing in it depends on how a model is cut into stages, on schedules or on devices. Variables go by their
+full names; optimizer state by the pipeline's name and its path in the Optax state, where parameters are
+one flat dict by full name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ipu_pipeline.checkpointing.session_state import KeptGradients, KeptOptimizer, Record, SessionState
+from ipu_pipeline.queues.positions import Position
+
+__all__ = [
+    "FeedPosition",
+    "KeptPlan",
+    "Snapshot",
+    "describe_array",
+    "find_differences",
+    "from_numpy",
+    "to_numpy",
+]
+
+_KEY = "key "
+FORMAT = "ipu_pipeline checkpoint"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class FeedPosition:
+    """Where the data set of some pipelines stands: of those that share an infeed, by name."""
+
+    pipelines: tuple[str, ...]
+    position: Position
+
+
+@dataclass(frozen=True)
+class KeptPlan:
+    """How a pipeline's actions became dispatches.
+
+    Attributes:
+      fits: what the plan was made for; it is used again where this is the same.
+      plan: the fields of the `DispatchPlan`.
+    """
+
+    fits: dict[str, Any]
+    plan: dict[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Snapshot:
+    """What a session has, and where its data sets are.
+
+    Attributes:
+      state: variables and optimizer states; NumPy arrays, or JAX arrays that nobody else holds.
+      seed: the session's.
+      key_implementation: of its random keys.
+      feeds: where the data sets stand.
+      plans: by the pipeline's name.
+      extra: what else belongs to it, JSON.
+    """
+
+    state: SessionState
+    seed: int
+    key_implementation: str
+    feeds: tuple[FeedPosition, ...] = ()
+    plans: dict[str, KeptPlan] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def arrays(self) -> dict[str, Any]:
+        """All arrays, in nested dicts: variables, optimizer (by pipeline) and accumulated (likewise)."""
+        pipelines = self.state.pipelines.items()
+        optimizers = {
+            name: dict(zip(kept.shapes, jax.tree.leaves(kept.tree), strict=True))
+            for name, record in pipelines
+            if (kept := record.optimizer) is not None
+        }
+        accumulated = {
+            name: dict(record.accumulated.accumulators)
+            for name, record in pipelines
+            if record.accumulated is not None
+        }
+        return {
+            "variables": dict(self.state.variables),
+            "optimizer": optimizers,
+            "accumulated": accumulated,
+        }
+
+    def document(self) -> dict[str, Any]:
+        """Everything else, as JSON has it."""
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "seed": self.seed,
+            "key_implementation": self.key_implementation,
+            "arrays": jax.tree.map(describe_array, self.arrays()),
+            "pipelines": {name: _describe_record(record) for name, record in self.state.pipelines.items()},
+            "feeds": [
+                {"pipelines": list(feed.pipelines), **dataclasses.asdict(feed.position)}
+                for feed in self.feeds
+            ],
+            "plans": {name: dataclasses.asdict(plan) for name, plan in self.plans.items()},
+            "extra": self.extra,
+        }
+
+    @classmethod
+    def of(cls, document: Mapping[str, Any], arrays: Mapping[str, Any]) -> Snapshot:
+        """The inverse of `document` and `arrays`.
+
+        Raises:
+          ValueError: it is not from this library, or from a later version of it.
+        """
+        if document.get("format") != FORMAT:
+            raise ValueError(
+                f"it is no checkpoint of this library: its format is {document.get('format')!r}."
+            )
+        if document["version"] != VERSION:
+            raise ValueError(
+                f"it has version {document['version']} of the format; this library reads version {VERSION}."
+            )
+        records = {
+            name: _make_record(
+                known, arrays["optimizer"].get(name, {}), arrays["accumulated"].get(name, {})
+            )
+            for name, known in document["pipelines"].items()
+        }
+        feeds = [
+            FeedPosition(tuple(feed.pop("pipelines")), Position(**feed))
+            for feed in map(dict, document["feeds"])
+        ]
+        return cls(
+            SessionState(dict(arrays["variables"]), records),
+            document["seed"],
+            document["key_implementation"],
+            tuple(feeds),
+            {name: KeptPlan(**plan) for name, plan in document["plans"].items()},
+            document["extra"],
+        )
+
+
+def describe_array(value: Any) -> str:
+    """Dtype and shape, such as float32[3, 4]; of random keys their kind, such as "key threefry2x32[]"."""
+    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        return f"{_KEY}{jax.random.key_impl(value)}{list(value.shape)}"
+    return f"{np.dtype(value.dtype).name}{list(value.shape)}"
+
+
+def to_numpy(value: Any) -> np.ndarray[Any, Any]:
+    """An array as files have it: of random keys their data."""
+    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        value = jax.random.key_data(value)
+    return np.asarray(value)
+
+
+def from_numpy(stored: Any, described: str) -> Any:
+    """The inverse of `to_numpy` and `describe_array`; what is not stored has size 0."""
+    dtype, _bracket, shape = described.partition("[")
+    if stored is None:
+        return np.zeros(json.loads("[" + shape), dtype)
+    if dtype.startswith(_KEY):
+        return jax.random.wrap_key_data(jnp.asarray(stored), impl=dtype.removeprefix(_KEY))
+    return np.asarray(stored)
+
+
+def find_differences(known: Mapping[str, str], wanted: Mapping[str, str]) -> list[str]:
+    """What is different between the variables of a checkpoint and those of programs, in sentences.
+
+    Args:
+      known: those that there are: full name -> `describe_array`.
+      wanted: those that programs use, likewise.
+    """
+    missing = sorted(name for name in wanted if name not in known)
+    surplus = sorted(name for name in known if name not in wanted)
+    other = [
+        f"{name} is {known[name]}, not {wanted[name]}"
+        for name in sorted(known.keys() & wanted.keys())
+        if known[name] != wanted[name]
+    ]
+    lists: Sequence[tuple[str, list[str]]] = (
+        ("missing in the checkpoint", missing),
+        ("extra in the checkpoint", surplus),
+        ("of another shape or dtype", other),
+    )
+    return [f"{what}: {', '.join(names)}." for what, names in lists if names]
+
+
+def _describe_record(record: Record) -> dict[str, Any]:
+    accumulated = record.accumulated
+    return {
+        "update_count": record.update_count,
+        "execution_count": record.execution_count,
+        "optimizer": None if record.optimizer is None else list(record.optimizer.shapes),  # in order
+        "accumulated": None
+        if accumulated is None
+        else {"settings": accumulated.settings, "count": accumulated.count},
+    }
+
+
+def _make_record(
+    known: Mapping[str, Any], optimizer: Mapping[str, Any], accumulators: Mapping[str, Any]
+) -> Record:
+    kept = gradients = None
+    if known["optimizer"] is not None:
+        leaves = {path: optimizer[path] for path in known["optimizer"]}
+        shapes = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in leaves.items()}
+        kept = KeptOptimizer(shapes, list(leaves.values()))
+    if known["accumulated"] is not None:
+        gradients = KeptGradients(**known["accumulated"], accumulators=dict(accumulators))
+    return Record(kept, known["update_count"], known["execution_count"], gradients)

@@ -1,0 +1,1 @@
+"""MNIST in the forms in which it is read, and the embedded digits."""

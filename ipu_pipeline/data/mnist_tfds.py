@@ -1,0 +1,153 @@
+"""MNIST as tensorflow-datasets (tfds) keeps it in array_record form: read and written without TensorFlow.
+
+tfds is imported where it is used: it takes half a second, which no program should pay that has other data.
+Nothing here touches the network. tfds cannot prepare MNIST itself without TensorFlow, so `write` brings a
+builder of its own, which differs from tfds's in two ways: the examples keep the order of the idx files, and
+an image is stored as its bytes, which is read three times faster than a PNG.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ipu_pipeline.data.mnist_idx import Splits
+
+__all__ = ["DATASET", "default_folder", "read", "write"]
+
+_NAME, _VERSION = "mnist", "3.0.1"
+DATASET = f"{_NAME}/{_VERSION}"  # in tfds's folder
+_FORMAT = "array_record"
+_SHAPES = {"image": (28, 28, 1), "label": ()}
+_CHUNK = 4096  # examples read at once: tfds takes five times as long for one after another
+_WAY_OUT = (
+    "`python scripts/prepare_mnist.py --idx-dir FOLDER --data-dir TARGET` writes one that can be read"
+)
+
+
+def default_folder() -> Path:
+    """Where tfds keeps data if nobody says otherwise."""
+    return Path(os.path.expanduser(os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"))
+
+
+def read(folder: Path) -> Splits:
+    """Reads what `write` wrote, or what tfds's own builder prepared in array_record form elsewhere.
+
+    Args:
+      folder: tfds's `data_dir`, the one with mnist/3.0.1 in it.
+
+    Returns:
+      Images and labels in the order in which they are stored: that of the idx files if `write` wrote
+      them, a shuffled one if tfds's own builder did.
+
+    Raises:
+      FileNotFoundError: there is no mnist/3.0.1.
+      ValueError: it is in another form, prepared in part, or damaged.
+    """
+    path = folder / DATASET
+    if not path.is_dir():
+        if any(path.parent.glob("incomplete.*")):  # tfds renames it when it is complete
+            raise ValueError(f"{path} is not completely prepared; {_WAY_OUT}.")
+        raise FileNotFoundError(f"{folder} has no {DATASET}.")
+    lacking = [name for name in ("dataset_info.json", "features.json") if not (path / name).is_file()]
+    if lacking:
+        raise ValueError(f"{path} is not completely prepared, it has no {', '.join(lacking)}; {_WAY_OUT}.")
+    import tensorflow_datasets as tfds
+
+    try:
+        builder = tfds.builder_from_directory(path)
+        formats = sorted(form.value for form in builder.info.available_file_formats())
+        shapes = dict(builder.info.features.shape)
+    except Exception as error:  # of json, protobuf and tfds: there is no common class
+        raise ValueError(f"{path} is damaged ({_first_line(error)}); {_WAY_OUT}.") from error
+    if _FORMAT not in formats:
+        raise ValueError(
+            f"{path} is in {' and '.join(formats)} form, and only {_FORMAT} is read here; {_WAY_OUT}."
+        )
+    if shapes != _SHAPES:
+        raise ValueError(f"{path} has the features {shapes} instead of {_SHAPES}; {_WAY_OUT}.")
+    try:
+        return {split: _read_split(builder.as_data_source(split)) for split in ("train", "test")}
+    except Exception as error:  # of tfds, array_record and the decoder of images
+        raise ValueError(f"{path} is incomplete or damaged ({_first_line(error)}); {_WAY_OUT}.") from error
+
+
+def _read_split(source: Any) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    images = np.empty((len(source), 28, 28), np.uint8)
+    labels = np.empty(len(source), np.uint8)
+    for start in range(0, len(source), _CHUNK):
+        indices = range(start, min(start + _CHUNK, len(source)))
+        for index, example in zip(indices, source.__getitems__(indices), strict=True):
+            images[index] = example["image"][:, :, 0]
+            labels[index] = example["label"]
+    return images, labels
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0].removesuffix(".")
+
+
+def write(splits: Splits, folder: Path, overwrite: bool = False) -> Path:
+    """Writes MNIST the way `read` wants it.
+
+    Args:
+      splits: "train" and "test", in the order in which `read` will give them back.
+      folder: tfds's `data_dir`; made if it does not exist.
+      overwrite: deletes a mnist/3.0.1 that is there.
+
+    Returns:
+      The path of mnist/3.0.1. It comes into being when everything has been written.
+
+    Raises:
+      FileExistsError: there is a mnist/3.0.1, and `overwrite` is False.
+    """
+    path = folder / DATASET
+    if path.exists() and not overwrite:
+        raise FileExistsError(f"{path} exists already.")
+    import tensorflow_datasets as tfds
+
+    # Registered, it would stand in the way of tfds's own. (mypy knows no base class, hence no keyword.)
+    class Mnist(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # type: ignore[call-arg]
+        """A builder under the name and version of tfds's own, whose directory readers look for."""
+
+        name = _NAME
+        VERSION = tfds.core.Version(_VERSION)
+
+        def _info(self) -> Any:
+            image = tfds.features.Tensor(
+                shape=_SHAPES["image"], dtype=np.uint8, encoding=tfds.features.Encoding.BYTES
+            )
+            label = tfds.features.ClassLabel(num_classes=10)
+            return tfds.core.DatasetInfo(
+                builder=self,
+                description="MNIST in the order of its idx files, an image being its bytes.",
+                features=tfds.features.FeaturesDict({"image": image, "label": label}),
+                supervised_keys=("image", "label"),
+                disable_shuffling=True,
+            )
+
+        def _split_generators(self, dl_manager: Any) -> dict[str, Iterator[Any]]:
+            del dl_manager
+            return {split: self._generate_examples(split) for split in splits}
+
+        def _generate_examples(self, split: str) -> Iterator[tuple[int, dict[str, Any]]]:
+            for index, (image, label) in enumerate(zip(*splits[split], strict=True)):
+                yield index, {"image": image[:, :, None], "label": int(label)}
+
+    folder.mkdir(parents=True, exist_ok=True)
+    # Asked to overwrite, tfds deletes what is there before it has anything better.
+    with tempfile.TemporaryDirectory(dir=folder, prefix="preparing-") as temporary:
+        Mnist(data_dir=temporary, file_format=_FORMAT).download_and_prepare(
+            download_config=tfds.download.DownloadConfig(try_download_gcs=False)
+        )
+        if path.exists():
+            shutil.rmtree(path)
+        path.parent.mkdir(exist_ok=True)
+        (Path(temporary) / DATASET).rename(path)
+    return path

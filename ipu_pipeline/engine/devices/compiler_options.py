@@ -1,0 +1,181 @@
+"""XLA's options for the programs of a pipeline: which program gets which, and whether XLA takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import numpy as np
+
+from ipu_pipeline.engine.devices.rows import Row
+
+__all__ = ["NO_OPTIONS", "CompilerOptions", "Options", "check_compiles", "plan_options"]
+
+Options: TypeAlias = "Mapping[str, bool | int | float | str]"
+
+
+class _Given(NamedTuple):
+    """Options as they were given: by which argument, for which stage (None: for all) and the options."""
+
+    argument: str
+    stage: int | None
+    options: Options
+
+    def __str__(self) -> str:
+        return self.argument if self.stage is None else f"{self.argument}[{self.stage}]"
+
+
+@dataclass(frozen=True, eq=False)
+class CompilerOptions:
+    """The options of each program.
+
+    Attributes:
+      forward: per stage; those of the last one are for forward and backward if the pipeline trains.
+        Stages behind those that are here have none.
+      backward: likewise; the last stage has none.
+      update: of the weight update's programs.
+      whole: of everything as one program, where all stages are on one device.
+      given: the options as they were given, with the stage that each is checked on.
+    """
+
+    forward: tuple[Options, ...]
+    backward: tuple[Options, ...]
+    update: Options
+    whole: Options
+    given: tuple[tuple[_Given, int], ...]
+
+    def of_forward(self, stage: int) -> Options:
+        """Those of a stage's forward program."""
+        return self.forward[stage] if stage < len(self.forward) else {}
+
+    def of_backward(self, stage: int) -> Options:
+        """Those of a stage's backward program."""
+        return self.backward[stage] if stage < len(self.backward) else {}
+
+
+NO_OPTIONS = CompilerOptions((), (), {}, {}, ())
+
+
+def plan_options(
+    num_stages: int,
+    is_one_program: bool,
+    trains: bool,
+    forward: Sequence[Options] | None,
+    backward: Sequence[Options] | None,
+    update: Options | None,
+    argument_names: Mapping[str, str],
+) -> CompilerOptions:
+    """Works out which program gets which options.
+
+    Args:
+      num_stages: how many stages the pipeline has.
+      is_one_program: whether all of them are on one device.
+      trains: whether there is an optimizer.
+      forward: options per stage; None for none. Stages behind those that are given have none.
+      backward: likewise.
+      update: of the weight update.
+      argument_names: what errors call `forward_options`, `backward_options` and `update_options`; those
+        that are not named keep their names.
+
+    Raises:
+      TypeError: an option's name or value is not usable.
+      ValueError: there are options for what the pipeline does not do, or options for one program
+        contradict each other.
+    """
+    called = {name: argument_names.get(name, name) for name in _ARGUMENTS}
+    if not trains and (backward is not None or update is not None):
+        name = called["update_options" if backward is None else "backward_options"]
+        raise ValueError(f"{name} goes with an optimizer; the pipeline only runs forwards.")
+    forwards = [_Given(called["forward_options"], n, one) for n, one in enumerate(forward or ())]
+    backwards = [_Given(called["backward_options"], n, one) for n, one in enumerate(backward or ())]
+    updates = [] if update is None else [_Given(called["update_options"], None, update)]
+    for given in (*forwards, *backwards, *updates):
+        _check_types(given)
+    for many in (forwards, backwards):
+        if len(many) > num_stages:
+            raise ValueError(f"{many[0].argument} has {len(many)} entries for {num_stages} stages.")
+
+    def of_stage(many: Sequence[_Given], index: int) -> list[_Given]:
+        return [given for given in many if given.stage == index]
+
+    last = num_stages - 1
+    merged = [_merge(of_stage(forwards, index), "") for index in range(last)]
+    fused = "forward and backward of the last stage are one program"
+    both = [*of_stage(forwards, last), *of_stage(backwards, last)]
+    everything = [*forwards, *backwards, *updates]
+    whole = "all stages are on one IPU and so one program"
+    return CompilerOptions(
+        forward=() if is_one_program else (*merged, _merge(both, fused)),
+        backward=() if is_one_program else tuple(_merge(of_stage(backwards, n), "") for n in range(last)),
+        update=_merge(updates, ""),
+        whole=_merge(everything, whole) if is_one_program else {},
+        given=tuple((given, given.stage or 0) for given in everything),
+    )
+
+
+_ARGUMENTS = ("forward_options", "backward_options", "update_options")
+
+
+def _check_types(given: _Given) -> None:
+    if not isinstance(given.options, Mapping):
+        raise TypeError(f"{given} must be a dict of compiler options; got {given.options!r}.")
+    for name, value in given.options.items():
+        if not isinstance(name, str):
+            raise TypeError(f"{given}: the names of compiler options are strings; got {name!r}.")
+        if type(value) not in (bool, int, float, str):
+            raise TypeError(
+                f"{given}: the compiler option {name} must be a boolean, an integer, a float or a string; "
+                f"got {value!r}."
+            )
+
+
+def _merge(parts: Iterable[_Given], why: str) -> dict[str, Any]:
+    """The options of one program. Raises a ValueError if they contradict each other."""
+    merged: dict[str, Any] = {}
+    origins: dict[str, _Given] = {}
+    for given in parts:
+        for name, value in given.options.items():
+            first = origins.setdefault(name, given)
+            known = merged.setdefault(name, value)
+            if (type(known), known) != (type(value), value):
+                raise ValueError(
+                    f"The compiler option {name} is {known!r} in {first} and {value!r} in {given}, but "
+                    f"{why}. Give it one value, or leave it out in all but one."
+                )
+    return merged
+
+
+def check_compiles(options: CompilerOptions, rows: Sequence[Row]) -> None:
+    """Compiles trivial programs with the options that were given.
+
+    Args:
+      options: the options.
+      rows: where the stages live.
+
+    Raises:
+      ValueError: XLA does not know an option, or refuses its value. It names all such options.
+    """
+    known: dict[tuple[Any, ...], str | None] = {}
+    faults = []
+    for given, stage in options.given:
+        for name, value in given.options.items():
+            key = (rows[stage].devices[0].platform, name, type(value), value)
+            if key not in known:
+                known[key] = _compile_trivial({name: value}, rows[stage])
+            error = known[key]
+            if error is not None:
+                faults.append(f"{given}: the compiler option {name} with the value {value!r}: {error}")
+    if faults:
+        raise ValueError("XLA refuses compiler options.\n" + "\n".join(faults))
+
+
+def _compile_trivial(options: Options, row: Row) -> str | None:
+    """What XLA says about the options; None if a trivial program compiles."""
+    trivial = jax.jit(lambda x: x, in_shardings=row.replicated, compiler_options=dict(options))
+    try:
+        trivial.lower(np.int32(0)).compile()
+    except jax.errors.JaxRuntimeError as error:
+        return str(error)
+    return None

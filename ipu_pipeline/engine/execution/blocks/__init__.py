@@ -1,0 +1,1 @@
+"""Everything on one device: one program, block by block."""

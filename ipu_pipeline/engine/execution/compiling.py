@@ -1,0 +1,230 @@
+"""Compiles the programs of a step before its first run, several at a time.
+
+A jitted function compiles at its first call, one after another as the step goes along. Here each is lowered
+with the shapes that it will be called with, and XLA compiles them in threads; the calls find them compiled
+(JAX keeps an executable with what was lowered). Programs that are the same but for their device are
+compiled once; for the others a loaded executable takes the place of the jitted function.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from ipu_pipeline.engine.devices.compiler_options import CompilerOptions, Options
+from ipu_pipeline.engine.devices.residence import Residence
+from ipu_pipeline.engine.devices.rows import Row
+from ipu_pipeline.engine.execution.dispatches import Dispatch, Plan
+from ipu_pipeline.engine.execution.executables import Executable, is_portable
+from ipu_pipeline.engine.schedules.actions import ActionKind
+from ipu_pipeline.engine.updates.optimizer_tracing import UpdateKind
+
+__all__ = ["compile_ahead"]
+
+
+class _Lowered(NamedTuple):
+    """A program before XLA, where it runs, and what puts the compiled one in its place."""
+
+    lowered: Any
+    row: Row
+    install: Callable[[Any], None]
+
+
+class _Programs:
+    """Compiles programs in threads; one of those that are the same."""
+
+    def __init__(self, is_shared: bool) -> None:
+        self.threads = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="ipu-compile")
+        self._is_shared = is_shared
+        self._compiled: list[Future[Any]] = []
+        self._first: dict[Any, Future[Any]] = {}
+        self._same: dict[Any, list[_Lowered]] = {}
+
+    def start(
+        self,
+        function: Any,
+        arguments: Sequence[Any],
+        row: Row,
+        options: Options,
+        install: Callable[[Any], None],
+    ) -> None:
+        """Starts to compile a program, unless the same one was started for another device.
+
+        Args:
+          function: jitted.
+          arguments: what it will be called with, or their shapes.
+          row: where.
+          options: XLA's.
+          install: takes what is to be called in place of the function, if it is not to be called itself.
+        """
+        lowered = function.lower(*arguments)
+        key = None
+        if self._is_shared and is_portable(row.devices):
+            _name, text = lowered.as_text().split("\n", 1)
+            digest = hashlib.sha256(text.encode()).digest()  # texts hold constants, which may be large
+            key = (digest, tuple(sorted(options.items())))
+            if key in self._first:
+                self._same.setdefault(key, []).append(_Lowered(lowered, row, install))
+                return
+        self._compiled.append(self.threads.submit(lowered.compile))
+        if key is not None:
+            self._first[key] = self._compiled[-1]
+
+    def finish(self) -> None:
+        """Waits for what was started, and puts the same on other devices."""
+        for future in self._compiled:
+            future.result()
+        waiting = [
+            self.threads.submit(_load, self._first[key].result(), programs)
+            for key, programs in self._same.items()
+        ]
+        for future in waiting:
+            future.result()
+
+
+def _load(compiled: Any, programs: Sequence[_Lowered]) -> None:
+    """Loads a compiled program for the others' devices; compiles them where that cannot be done."""
+    try:
+        executable = Executable(compiled)
+        loaded = [executable.load(program.row.devices[0]) for program in programs]
+    except Exception:  # of JAX or XLA, whatever it is: loading only saves time
+        for program in programs:
+            program.lowered.compile()
+        return
+    for program, function in zip(programs, loaded, strict=True):
+        program.install(function)
+
+
+def compile_ahead(
+    plan: Plan,
+    order: Sequence[Dispatch],
+    prepared: Sequence[Sequence[Any]],
+    accumulators: Mapping[str, Any],
+    residence: Residence,
+    update_functions: list[Any],
+    chunk_size: int,
+    options: CompilerOptions,
+    is_shared: bool,
+) -> None:
+    """Compiles what a step dispatches, and its weight update.
+
+    Args:
+      plan: the programs of micro-batches.
+      order: what is dispatched: a fused program may not be, where there are few micro-batches.
+      prepared: of each, the arguments that stay the same during a step, None for others.
+      accumulators: by key.
+      residence: where state lives.
+      update_functions: the programs of the weight update, jitted.
+      chunk_size: how many micro-batches a program handles.
+      options: XLA's, per program.
+      is_shared: whether programs that are the same on several devices may be compiled once.
+    """
+    programs = _Programs(is_shared)
+    try:
+        used = {template.index for template, _chunks in order}
+        results = _start_templates(
+            plan, used, prepared, accumulators, residence, chunk_size, options, programs
+        )
+        if residence.updates is not None:
+            _start_updates(residence, accumulators, update_functions, results, options.update, programs)
+        programs.finish()
+    finally:  # after an error or an interrupt, what has not begun is not waited for
+        programs.threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _start_templates(
+    plan: Plan,
+    used: Collection[int],
+    prepared: Sequence[Sequence[Any]],
+    accumulators: Mapping[str, Any],
+    residence: Residence,
+    chunk_size: int,
+    options: CompilerOptions,
+    programs: _Programs,
+) -> list[Any]:
+    """Starts the programs of micro-batches. Returns what the last stage returns, for one micro-batch."""
+    traced = residence.traced
+    element = jax.tree.leaves(traced.element)
+    slots: list[Any] = [None] * plan.num_slots
+    for leaf, row, slot in plan.feed_slots:
+        shape = element[leaf].shape if chunk_size == 1 else (chunk_size, *element[leaf].shape)
+        slots[slot] = _struct(shape, element[leaf].dtype, row)
+    for template in plan.templates.values():  # fused ones come last
+        row = template.row
+        arguments = list(prepared[template.index])
+        for place, key in enumerate(template.accumulators):
+            arguments[place] = _struct(accumulators[key].shape, accumulators[key].dtype, row)
+        for place, name in template.variables:
+            if name in residence.offloaded:
+                spec = traced.variables[name]
+                arguments[place] = _struct(spec.shape, spec.dtype, row)
+        for part in template.parts:
+            for place, slot in part.loads:
+                arguments[place] = slots[slot]
+            for place in (*part.micro_batches, *part.accumulated):
+                arguments[place] = _struct((), np.int32, row)
+        if template.index in used:
+            first = template.parts[0]
+            is_forward = first.kind is ActionKind.FORWARD
+            own = (options.of_forward if is_forward else options.of_backward)(first.stage)
+            install = functools.partial(setattr, template, "function")
+            programs.start(template.function, arguments, row, own, install)
+        if len(template.parts) > 1:
+            continue
+        results = jax.eval_shape(template.function, *arguments)
+        (part,) = template.parts
+        moved = [
+            (place, slot)
+            for _row, places, to in part.transfers
+            for place, slot in zip(places, to, strict=True)
+        ]
+        for place, slot in (*part.stores, *moved):
+            slots[slot] = results[place].update(sharding=plan.slot_rows[slot].replicated)
+    return list(traced.output_avals)
+
+
+def _start_updates(
+    residence: Residence,
+    accumulators: Mapping[str, Any],
+    functions: list[Any],
+    outputs: Sequence[Any],
+    options: Options,
+    programs: _Programs,
+) -> None:
+    updates = residence.updates
+    assert updates is not None
+    sent: dict[int, Any] = {}
+    for number, (program, function) in enumerate(zip(updates.updates, functions, strict=True)):
+        row = residence.rows[program.stage]
+        arguments = []
+        for value in program.arguments:
+            if value.kind == UpdateKind.COUNT:
+                arguments.append(_struct((), np.int32, row))
+                continue
+            if value.kind == UpdateKind.PARAMETER:
+                known: Any = residence.traced.variables[value.key]
+            elif value.kind == UpdateKind.GRADIENT:
+                known = accumulators[value.key]
+            elif value.kind == UpdateKind.STATE:
+                known = updates.state_leaves[value.key].aval
+            elif value.kind == UpdateKind.OUTPUT:
+                known = outputs[value.key]
+            else:
+                known = sent[value.key]
+            arguments.append(_struct(known.shape, known.dtype, row))
+        install = functools.partial(functions.__setitem__, number)
+        programs.start(function, arguments, row, options, install)
+        for value, result in zip(program.results, jax.eval_shape(function, *arguments), strict=True):
+            if value.kind == UpdateKind.SENT:
+                sent[value.key] = result
+
+
+def _struct(shape: Sequence[int], dtype: Any, row: Row) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=row.replicated)

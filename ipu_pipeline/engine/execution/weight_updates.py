@@ -1,0 +1,122 @@
+"""The weight update, program by program, each on the IPU of its variables."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ipu_pipeline.engine.devices.compiler_options import Options
+from ipu_pipeline.engine.devices.residence import Residence, UpdateValues
+from ipu_pipeline.engine.devices.rows import put
+from ipu_pipeline.engine.execution.templates import jit_update
+from ipu_pipeline.engine.state import Accumulated, Updated
+from ipu_pipeline.engine.updates.accumulators import Accumulator
+from ipu_pipeline.engine.updates.cutting import UpdateProgram
+from ipu_pipeline.engine.updates.optimizer_tracing import UpdateKind
+
+__all__ = ["WeightUpdate"]
+
+
+class WeightUpdate:
+    """Runs the weight updates of one traced pipeline on given devices.
+
+    Attributes:
+      residence: where the pipeline's state lives.
+      functions: its programs, jitted; none without training.
+      read: positions of the last stage's outputs that are read, by what makes the optimizer's state at the
+        start, and by the update.
+    """
+
+    def __init__(self, residence: Residence, donate: bool, options: Options) -> None:
+        """Jits the programs.
+
+        Args:
+          residence: where the state lives.
+          donate: whether an update may reuse the memory of the variables and optimizer state before it.
+          options: XLA's.
+        """
+        self.residence = residence
+        self.read: tuple[set[Any], set[Any]] = (set(), set())
+        self.functions: list[Callable[..., list[Any]]] = []
+        if residence.updates is not None:
+            programs = residence.updates.updates
+            self.read = (_find_read(residence.updates.inits), _find_read(programs))
+            self.functions = [
+                jit_update(program, programs[number + 1 :], donate, options)
+                for number, program in enumerate(programs)
+            ]
+
+    def run(
+        self,
+        variables: Mapping[str, Any],
+        state_leaves: Sequence[Any],
+        accumulated: Accumulated,
+        updated_every: int,
+    ) -> Updated:
+        """Runs the weight update.
+
+        Args:
+          variables: by full name, as they were before the micro-batches.
+          state_leaves: placed leaves of the optimizer's state.
+          accumulated: what the micro-batches gave.
+          updated_every: micro-batches per weight update.
+        """
+        updates = self.residence.updates
+        new_variables = {**variables, **accumulated.assigned}
+        if updates is None:
+            return Updated(new_variables, [], {}, accumulated.collected)
+        new_leaves = list(state_leaves)
+        plan = self.residence.accumulator_plan
+        merged = plan.merge(accumulated.accumulators, self._add_to_home)
+        zeros = {key: self._clear(key, accumulated.accumulators[key]) for key in plan.extra}
+        values = UpdateValues(
+            variables,
+            merged,
+            state_leaves,
+            accumulated.last_outputs,
+            updated_every,
+        )
+        residence = self.residence
+        offloads = residence.offloads_anything
+        made = {
+            UpdateKind.PARAMETER: new_variables,
+            UpdateKind.GRADIENT: zeros,
+            UpdateKind.STATE: new_leaves,
+            UpdateKind.SENT: values.sent,
+        }
+        for program, function in zip(updates.updates, self.functions, strict=True):
+            arguments = self.residence.update_arguments(program, values)
+            for value, result in zip(program.results, function(*arguments), strict=True):
+                if offloads and residence.is_offloaded(value):
+                    (result,) = put([result], residence.rows[program.stage], offloaded=True)
+                made[value.kind][value.key] = result  # type: ignore[index]  # a dict or a list
+        return Updated(new_variables, new_leaves, zeros, accumulated.collected)
+
+    def _add_to_home(self, accumulator: Accumulator, total: Any, part: Any) -> Any:
+        home = self.residence.rows[self.residence.traced.owners[accumulator.variable]]
+        return _add(*put([total, part], home))
+
+    def _clear(self, key: str, accumulator: Any) -> Any:
+        residence = self.residence
+        row = residence.rows[residence.accumulator_plan.extra[key].stage]
+        zeros = _zeros_like(*put([accumulator], row))
+        return put([zeros], row, residence.offloads_accumulators)[0]
+
+
+def _find_read(programs: Sequence[UpdateProgram]) -> set[Any]:
+    """Positions of the last stage's outputs that some programs read."""
+    return {v.key for program in programs for v in program.arguments if v.kind == UpdateKind.OUTPUT}
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _add(total: jax.Array, part: jax.Array) -> jax.Array:
+    return total + part.astype(total.dtype)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _zeros_like(value: jax.Array) -> jax.Array:
+    return jnp.zeros_like(value)

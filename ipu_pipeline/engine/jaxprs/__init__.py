@@ -1,0 +1,49 @@
+"""Jaxprs as data: calls inlined, dependence, and programs cut out of a larger one.
+
+Everything in `flat` and `slicing` rewrites equations and never evaluates or retraces them, so names, source
+lines and custom rules stay with the equations that they belong to.
+"""
+
+from ipu_pipeline.engine.jaxprs.flat import (
+    CHECKPOINTS,
+    Atom,
+    EquationRule,
+    FlatJaxpr,
+    InlineFunction,
+    Program,
+    aval_struct,
+    calls_back,
+    close,
+    flatten,
+    has_callbacks,
+    has_primitive,
+    is_inlined,
+    lift_captures,
+    map_atoms,
+    substitute,
+)
+from ipu_pipeline.engine.jaxprs.slicing import any_equation, can_reduce, dependents, extract, reduce
+
+__all__ = [
+    "CHECKPOINTS",
+    "Atom",
+    "EquationRule",
+    "FlatJaxpr",
+    "InlineFunction",
+    "Program",
+    "any_equation",
+    "aval_struct",
+    "calls_back",
+    "can_reduce",
+    "close",
+    "dependents",
+    "extract",
+    "flatten",
+    "has_callbacks",
+    "has_primitive",
+    "is_inlined",
+    "lift_captures",
+    "map_atoms",
+    "reduce",
+    "substitute",
+]

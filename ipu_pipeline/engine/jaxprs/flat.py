@@ -1,0 +1,224 @@
+"""Flat jaxprs: calls of `jax.jit` inlined, and programs made of equations.
+
+Everything here rewrites equations and never evaluates or retraces them, so names, source lines and
+custom rules stay with the equations that they belong to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import jax
+from jax.extend import core as jex_core
+
+__all__ = [
+    "CHECKPOINTS",
+    "Atom",
+    "Equation",
+    "EquationRule",
+    "FlatJaxpr",
+    "InlineFunction",
+    "Program",
+    "Var",
+    "aval_struct",
+    "calls_back",
+    "close",
+    "flatten",
+    "fresh",
+    "has_callbacks",
+    "has_primitive",
+    "is_inlined",
+    "lift_captures",
+    "make_program",
+    "map_atoms",
+    "substitute",
+]
+
+# jax.extend.core carries no type annotations, so to the type checker these are Any; the names are for
+# the reader. An atom is a variable of a jaxpr or a literal.
+Var: TypeAlias = Any
+Atom: TypeAlias = Any
+Equation: TypeAlias = Any
+InlineFunction: TypeAlias = "Callable[[Any, list[Atom]], list[Atom]]"
+EquationRule: TypeAlias = "Callable[[Equation, list[Atom], InlineFunction], list[Atom] | None]"
+CHECKPOINTS = ("checkpoint", "remat", "remat2")  # names of jax.checkpoint's primitive over time
+_INLINED = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_closed_call": "call_jaxpr",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class FlatJaxpr:
+    """Equations without inner calls of `jax.jit`.
+
+    Attributes:
+      inputs: the input variables.
+      equations: in an order in which they can be evaluated.
+      outputs: variables or literals.
+      constants: the variables that stand for constant arrays, with their values.
+    """
+
+    inputs: list[Var]
+    equations: list[Equation]
+    outputs: list[Atom]
+    constants: dict[Var, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A jaxpr cut out of another one.
+
+    Attributes:
+      closed_jaxpr: what to evaluate.
+      inputs: the variables of the jaxpr that it was cut out of, which the program's arguments stand for.
+    """
+
+    closed_jaxpr: Any
+    inputs: list[Var]
+
+    def __call__(self, *arguments: Any) -> list[Any]:
+        """Evaluates the program, also under a transformation."""
+        results: list[Any] = jex_core.jaxpr_as_fun(self.closed_jaxpr)(*arguments)
+        return results
+
+
+def aval_struct(aval: Any) -> jax.ShapeDtypeStruct:
+    """A `ShapeDtypeStruct` like a variable's abstract value, for tracing on it."""
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+
+
+def is_inlined(equation: Equation) -> bool:
+    """Whether `flatten` puts the equation's inner jaxpr in its place."""
+    return equation.primitive.name in _INLINED
+
+
+def flatten(closed_jaxpr: Any, rule: EquationRule | None = None) -> FlatJaxpr:
+    """Inlines all calls of `jax.jit`, at any depth outside of other higher-order primitives.
+
+    Args:
+      closed_jaxpr: a `ClosedJaxpr`.
+      rule: asked about every equation that is not inlined, which has its whole name stack (that of the
+        calls around it included), with its inputs in the result's variables
+        and a function that inlines a `ClosedJaxpr` on given atoms in the equation's place. It returns
+        None to keep the equation, or the atoms that stand for its outputs.
+
+    Returns:
+      The equations, with fresh variables.
+    """
+    equations: list[Equation] = []
+    constants: dict[Var, Any] = {}
+
+    def inline(jaxpr: Any, consts: Sequence[Any], arguments: list[Atom], name_stack: Any) -> list[Atom]:
+        known: dict[Var, Atom] = dict(zip(jaxpr.invars, arguments, strict=True))
+        for var, value in zip(jaxpr.constvars, consts, strict=True):
+            known[var] = jex_core.Var(var.aval)
+            constants[known[var]] = value
+        for equation in jaxpr.eqns:
+            source_info = equation.source_info
+            if name_stack is not None:
+                stack = name_stack + source_info.name_stack
+                source_info = source_info.replace(name_stack=stack)
+            inputs = map_atoms(known, equation.invars)
+            stack = source_info.name_stack
+
+            def inline_here(inner: Any, arguments: list[Atom], stack: Any = stack) -> list[Atom]:
+                return inline(inner.jaxpr, inner.consts, arguments, stack)
+
+            if is_inlined(equation):
+                outputs = inline_here(equation.params[_INLINED[equation.primitive.name]], inputs)
+            else:
+                equation = equation.replace(source_info=source_info)
+                replaced = rule(equation, inputs, inline_here) if rule is not None else None
+                outputs = fresh(equation.outvars) if replaced is None else replaced
+                if replaced is None:
+                    equations.append(equation.replace(invars=inputs, outvars=outputs))
+            known.update(zip(equation.outvars, outputs, strict=True))
+        return map_atoms(known, jaxpr.outvars)
+
+    jaxpr = closed_jaxpr.jaxpr
+    inputs = [jex_core.Var(var.aval) for var in jaxpr.invars]
+    outputs = inline(jaxpr, closed_jaxpr.consts, list(inputs), None)
+    return FlatJaxpr(inputs, equations, outputs, constants)
+
+
+def lift_captures(closed_jaxpr: Any) -> tuple[Any, list[Any]]:
+    """The jaxpr with the traced values that it captured as its first inputs.
+
+    Returns:
+      The `ClosedJaxpr`, and these values in the order of the inputs.
+    """
+    jaxpr = closed_jaxpr.jaxpr
+    constants = list(zip(jaxpr.constvars, closed_jaxpr.consts, strict=True))
+    captured = {var: value for var, value in constants if isinstance(value, jax.core.Tracer)}
+    kept = [(var, value) for var, value in constants if var not in captured]
+    lifted = make_program(dict(kept), [*captured, *jaxpr.invars], jaxpr.eqns, jaxpr.outvars)
+    return lifted.closed_jaxpr, list(captured.values())
+
+
+def close(flat: FlatJaxpr) -> Program:
+    """All of a flat jaxpr as a program, with all its inputs."""
+    return make_program(flat.constants, flat.inputs, flat.equations, flat.outputs)
+
+
+def has_callbacks(flat: FlatJaxpr) -> bool:
+    """Whether a jaxpr calls back into Python, at any depth; what Python raises then ends the program."""
+    return any(map(calls_back, flat.equations))
+
+
+def calls_back(equation: Equation) -> bool:
+    """Whether an equation calls back into Python, at any depth."""
+    return has_primitive(equation, "callback")  # pure_callback, io_callback, debug_callback
+
+
+def has_primitive(equation: Equation, name: str) -> bool:
+    """Whether an equation is of a primitive with some text in its name, or has one inside, at any depth."""
+    if name in equation.primitive.name:
+        return True
+    bodies = jex_core.jaxprs_in_params(equation.params)
+    return any(has_primitive(inner, name) for body in bodies for inner in body.eqns)
+
+
+def map_atoms(known: dict[Var, Atom], atoms: Iterable[Atom]) -> list[Atom]:
+    """The atoms with variables looked up in `known`; literals stay."""
+    return [atom if isinstance(atom, jex_core.Literal) else known[atom] for atom in atoms]
+
+
+def substitute(flat: FlatJaxpr, replaced: Mapping[Var, Var]) -> FlatJaxpr:
+    """The jaxpr with variables read in place of others.
+
+    Args:
+      flat: the jaxpr.
+      replaced: variable -> the one to read instead; inputs that are replaced by others disappear.
+    """
+
+    def read(atoms: Iterable[Atom]) -> list[Atom]:
+        return [a if isinstance(a, jex_core.Literal) else replaced.get(a, a) for a in atoms]
+
+    return FlatJaxpr(
+        [var for var in flat.inputs if replaced.get(var, var) is var],
+        [equation.replace(invars=read(equation.invars)) for equation in flat.equations],
+        read(flat.outputs),
+        flat.constants,
+    )
+
+
+def make_program(
+    constants: dict[Var, Any], inputs: list[Var], equations: list[Equation], outputs: Sequence[Atom]
+) -> Program:
+    """A program of these equations."""
+    effects = frozenset().union(*(equation.effects for equation in equations))
+    debug_info = jex_core.DebugInfo(
+        traced_for="jit", func_src_info="ipu_pipeline", arg_names=None, result_paths=None
+    )
+    jaxpr = jex_core.Jaxpr(list(constants), inputs, list(outputs), equations, effects, debug_info)
+    return Program(jex_core.ClosedJaxpr(jaxpr, list(constants.values())), inputs)
+
+
+def fresh(variables: Iterable[Var]) -> list[Var]:
+    """New variables with the same abstract values."""
+    return [var if isinstance(var, jex_core.DropVar) else jex_core.Var(var.aval) for var in variables]

@@ -1,0 +1,353 @@
+"""A jaxpr whose inputs live in several places, cut into programs per place and round.
+
+Every place that has inputs is a home. What depends on the inputs of one home is computed there, and what
+depends on inputs that every home can have (a step counter) wherever it is needed. An equation that joins
+several homes runs where most of the bytes that it reads are; one that joins scalars only runs in a home of
+its own, the joint one. So a global norm sends a scalar from each home to the joint home, and one back.
+
+A value that another home needs is sent, or where that is less, what it is made of is: not a broadcast
+scalar, but the scalar. The number of hops on a value's way is its round. A home computes what others need
+of it in one program per round, and all its results in the last one; from its own inputs it computes again
+what an earlier round computed, so that nothing large is kept between rounds.
+
+A conditional or scan that joins homes is first cut by outputs. Where an output of a conditional still joins
+arrays of several homes, both branches are put in its place with a selection behind them: an optimizer that
+steps every so often, around one that clips by the global norm, is then no different from the latter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import jax
+from jax.extend import core as jex_core
+
+from ipu_pipeline.engine.jaxprs.flat import (
+    FlatJaxpr,
+    Program,
+    aval_struct,
+    calls_back,
+    flatten,
+    has_primitive,
+    substitute,
+)
+from ipu_pipeline.engine.jaxprs.shapes import num_bytes
+from ipu_pipeline.engine.jaxprs.slicing import can_reduce, extract, reduce
+
+__all__ = ["JOINT", "Home", "Piece", "Places", "cut", "place"]
+
+Home: TypeAlias = int
+JOINT: Home = -1
+
+_SAME_ELEMENTS = ("reshape", "squeeze", "expand_dims", "transpose", "copy")
+_CALLS = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr", "checkpoint": "jaxpr"}
+
+
+@dataclass(frozen=True, eq=False)
+class Places:
+    """A jaxpr with the home of each of its values.
+
+    Attributes:
+      flat: the jaxpr; its inputs are those of the one that it was made from.
+      homes: by variable; None: every home has it or computes it.
+      costs: the bytes that it takes to send a variable; none for scalars.
+      makers: the equation of each variable that is no input.
+    """
+
+    flat: FlatJaxpr
+    homes: dict[Any, Home | None] = field(default_factory=dict)
+    costs: dict[Any, int] = field(default_factory=dict)
+    makers: dict[Any, Any] = field(default_factory=dict)
+
+    def home_of(self, atom: Any) -> Home | None:
+        """The home of a variable; None for a literal or constant."""
+        return None if isinstance(atom, jex_core.Literal) else self.homes.get(atom)
+
+    def home_of_equation(self, equation: Any) -> Home | None:
+        """Where an equation runs."""
+        weights: dict[Home, int] = {}
+        for var in self.placed_inputs(equation):
+            home = self.homes[var]
+            assert home is not None
+            weights[home] = weights.get(home, 0) + self.costs[var]
+        if len(weights) < 2:
+            return next(iter(weights), None)
+        heaviest = max(weights.values())
+        if heaviest == 0:
+            return JOINT
+        return next(home for home, weight in sorted(weights.items()) if weight == heaviest)
+
+    def joins_arrays(self, equation: Any) -> bool:
+        """Whether an equation reads more than scalars of more than one home."""
+        return len({self.homes[v] for v in self.placed_inputs(equation) if self.costs[v]}) > 1
+
+    def placed_inputs(self, equation: Any) -> list[Any]:
+        """The variables that an equation reads and that have a home, each once."""
+        return [
+            atom
+            for atom in dict.fromkeys(a for a in equation.invars if not isinstance(a, jex_core.Literal))
+            if self.homes.get(atom) is not None
+        ]
+
+    def _is_made_again(self, var: Any) -> bool:
+        """Whether a home that needs a variable of another home makes it of what is sent."""
+        maker, whole = self.makers[var], _cost_of_array(var)
+        return self.costs[var] < whole or (whole > 0 and maker.primitive.name in _SAME_ELEMENTS)
+
+    def sent_for(self, var: Any) -> dict[Any, None]:
+        """What is sent to a home that needs a variable of another home, as the keys of a dict."""
+        found: dict[Any, None] = {}
+        seen = {var}
+        pending = [var]
+        while pending:
+            var = pending.pop()
+            if var not in self.makers or not self._is_made_again(var):
+                found[var] = None
+                continue
+            made_of = [made_of for made_of in self.placed_inputs(self.makers[var]) if made_of not in seen]
+            seen.update(made_of)
+            pending += reversed(made_of)
+        return found
+
+
+def _cost_of_array(var: Any) -> int:
+    return num_bytes([var.aval]) if var.aval.size > 1 else 0
+
+
+def place(flat: FlatJaxpr, input_homes: Mapping[Any, Home | None]) -> Places:
+    """Finds a home for every value.
+
+    Args:
+      flat: the jaxpr.
+      input_homes: the home of each input; None: every home may have it.
+
+    Returns:
+      The homes, in a jaxpr where what joins homes is cut as far as that can be.
+    """
+    equations: list[Any] = []
+    constants = dict(flat.constants)
+    places = Places(flat, dict(input_homes), {var: _cost_of_array(var) for var in flat.inputs})
+    replaced: dict[Any, Any] = {}
+    is_cut = len(set(input_homes.values()) - {None}) > 1
+
+    def read(atoms: Iterable[Any]) -> list[Any]:
+        found = []
+        for atom in atoms:
+            while not isinstance(atom, jex_core.Literal) and atom in replaced:
+                atom = replaced[atom]
+            found.append(atom)
+        return found
+
+    pending = list(reversed(flat.equations))
+    while pending:
+        equation = pending.pop()
+        equation = equation.replace(invars=read(equation.invars))
+        home = places.home_of_equation(equation)
+        parts = None
+        if is_cut and places.placed_inputs(equation) and not equation.effects:
+            parts = _split(places, equation) or _inline(places, equation)
+        if parts is not None:
+            pending += reversed(parts.equations)
+            constants.update(parts.constants)
+            if parts.outputs:
+                replaced.update(zip(equation.outvars, parts.outputs, strict=True))
+            continue
+        equations.append(equation)
+        inputs_cost = sum(places.costs[var] for var in places.placed_inputs(equation))
+        is_sent_whole = equation.effects or calls_back(equation)
+        for var in equation.outvars:
+            places.homes[var] = home
+            places.makers[var] = equation
+            cost = _cost_of_array(var)
+            places.costs[var] = cost if is_sent_whole else min(cost, inputs_cost)
+    placed = FlatJaxpr(flat.inputs, equations, read(flat.outputs), constants)
+    return Places(placed, places.homes, places.costs, places.makers)
+
+
+def _split(places: Places, equation: Any) -> FlatJaxpr | None:
+    """The equation once per set of homes that it joins, each time with the outputs that join these."""
+    if len(equation.outvars) < 2 or not can_reduce(equation):
+        return None
+    groups: dict[Any, list[int]] = {}
+    for number in range(len(equation.outvars)):
+        reduced = reduce(equation, {number})
+        if reduced is not None:
+            homes = frozenset(places.homes[var] for var in places.placed_inputs(reduced))
+            key = (homes, places.home_of_equation(reduced), places.joins_arrays(reduced))
+            groups.setdefault(key, []).append(number)
+    if len(groups) < 2:
+        return None
+    parts = []
+    for numbers in groups.values():
+        kept = {equation.outvars[number] for number in numbers}
+        reduced = reduce(equation, numbers)
+        assert reduced is not None
+        # A scan keeps the carried values that others need: here under names that nothing reads.
+        outputs = [v if v in kept else jex_core.Var(v.aval) for v in reduced.outvars]
+        parts.append(reduced.replace(outvars=outputs))
+    return FlatJaxpr([], parts, [], {})
+
+
+def _inline(places: Places, equation: Any) -> FlatJaxpr | None:
+    """What an equation that joins arrays has inside, in its place."""
+    if not places.joins_arrays(equation):
+        return None
+    name = equation.primitive.name
+    if name in _CALLS:
+        body = equation.params[_CALLS[name]]
+        body = body if isinstance(body, jex_core.ClosedJaxpr) else jex_core.ClosedJaxpr(body, ())
+        return _instantiate(body, equation.invars)
+    if name != "cond" or has_primitive(equation, "while"):  # one that is not taken may not end
+        return None
+    index, *operands = equation.invars
+    bodies = [_instantiate(branch, operands) for branch in equation.params["branches"]]
+    equations = [inner for body in bodies for inner in body.equations]
+    constants = {var: value for body in bodies for var, value in body.constants.items()}
+    outputs = []
+    for cases in zip(*(body.outputs for body in bodies), strict=True):
+        atoms = [index, *cases]
+        select = jax.make_jaxpr(jax.lax.select_n)(*(aval_struct(atom.aval) for atom in atoms))
+        selection = _instantiate(select, atoms)
+        equations += selection.equations
+        outputs += selection.outputs
+    return FlatJaxpr([], equations, outputs, constants)
+
+
+def _instantiate(closed_jaxpr: Any, arguments: Sequence[Any]) -> FlatJaxpr:
+    flat = flatten(closed_jaxpr)
+    return substitute(flat, dict(zip(flat.inputs, arguments, strict=True)))
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """A program of a home.
+
+    Attributes:
+      home: where it runs.
+      round: how many hops its arguments have behind them.
+      program: the program. Its inputs are inputs of the jaxpr, or variables that earlier pieces return.
+      results: positions among the results that were asked for, which it returns first.
+      sent: the variables that it returns next, for other pieces.
+      readers: the primitive that first reads an input here that another home has or made.
+    """
+
+    home: Home
+    round: int
+    program: Program
+    results: tuple[int, ...]
+    sent: tuple[Any, ...]
+    readers: dict[Any, str]
+
+
+def cut(places: Places, results: Sequence[tuple[Any, Home]]) -> list[Piece]:
+    """Cuts the programs that compute some results.
+
+    Args:
+      places: the jaxpr with its homes.
+      results: atoms of it, each with the home that returns it.
+
+    Returns:
+      The programs, in an order in which they can run. Each home that returns results does so in its last.
+    """
+    return _Cutter(places).cut(results)
+
+
+class _Cutter:
+    def __init__(self, places: Places) -> None:
+        self._places = places
+        self._rounds: dict[Any, int] = {}
+        self._receivers: dict[Any, dict[Home, str]] = {}  # by variable that is sent: who gets it, who reads
+        for equation in places.flat.equations:
+            home = places.home_of_equation(equation)
+            inputs = places.placed_inputs(equation)
+            arrival = max((self._arrival(var, home) for var in inputs), default=0)
+            self._rounds.update(dict.fromkeys(equation.outvars, arrival))
+
+    def _arrival(self, atom: Any, home: Home | None) -> int:
+        """The round in which a home can have a value."""
+        places = self._places
+        if places.home_of(atom) is None:
+            return 0
+        if places.homes[atom] == home:
+            return self._rounds.get(atom, 0)
+        # Inputs need no program that sends them.
+        return max(
+            self._rounds[var] + (places.homes[var] != home) if var in places.makers else 0
+            for var in places.sent_for(atom)
+        )
+
+    def cut(self, results: Sequence[tuple[Any, Home]]) -> list[Piece]:
+        self._find_receivers(results)
+        places = self._places
+        made = [var for var in self._receivers if var in places.makers]
+        order = {var: number for number, var in enumerate(places.makers)}
+        made.sort(key=order.__getitem__)
+        last: dict[Home, int] = {}
+        for atom, home in results:
+            last[home] = max(last.get(home, 0), self._arrival(atom, home))
+        for var in made:
+            sender = places.homes[var]
+            assert sender is not None
+            last[sender] = max(last.get(sender, 0), self._rounds[var])
+        pieces = []
+        for home, last_round in last.items():
+            for number in range(last_round + 1):
+                sent = [v for v in made if places.homes[v] == home and self._rounds[v] == number]
+                own = [
+                    place
+                    for place, (_atom, owner) in enumerate(results)
+                    if owner == home and number == last_round
+                ]
+                if sent or own:
+                    atoms = [*(results[place][0] for place in own), *sent]
+                    pieces.append(self._make_piece(home, number, atoms, own, sent, made))
+        return sorted(pieces, key=lambda piece: piece.round)
+
+    def _make_piece(
+        self,
+        home: Home,
+        number: int,
+        atoms: Sequence[Any],
+        results: Sequence[int],
+        sent: Sequence[Any],
+        made: Sequence[Any],
+    ) -> Piece:
+        places = self._places
+        known = [
+            var
+            for var in made
+            if self._rounds[var] < number
+            and (home in self._receivers[var] or (places.homes[var] == home and not places.costs[var]))
+        ]
+        program = extract(places.flat, atoms, known)
+        readers = {
+            var: self._receivers[var][home]
+            for var in program.inputs
+            if home in self._receivers.get(var, ())
+        }
+        for var in program.inputs:
+            assert var in readers or var in known or places.homes[var] in (None, home)
+        return Piece(home, number, program, tuple(results), tuple(sent), readers)
+
+    def _find_receivers(self, results: Sequence[tuple[Any, Home]]) -> None:
+        places = self._places
+        seen: set[tuple[Any, Home]] = set()
+        pending = [(atom, home, "a copy") for atom, home in reversed(results)]
+        while pending:
+            atom, home, reader = pending.pop()
+            own = places.home_of(atom)
+            if own is None or (atom, home) in seen:
+                continue
+            seen.add((atom, home))
+            if own != home:
+                for var in places.sent_for(atom):
+                    sender = places.homes[var]
+                    assert sender is not None
+                    if sender != home:
+                        self._receivers.setdefault(var, {}).setdefault(home, reader)
+                    pending.append((var, sender, reader))
+            elif atom in places.makers:
+                maker = places.makers[atom]
+                pending += [(v, home, maker.primitive.name) for v in places.placed_inputs(maker)]

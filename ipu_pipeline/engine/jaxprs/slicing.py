@@ -1,0 +1,104 @@
+"""What of a jaxpr depends on what, and programs cut out of a larger one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+from jax.extend import core as jex_core
+from jax.interpreters import partial_eval
+
+from ipu_pipeline.engine.jaxprs.flat import Atom, Equation, FlatJaxpr, Program, Var, fresh, make_program
+
+__all__ = ["any_equation", "can_reduce", "dependents", "extract", "reduce"]
+
+
+def any_equation(equation: Equation) -> bool:
+    """For `extract`: keep all effects."""
+    del equation
+    return True
+
+
+def dependents(flat: FlatJaxpr, roots: Iterable[Var]) -> set[Var]:
+    """All variables whose value depends on one of `roots`, the roots included.
+
+    A scan's outputs are looked at one by one: those that its body computes without the roots do not
+    depend on them.
+    """
+    found = set(roots)
+    for equation in flat.equations:
+        if _reads(equation, found):
+            outputs = equation.outvars
+            if len(outputs) > 1 and equation.primitive.name == "scan":
+                outputs = [
+                    var for place, var in enumerate(outputs) if _reads(reduce(equation, {place}), found)
+                ]
+            found.update(outputs)
+    return found
+
+
+def _reads(equation: Equation | None, variables: Collection[Var]) -> bool:
+    return equation is not None and any(
+        not isinstance(atom, jex_core.Literal) and atom in variables for atom in equation.invars
+    )
+
+
+def can_reduce(equation: Equation) -> bool:
+    """Whether `reduce` can be asked for some of the equation's outputs."""
+    return equation.primitive in partial_eval.dce_rules
+
+
+def reduce(equation: Equation, places: Collection[int]) -> Equation | None:
+    """The equation without the outputs that are not at `places`, and without what only they need."""
+    rule = partial_eval.dce_rules[equation.primitive]
+    _used_inputs, reduced = rule([place in places for place in range(len(equation.outvars))], equation)
+    return reduced
+
+
+def extract(
+    flat: FlatJaxpr,
+    outputs: Sequence[Atom],
+    given: Iterable[Var] = (),
+    keep_effects_of: Callable[[Equation], bool] | None = None,
+) -> Program:
+    """The smallest program that computes `outputs`.
+
+    Args:
+      flat: where to cut it out of.
+      outputs: variables or literals of `flat`.
+      given: variables that the program takes as arguments instead of computing them.
+      keep_effects_of: which equations with effects (debugging prints) to keep even if no output needs
+        them. None: none.
+
+    Returns:
+      The program. Its inputs are those of `flat` that it needs, in the order of `flat.inputs`, and then
+      the variables of `given` that it needs, in the order in which `flat` computes them.
+    """
+    given = set(given)
+    needed = {atom for atom in outputs if not isinstance(atom, jex_core.Literal)}
+    kept: list[Equation] = []
+    computed: list[Var] = []
+    for equation in reversed(flat.equations):
+        made = [var for var in equation.outvars if var not in given]
+        is_kept = any(var in needed for var in made) or (
+            equation.effects and keep_effects_of is not None and keep_effects_of(equation)
+        )
+        computed += reversed(equation.outvars)
+        if is_kept and equation.primitive.name == "scan" and any(v not in needed for v in made):
+            places = {
+                place for place, var in enumerate(equation.outvars) if var in needed and var not in given
+            }
+            equation = reduce(equation, places) or equation
+        if is_kept:
+            kept.append(equation)
+            needed.update(atom for atom in equation.invars if not isinstance(atom, jex_core.Literal))
+    kept.reverse()
+    # An equation with several outputs may be kept for one of them while another one is given: the
+    # given one is then renamed where it is made, so that the argument is what is read.
+    renamed = [
+        equation.replace(outvars=[fresh([v])[0] if v in given else v for v in equation.outvars])
+        for equation in kept
+    ]
+    inputs = [var for var in flat.inputs if var in needed]
+    inputs += [var for var in reversed(computed) if var in given and var in needed]
+    constants = {var: value for var, value in flat.constants.items() if var in needed}
+    return make_program(constants, inputs, renamed, outputs)

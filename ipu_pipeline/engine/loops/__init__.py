@@ -1,0 +1,1 @@
+"""Loop bodies, and their shards."""

@@ -1,0 +1,214 @@
+"""The body of a loop: a function that is traced once, and then cut into stages like a pipeline.
+
+What it returns for the next iteration, what it enqueues and what its optimizer reads are its outputs; what
+it is given by the iteration before and by the feed is its micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import jax
+
+from ipu_pipeline.engine import jaxprs
+from ipu_pipeline.engine.loops import shards
+from ipu_pipeline.engine.loops.recording import BodyFrame, Enqueued, TrainingStep, enqueue_p, minimize_p
+from ipu_pipeline.engine.tracing import faults, frames, hoisting
+from ipu_pipeline.engine.tracing.specs import fresh_trace
+from ipu_pipeline.engine.tracing.traced import Source, TracedPipeline
+
+__all__ = ["BodyFunction", "TracedBody", "trace_body"]
+
+BodyFunction: TypeAlias = "Callable[[list[Any], Any], list[Any]]"
+
+
+@dataclass(frozen=True, eq=False)
+class TracedBody:
+    """A body as a pipeline whose micro-batches are iterations.
+
+    Attributes:
+      pipeline: its outputs are what the optimizer reads, then the carried values that change, then what is
+        enqueued; its inputs what the body captured, then the carried values that stay the same; its
+        micro-batch the carried values that change, then the feed's leaves.
+      shards: the IPU of each stage.
+      training: the recorded training step.
+      enqueued: with the positions of the leaves among the outputs.
+      captured: traced values from outside, the first inputs.
+      changing: which of the carried values change.
+      num_carried: how many carried values there are.
+    """
+
+    pipeline: TracedPipeline
+    shards: tuple[int, ...]
+    training: TrainingStep | None
+    enqueued: tuple[tuple[Enqueued, tuple[int, ...]], ...]
+    captured: tuple[Any, ...]
+    changing: tuple[int, ...]
+    num_carried: int
+
+    @property
+    def num_read(self) -> int:
+        """How many of the outputs only the optimizer reads; they come first."""
+        num_enqueued = sum(len(places) for _enqueued, places in self.enqueued)
+        return len(self.pipeline.outputs) - len(self.changing) - num_enqueued
+
+
+class _NoTrainingStepError(Exception):
+    """The body was traced as one that trains, and has no training step."""
+
+
+def trace_body(
+    function: BodyFunction,
+    carried: Sequence[jax.ShapeDtypeStruct],
+    element: Any,
+    program_names: frames.ProgramNames,
+    place: str,
+    given: str = "",
+) -> TracedBody:
+    """Traces a body. It does not start a JAX backend.
+
+    Args:
+      function: takes a list of carried values and a micro-batch of the feed, returns the new carried
+        values.
+      carried: shapes and dtypes of the carried values.
+      element: a pytree of `ShapeDtypeStruct`s, a micro-batch of the feed; None if there is no feed.
+      program_names: the names of the program that the loop is part of.
+      place: what errors call the body.
+      given: what errors say that it was given.
+
+    Returns:
+      The traced body.
+
+    Raises:
+      TypeError, ValueError: a carried value comes back with another shape or dtype, or they come in another
+        number; a shard scope, training step or enqueue stands where it cannot be reached.
+    """
+    try:
+        with frames.unchanged_on_error(program_names):
+            return _trace(function, carried, element, program_names, place, given, training=True)
+    except _NoTrainingStepError:
+        pass  # layers that ask are told so the second time
+    with frames.unchanged_on_error(program_names):
+        return _trace(function, carried, element, program_names, place, given, training=False)
+
+
+def _trace(
+    function: BodyFunction,
+    carried: Sequence[jax.ShapeDtypeStruct],
+    element: Any,
+    program_names: frames.ProgramNames,
+    place: str,
+    given: str,
+    training: bool,
+) -> TracedBody:
+    frame = BodyFrame(program_names, training, place, is_stage=True, given=given)
+    recorder = frame.recorder
+
+    def call(carried_values: list[Any], element_value: Any) -> list[Any]:
+        with frames.frame(frame):
+            return function(carried_values, element_value)
+
+    try:
+        with fresh_trace():
+            closed_jaxpr = jax.make_jaxpr(call)(list(carried), element)
+    except Exception as error:
+        faults.add_note(error, place, given)
+        raise
+    if training and recorder.training_step is None and recorder.asks_for_training:
+        raise _NoTrainingStepError
+    _check_carried(carried, closed_jaxpr.out_avals, place)
+
+    marked: dict[Any, list[Any]] = {}  # (primitive, index) -> the atoms that the marker takes
+
+    def rule(equation: Any, atoms: list[Any], inline: jaxprs.InlineFunction) -> list[Any] | None:
+        del inline
+        if equation.primitive in (minimize_p, enqueue_p):
+            key = (equation.primitive, equation.params.get("index"))
+            if key in marked:
+                raise ValueError(
+                    f"{place}: {equation.primitive.name} is called in a function that JAX has traced once "
+                    "and used twice, as it does with jax.jit. Call it outside of that function."
+                )
+            marked[key] = atoms
+            return list(equation.outvars)
+        for marker in (minimize_p, enqueue_p):
+            if hoisting.contains(equation, (marker,)):
+                raise ValueError(
+                    f"{place}: {marker.name} is called inside the body of {equation.primitive.name}, where "
+                    "it cannot be reached. Return the value from that body, and call it outside."
+                )
+        shards.refuse_inner_scopes(equation, place)
+        return None
+
+    closed_jaxpr, captured = jaxprs.lift_captures(closed_jaxpr)
+    hoisted = hoisting.hoist(closed_jaxpr, place, program_names, rule)
+    input_vars = hoisted.flat.inputs[len(hoisted.variables) + hoisted.uses_key :]
+    captured_vars = input_vars[: len(captured)]
+    carried_vars = input_vars[len(captured) : len(captured) + len(carried)]
+    feed_vars = input_vars[len(captured) + len(carried) :]
+    results = hoisted.flat.outputs[: len(carried)]
+    changing = tuple(
+        number
+        for number, (before, after) in enumerate(zip(carried_vars, results, strict=True))
+        if after is not before
+    )
+    constant_vars = [var for number, var in enumerate(carried_vars) if number not in changing]
+    changing_vars = [carried_vars[number] for number in changing]
+    sources = {var: Source("input", n) for n, var in enumerate([*captured_vars, *constant_vars])}
+    sources |= {var: Source("element", n) for n, var in enumerate([*changing_vars, *feed_vars])}
+    loss, *read = marked.get((minimize_p, None), [None])
+    outputs = [*read, *(results[number] for number in changing)]
+    enqueued = []
+    for index, entry in enumerate(recorder.enqueued):
+        atoms = marked[enqueue_p, index]
+        enqueued.append((entry, tuple(range(len(outputs), len(outputs) + len(atoms)))))
+        outputs += atoms
+    sharded = shards.split(hoisted, outputs, loss, sources, place)
+    owners: dict[str, int] = {}  # a later stage that has a variable too only assigns it
+    for index, stage in enumerate(sharded.stages):
+        for spec in stage.variables:
+            owners.setdefault(spec.name, index)
+    avals = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in outputs]
+    pipeline = TracedPipeline(
+        stages=sharded.stages,
+        element=[jaxprs.aval_struct(var.aval) for var in [*changing_vars, *feed_vars]],
+        inputs=tuple(jaxprs.aval_struct(var.aval) for var in [*captured_vars, *constant_vars]),
+        output_tree=jax.tree.structure(avals),
+        outputs=sharded.outputs,
+        output_avals=tuple(avals),
+        loss=sharded.loss,
+        loss_avals=() if loss is None else (jax.ShapeDtypeStruct((), loss.aval.dtype),),
+        owners=owners,
+        levels=tuple(range(len(sharded.stages))),
+    )
+    return TracedBody(
+        pipeline=pipeline,
+        shards=sharded.shards,
+        training=recorder.training_step,
+        enqueued=tuple(enqueued),
+        captured=tuple(captured),
+        changing=changing,
+        num_carried=len(carried),
+    )
+
+
+def _check_carried(before: Sequence[Any], after: Sequence[Any], place: str) -> None:
+    described = [f"{aval.dtype.name}{list(aval.shape)}" for aval in after]
+    if len(before) != len(after):
+        raise ValueError(
+            f"{place} must return as many values as it has inputs besides the feed, {len(before)}, since "
+            f"they are the inputs of the next iteration; it returns {len(after)} "
+            f"({', '.join(described) or 'none'})."
+        )
+    different = [
+        f"input {number} is {old.dtype.name}{list(old.shape)}, and {described[number]} comes back"
+        for number, (old, new) in enumerate(zip(before, after, strict=True))
+        if old.shape != new.shape or old.dtype != new.dtype
+    ]
+    if different:
+        raise ValueError(
+            f"{place} must return its inputs' shapes and dtypes, since they are the inputs of the next "
+            f"iteration; {'; '.join(different)}."
+        )

@@ -1,0 +1,292 @@
+"""One function with shard scopes, cut into stages.
+
+`ipu_shard(i)` is a `jax.named_scope`: after tracing, the scope stands in each equation's name stack, also
+within functions that `jax.jit` has cached. Equations outside of any scope stay with the shard before them.
+A run of equations of one shard is a stage on that shard's IPU. A shard may come again (0, 1, 0), and a
+value goes straight from the run that makes it to those that read it, however far apart they are.
+
+A variable that is asked for within a scope lives on that shard, one that is asked for outside of all scopes
+where it is first used. Elsewhere its value is a value like others: it crosses, and its gradient comes back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core as jex_core
+
+from ipu_pipeline.engine import jaxprs
+from ipu_pipeline.engine.loops.recording import current_recorder
+from ipu_pipeline.engine.tracing import hoisting
+from ipu_pipeline.engine.tracing.specs import VariableSpec
+from ipu_pipeline.engine.tracing.traced import Source, TracedStage
+
+__all__ = ["ShardedFunction", "ipu_shard", "read_shard", "refuse_inner_scopes", "split"]
+
+_PREFIX = "ipu_shard:"
+_PUBLIC_NAMES = {
+    "remat": "jax.checkpoint",
+    "remat2": "jax.checkpoint",
+    "checkpoint": "jax.checkpoint",
+    "scan": "jax.lax.scan",
+    "while": "jax.lax.while_loop",
+    "cond": "jax.lax.cond",
+    "custom_jvp_call": "jax.custom_jvp",
+    "custom_vjp_call": "jax.custom_vjp",
+    "shard_map": "jax.shard_map",
+    "xla_pmap": "jax.pmap",
+}
+
+
+@contextlib.contextmanager
+def ipu_shard(index: int) -> Iterator[None]:
+    """Puts the operations of the `with` block on an IPU.
+
+    Operations outside of any `ipu_shard` stay with the shard before them. Values cross from IPU to IPU by
+    themselves, and the backward of an operation runs where the operation does. Of nested scopes the
+    innermost counts. One micro-batch is handled at a time: for overlap see pipelines.
+
+    Args:
+      index: the number of the IPU, from 0.
+
+    Raises:
+      TypeError, ValueError: the index is not an integer from 0.
+      RuntimeError: not called in the body of a loop: in a stage of a pipeline, whose IPU is given by
+        `device_mapping`, or outside of a program.
+
+    Example:
+      def body(x):
+          with ipu_shard(0):
+              x = first_half(x)
+          with ipu_shard(1):
+              return second_half(x)
+    """
+    if not isinstance(index, (int, np.integer)) or isinstance(index, bool):
+        raise TypeError(f"ipu_shard: index must be an integer; got {index!r}.")
+    number = int(index)
+    if number < 0:
+        raise ValueError(f"ipu_shard: index must be at least 0; got {number}.")
+    current_recorder("ipu_shard", "Its IPU is given by device_mapping: make a stage of each part.")
+    with jax.named_scope(f"{_PREFIX}{number}"):
+        yield
+
+
+def read_shard(equation: Any) -> int | None:
+    """The shard whose scope an equation is in; None outside of all."""
+    for entry in reversed(equation.source_info.name_stack.stack):
+        name = getattr(entry, "name", "")
+        if name.startswith(_PREFIX):
+            return int(name.removeprefix(_PREFIX))
+    return None
+
+
+def refuse_inner_scopes(equation: Any, place: str) -> None:
+    """Raises if a shard scope is opened within the body of an equation.
+
+    Args:
+      equation: one that is not inlined.
+      place: what errors call the function that it is part of.
+
+    Raises:
+      ValueError: it is, and by which body.
+    """
+    found = _find_inner_scope(equation)
+    if found is not None:
+        name = equation.primitive.name
+        raise ValueError(
+            f"{place}: ipu_shard({found}) is opened inside the body of "
+            f"{_PUBLIC_NAMES.get(name, name)}, which runs on one IPU as a whole. Open the scope around the "
+            "call, or cut the body into several calls."
+        )
+
+
+def _find_inner_scope(equation: Any) -> int | None:
+    for jaxpr in jex_core.jaxprs_in_params(equation.params):
+        for inner in jaxpr.eqns:
+            shard = read_shard(inner)
+            found = _find_inner_scope(inner) if shard is None else shard
+            if found is not None:
+                return found
+    return None
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedFunction:
+    """A function in stages.
+
+    Attributes:
+      stages: one per run of equations of the same shard.
+      shards: the shard of each.
+      outputs: where the function's outputs come from.
+      loss: where the loss comes from, the last output of the last stage; None without training.
+    """
+
+    stages: tuple[TracedStage, ...]
+    shards: tuple[int, ...]
+    outputs: tuple[Source, ...]
+    loss: Source | None
+
+
+@dataclass(eq=False)
+class _Run:
+    """Equations of one shard, and the variables that live with them."""
+
+    shard: int
+    equations: list[Any] = field(default_factory=list)
+    variables: list[VariableSpec] = field(default_factory=list)
+
+
+def split(
+    hoisted: hoisting.Hoisted,
+    outputs: Sequence[Any],
+    loss: Any,
+    sources: Mapping[Any, Source],
+    place: str,
+) -> ShardedFunction:
+    """Cuts a function into runs of equal shard.
+
+    Args:
+      hoisted: the function.
+      outputs: the atoms that it returns, the loss not among them.
+      loss: its atom; None without training.
+      sources: where the function's inputs come from, by jaxpr variable.
+      place: what errors call the function.
+
+    Returns:
+      The stages.
+
+    Raises:
+      ValueError: a variable is assigned on another shard than that where it lives.
+    """
+    flat = hoisted.flat
+    runs = _make_runs(hoisted)
+    last = len(runs) - 1
+    variables = dict(zip(hoisted.variables, flat.inputs, strict=False))
+    key = flat.inputs[len(variables)] if hoisted.uses_key else None
+    homes = {spec: index for index, run in enumerate(runs) for spec in run.variables}
+    made_in = {variables[spec]: index for spec, index in homes.items()}
+    for index, run in enumerate(runs):
+        made_in.update((var, index) for equation in run.equations for var in equation.outvars)
+    if loss is not None and (_is_literal(loss) or made_in.get(loss) != last):
+        # The last stage's program starts the backward, so it has to make the loss.
+        copy = jaxprs.flatten(jax.make_jaxpr(jnp.copy)(jaxprs.aval_struct(loss.aval))).equations[0]
+        runs[last].equations.append(copy.replace(invars=[loss]))
+        (loss,) = copy.outvars
+
+    returned: list[dict[Any, int]] = [{} for _run in runs]  # what a run gives to others -> its position
+
+    def source_of(var: Any) -> Source:
+        if var in sources:
+            return sources[var]
+        made = returned[made_in[var]]
+        return Source("output", made.setdefault(var, len(made)), made_in[var])
+
+    def is_elsewhere(atom: Any, index: int) -> bool:
+        is_local = _is_literal(atom) or atom is key or atom in flat.constants
+        return not is_local and made_in.get(atom) != index
+
+    new_values = dict(zip(hoisted.assigned, flat.outputs[-len(hoisted.assigned) :], strict=False))
+    assigned_in = {
+        spec: _find_assigning_run(
+            runs, spec, homes[spec], None if _is_literal(value) else made_in.get(value), place
+        )
+        for spec, value in new_values.items()
+    }
+    inputs: list[dict[Any, Source]] = []
+    for index, run in enumerate(runs):
+        read = [atom for equation in run.equations for atom in equation.invars]
+        read += [value for spec, value in new_values.items() if assigned_in[spec] == index]
+        inputs.append({atom: source_of(atom) for atom in read if is_elsewhere(atom, index)})
+    # The last stage returns what it makes itself, and constants; the rest goes straight from its maker.
+    own = [atom for atom in outputs if not is_elsewhere(atom, last)]
+    output_sources = [source_of(atom) if is_elsewhere(atom, last) else None for atom in outputs]
+    first_own = len(returned[last])
+    own_numbers = iter(range(first_own, first_own + len(own)))
+    found = tuple(source or Source("output", next(own_numbers), last) for source in output_sources)
+
+    stages = []
+    for index, run in enumerate(runs):
+        assigned = [spec for spec in new_values if assigned_in[spec] == index]
+        extra = [spec for spec in assigned if spec not in run.variables]
+        stage_variables = [*run.variables, *extra]
+        # A variable that lives in another run of this shard is an input here that nobody reads.
+        variable_vars = [variables[spec] for spec in run.variables]
+        variable_vars += [hoisting.variable_input(spec) for spec in extra]
+        uses_key = key is not None and any(key in equation.invars for equation in run.equations)
+        results = list(returned[index])
+        if index == last:
+            results += own + ([] if loss is None else [loss])
+        stages.append(
+            TracedStage(
+                place=place if last == 0 else f"{place}, shard {run.shard}",
+                flat=jaxprs.FlatJaxpr(
+                    [*variable_vars, *([key] if uses_key else []), *inputs[index]],
+                    run.equations,
+                    [*results, *(new_values[spec] for spec in assigned)],
+                    flat.constants,
+                ),
+                variables=tuple(stage_variables),
+                assigned=tuple(assigned),
+                uses_key=uses_key,
+                inputs=tuple(inputs[index].values()),
+                outputs=tuple(Source("output", number, index) for number in range(len(results))),
+                output_avals=tuple(
+                    jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in results
+                ),
+            )
+        )
+    loss_source = None if loss is None else stages[last].outputs[-1]
+    return ShardedFunction(tuple(stages), tuple(run.shard for run in runs), found, loss_source)
+
+
+def _is_literal(atom: Any) -> bool:
+    return isinstance(atom, jex_core.Literal)
+
+
+def _make_runs(hoisted: hoisting.Hoisted) -> list[_Run]:
+    """The equations in runs, and every variable in one of them."""
+    flat = hoisted.flat
+    scoped = {}  # variable -> the shard in whose scope it was asked for
+    items: list[tuple[int | None, Any]] = [(read_shard(equation), equation) for equation in flat.equations]
+    for spec, (number, marker) in reversed(hoisted.asked.items()):
+        shard = read_shard(marker)
+        if shard is not None:
+            scoped[spec] = shard
+            items.insert(number, (shard, spec))
+    first = next((shard for shard, _item in items if shard is not None), 0)
+    runs = [_Run(first)]
+    for shard, item in items:
+        if shard is not None and shard != runs[-1].shard:
+            runs.append(_Run(shard))
+        (runs[-1].variables if isinstance(item, VariableSpec) else runs[-1].equations).append(item)
+    unscoped = {
+        var: spec for spec, var in zip(hoisted.variables, flat.inputs, strict=False) if spec not in scoped
+    }
+    for run in runs:
+        for equation in run.equations:
+            for atom in equation.invars:
+                if not _is_literal(atom) and atom in unscoped:
+                    run.variables.append(unscoped.pop(atom))
+    runs[0].variables.extend(unscoped.values())  # those that no equation uses
+    return runs
+
+
+def _find_assigning_run(
+    runs: Sequence[_Run], spec: VariableSpec, home: int, made_in: int | None, place: str
+) -> int:
+    """The run whose program returns a variable's new value."""
+    if made_in is None or made_in <= home:
+        return home
+    if runs[made_in].shard != runs[home].shard:
+        raise ValueError(
+            f"{place}: variable {spec.name} lives on shard {runs[home].shard}, and is assigned a value "
+            f"that is computed on shard {runs[made_in].shard}. Compute it in the scope that asks for the "
+            "variable."
+        )
+    return made_in

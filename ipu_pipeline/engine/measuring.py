@@ -1,0 +1,80 @@
+"""The fastest dispatch plan of a pipeline, measured instead of foretold."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ipu_pipeline.engine.pipeline import Pipeline
+from ipu_pipeline.engine.planning.choosing import describe_seconds, possible_chunk_sizes
+from ipu_pipeline.engine.planning.dispatch_plans import DispatchPlan
+from ipu_pipeline.engine.state import PipelineState
+
+__all__ = ["measure_dispatch_plan"]
+
+
+def measure_dispatch_plan(
+    pipeline: Pipeline, state: PipelineState, micro_batches: Sequence[Any], *inputs: Any, num_steps: int = 5
+) -> DispatchPlan:
+    """The plan by which a pipeline's steps are fastest, on this machine and now.
+
+    It compiles and runs every plan that is possible, which takes long. What it returns is to be given to a
+    pipeline, as `dispatch_plan`, and can be kept. Chunks are tried without regard to the memory that they
+    take.
+
+    Args:
+      pipeline: with a fixed number of micro-batches, over several devices.
+      state: as for `Pipeline.step`; it stays as it is.
+      micro_batches: those of one step.
+      *inputs: as for `Pipeline.step`.
+      num_steps: how many steps by each plan are timed, after one that compiles; the median counts.
+
+    Raises:
+      ValueError: all stages are on one device.
+    """
+    pipeline.trace(micro_batches[0], *inputs)
+    if pipeline.dispatch_plan is None:
+        raise ValueError(
+            "measure_dispatch_plan: all stages are on one device, where everything is one program."
+        )
+    medians: dict[DispatchPlan, float] = {}
+    for chunk_size in possible_chunk_sizes(len(micro_batches)):
+        for is_fused in (False, True):
+            plan = DispatchPlan(chunk_size, is_fused)
+            try:
+                other = pipeline.with_dispatch_plan(plan)
+            except ValueError:  # what would be fused waits for each other, or there is nothing to fuse
+                continue
+            medians[plan] = _time(other, state, micro_batches, inputs, num_steps)
+    best = min(medians, key=medians.__getitem__)
+    listed = ", ".join(
+        f"{plan.chunk_size}{' fused' if plan.is_fused else ''} {describe_seconds(seconds)}"
+        for plan, seconds in medians.items()
+    )
+    reason = f"measured, a step by micro-batches per program: {listed}"
+    return DispatchPlan(best.chunk_size, best.is_fused, reason)
+
+
+def _time(
+    pipeline: Pipeline,
+    state: PipelineState,
+    micro_batches: Sequence[Any],
+    inputs: Sequence[Any],
+    num_steps: int,
+) -> float:
+    """The median of the seconds of a step."""
+    pipeline.prepare()
+    running = jax.tree.map(jnp.copy, pipeline.place(state))
+    placed = pipeline.place_micro_batches(micro_batches)
+    taken = []
+    for _step in range(num_steps + 1):
+        begin = time.perf_counter()
+        running, outputs = pipeline.step(running, placed, *inputs)
+        jax.block_until_ready((running, outputs.collected))
+        taken.append(time.perf_counter() - begin)
+    return statistics.median(taken[1:])

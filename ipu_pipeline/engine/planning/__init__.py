@@ -1,0 +1,1 @@
+"""Memory, costs and what is chosen by them."""

@@ -1,0 +1,1 @@
+"""What a stage's programs are, and how they are made."""

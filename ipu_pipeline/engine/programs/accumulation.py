@@ -1,0 +1,114 @@
+"""How the gradients of a weight update's micro-batches become one."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ipu_pipeline.engine.jaxprs.shapes import check_float_dtype
+from ipu_pipeline.engine.programs.stage_programs import StageProgram, Value, ValueKind
+from ipu_pipeline.engine.tracing.specs import VariableSpec
+
+__all__ = ["Reduction", "accumulate", "count_dtype", "find_accumulator_dtype"]
+
+
+class Reduction(enum.Enum):
+    """How the gradients of a weight update's micro-batches become one.
+
+    SUM adds them. MEAN divides the sum by their number at the update. RUNNING_MEAN keeps the mean of
+    those seen so far, `a * n/(n+1) + g * 1/(n+1)` for the n-th from 0, which no long sum can overflow.
+    """
+
+    SUM = "sum"
+    MEAN = "mean"
+    RUNNING_MEAN = "running_mean"
+
+
+def count_dtype(dtype: Any) -> Any:
+    """The dtype to divide gradients of some dtype by counts in: 16 bits do not hold these."""
+    return dtype if np.dtype(dtype).itemsize >= 4 else np.dtype(np.float32)
+
+
+def find_accumulator_dtype(spec: VariableSpec, wanted: Any, argument: str) -> np.dtype[Any]:
+    """The dtype of a variable's accumulator.
+
+    Args:
+      spec: the variable.
+      wanted: None for the variable's dtype, a dtype, or a function from the variable to one of these.
+      argument: what errors call `wanted`.
+
+    Raises:
+      ValueError: it is no floating-point dtype, or JAX does not mix it with the variable's.
+    """
+    if callable(wanted) and not isinstance(wanted, type):
+        wanted = wanted(spec)
+    if wanted is None:
+        return np.dtype(spec.dtype)
+    dtype = check_float_dtype(wanted, argument)
+    try:
+        with jax.numpy_dtype_promotion("standard"):
+            jnp.promote_types(spec.dtype, dtype)
+    except jax.dtypes.TypePromotionError as error:
+        raise ValueError(
+            f"{argument}: JAX does not mix {dtype.name} with the {spec.dtype.name} of variable "
+            f"{spec.name}; give another dtype."
+        ) from error
+    return dtype
+
+
+def accumulate(program: StageProgram, reduction: Reduction) -> StageProgram:
+    """The program with accumulators.
+
+    Args:
+      program: its ACCUMULATOR results are gradients.
+      reduction: how the accumulators take a gradient in.
+
+    Returns:
+      The program which takes the accumulators as its first arguments, and returns their new values where
+      it returned the gradients. An accumulator keeps its dtype.
+    """
+    places = [
+        (place, value)
+        for place, values in enumerate(program.results)
+        for value in values
+        if value.kind is ValueKind.ACCUMULATOR
+    ]
+    if not places:
+        return program
+    # A result that stands for two values is returned twice where one of them is a gradient.
+    kept = [
+        (place, tuple(v for v in values if v.kind is not ValueKind.ACCUMULATOR))
+        for place, values in enumerate(program.results)
+    ]
+    kept = [(place, values) for place, values in kept if values]
+    inner_arguments = arguments = program.arguments
+    if reduction is Reduction.RUNNING_MEAN:
+        arguments = (*arguments, Value(ValueKind.ACCUMULATED))
+
+    def accumulated(*values: Any) -> list[Any]:
+        accumulators, rest = values[: len(places)], values[len(places) :]
+        results = program.function(*rest[: len(inner_arguments)])
+        taken = []
+        for accumulator, (place, _value) in zip(accumulators, places, strict=True):
+            gradient = results[place]
+            if reduction is Reduction.RUNNING_MEAN:
+                wide = count_dtype(accumulator.dtype)
+                number = rest[-1].astype(wide)
+                share = 1 / (number + 1)
+                mean = accumulator.astype(wide) * (number * share) + gradient.astype(wide) * share
+                taken.append(mean.astype(accumulator.dtype))
+            else:
+                taken.append(accumulator + gradient.astype(accumulator.dtype))
+        return [*taken, *(results[place] for place, _values in kept)]
+
+    return dataclasses.replace(
+        program,
+        function=accumulated,
+        arguments=(*(value for _place, value in places), *arguments),
+        results=(*((value,) for _place, value in places), *(values for _place, values in kept)),
+    )

@@ -1,0 +1,117 @@
+"""A stage program for several micro-batches, which it handles one after another.
+
+Nothing is merged into one batch: the program is a scan, which takes in the accumulators and assigned
+variables that the micro-batch before has left.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ipu_pipeline.engine.programs.stage_programs import StageProgram, StagePrograms, Value, ValueKind
+from ipu_pipeline.engine.tracing.traced import TracedPipeline, TracedStage
+
+__all__ = ["chunk_programs"]
+
+_COUNTS = (ValueKind.MICRO_BATCH, ValueKind.ACCUMULATED)
+
+
+def chunk_programs(
+    traced: TracedPipeline, programs: Sequence[StagePrograms], size: int
+) -> tuple[StagePrograms, ...]:
+    """The programs for `size` micro-batches at once.
+
+    Values of a micro-batch (those between stages, residuals, cotangents) are stacked on a first axis.
+    MICRO_BATCH and ACCUMULATED are those of the first one; new values of variables and accumulators are
+    those after the last one.
+
+    Args:
+      traced: the pipeline.
+      programs: the programs of its stages, for one micro-batch.
+      size: how many.
+
+    Returns:
+      One entry per stage; the same ones if `size` is 1.
+    """
+    if size == 1:
+        return tuple(programs)
+    return tuple(
+        dataclasses.replace(
+            own,
+            forward=_chunk(own.forward, stage, size),
+            backward=None if own.backward is None else _chunk(own.backward, stage, size),
+        )
+        for own, stage in zip(programs, traced.stages, strict=True)
+    )
+
+
+def _chunk(program: StageProgram, stage: TracedStage, size: int) -> StageProgram:
+    carried = _carried(program)
+    counts = [place for place, value in enumerate(program.arguments) if value.kind in _COUNTS]
+    stacked = [
+        place
+        for place, value in enumerate(program.arguments)
+        if value.kind in (ValueKind.RESIDUAL, ValueKind.COTANGENT)
+        or (value.kind is ValueKind.INPUT and stage.inputs[value.index].kind != "input")
+    ]
+    kept, last = [], []  # what is returned of all, and state that is not carried but made anew each time
+    for place, values in enumerate(program.results):
+        state = tuple(value for value in values if _is_state(value))
+        others = tuple(value for value in values if not _is_state(value))
+        if others:
+            kept.append((place, others))
+        if state and place not in carried.values():
+            last.append((place, state))
+
+    def chunked(*arguments: Any) -> list[Any]:
+        def one(state: list[Any], given: tuple[Any, list[Any]]) -> tuple[list[Any], list[Any]]:
+            number, values = given
+            full = list(arguments)
+            for places, own in ((carried, state), (stacked, values)):
+                for place, value in zip(places, own, strict=True):
+                    full[place] = value
+            for place in counts:
+                full[place] = full[place] + number
+            results = program.function(*full)
+            return (
+                [results[place] for place in carried.values()],
+                [results[place] for place, _values in (*kept, *last)],
+            )
+
+        state, stacks = jax.lax.scan(
+            one,
+            [arguments[place] for place in carried],
+            (jnp.arange(size, dtype=jnp.int32), [arguments[place] for place in stacked]),
+        )
+        return [*state, *stacks[: len(kept)], *(stack[-1] for stack in stacks[len(kept) :])]
+
+    results = [tuple(v for v in program.results[place] if _is_state(v)) for place in carried.values()]
+    results += [values for _place, values in (*kept, *last)]
+    return dataclasses.replace(
+        program,
+        function=chunked,
+        results=tuple(results),
+        num_operations=size * program.num_operations,
+    )
+
+
+def _is_state(value: Value) -> bool:
+    return value.kind in (ValueKind.ACCUMULATOR, ValueKind.ASSIGNED)
+
+
+def _carried(program: StageProgram) -> dict[int, int]:
+    """Arguments that have another value in the next micro-batch -> the results that give it."""
+    places = {value: place for place, value in enumerate(program.arguments)}
+    carried = {}
+    for place, values in enumerate(program.results):
+        for value in values:
+            is_assigned = value.kind is ValueKind.ASSIGNED
+            argument = Value(ValueKind.VARIABLE, value.index) if is_assigned else value
+            if _is_state(value) and argument in places:
+                carried[places[argument]] = place
+    return carried

@@ -1,0 +1,116 @@
+"""What of the last stage's values is wanted: which ones, and of each micro-batch or their sum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ipu_pipeline.engine.jaxprs.shapes import check_dtype
+from ipu_pipeline.engine.state import Collected
+from ipu_pipeline.engine.tracing.traced import Source, TracedPipeline
+
+__all__ = ["Collecting", "find_sum_dtype", "make_collecting"]
+
+
+@dataclass(frozen=True, eq=False)
+class Collecting:
+    """What is collected.
+
+    Attributes:
+      places: positions among the leaves of what the last stage returns.
+      has_loss: whether the loss is collected too, behind them.
+      sources: the values.
+      avals: shapes and dtypes; where values are summed, those of the sums.
+      is_summed: whether they are summed over the micro-batches of an execution.
+    """
+
+    places: tuple[int, ...]
+    has_loss: bool
+    sources: tuple[Source, ...]
+    avals: tuple[jax.ShapeDtypeStruct, ...]
+    is_summed: bool
+
+    def collect(self, values: Sequence[Any], size: int | None) -> Collected:
+        """The values of one micro-batch or sum (size None), or stacked of so many."""
+        num_outputs = len(self.places)
+        return Collected(list(values[:num_outputs]), values[num_outputs] if self.has_loss else None, size)
+
+
+def make_collecting(
+    traced: TracedPipeline,
+    outputs: bool | Callable[[Any], Sequence[bool]] = True,
+    losses: bool = True,
+    is_summed: bool = False,
+    sum_dtype: Any = None,
+) -> Collecting:
+    """Works out what is collected.
+
+    Args:
+      traced: the pipeline.
+      outputs: whether what the last stage returns is; or a function of its shapes and dtypes which returns
+        a boolean per leaf.
+      losses: whether the loss is, if there is one.
+      is_summed: whether that is summed over the micro-batches of an execution.
+      sum_dtype: see `find_sum_dtype`.
+
+    Raises:
+      ValueError: something cannot be summed, or there is not one boolean per leaf.
+    """
+    known = list(traced.output_avals)
+    chosen = [bool(outputs)] * len(known)
+    if callable(outputs):
+        chosen = list(outputs(traced.output_tree.unflatten(known)))
+        if len(chosen) != len(known):
+            raise ValueError(
+                f"collect_outputs must return one boolean for each of the {len(known)} leaves of what the "
+                f"last stage returns; it returned {len(chosen)}."
+            )
+    places = tuple(place for place, is_chosen in enumerate(chosen) if is_chosen)
+    has_loss = losses and traced.loss is not None
+    sources = [traced.outputs[place] for place in places]
+    avals = [known[place] for place in places]
+    if has_loss and traced.loss is not None:
+        sources.append(traced.loss)
+        avals += traced.loss_avals
+    if is_summed:
+        avals = [
+            jax.ShapeDtypeStruct(aval.shape, find_sum_dtype(aval, sum_dtype, "sum_dtype")) for aval in avals
+        ]
+    return Collecting(places, has_loss, tuple(sources), tuple(avals), is_summed)
+
+
+def find_sum_dtype(aval: jax.ShapeDtypeStruct, wanted: Any, argument: str) -> np.dtype[Any]:
+    """The dtype in which an output is summed over micro-batches.
+
+    Args:
+      aval: the output's shape and dtype.
+      wanted: None for its own dtype, a dtype, or a function from the shape and dtype to one of these.
+      argument: what errors call `wanted`.
+
+    Raises:
+      ValueError: the output is no number, or the dtype does not take it.
+    """
+    what = f"an output of the last stage, {aval.dtype.name}{list(aval.shape)}"
+    is_boolean = aval.dtype == np.bool_
+    if not is_boolean and not jnp.issubdtype(aval.dtype, jnp.number):
+        raise ValueError(f"{argument}: {what}, cannot be summed; do not collect it (mask it out).")
+    if callable(wanted) and not isinstance(wanted, type):
+        wanted = wanted(aval)
+    if wanted is None and is_boolean:
+        raise ValueError(
+            f"{argument}: {what}, has no sum of its own dtype; give one, for example int32, which counts."
+        )
+    dtype = np.dtype(aval.dtype) if wanted is None else check_dtype(wanted, argument)
+    order = (jnp.integer, jnp.floating, jnp.complexfloating)
+
+    def rank(one: Any) -> int:
+        return next((number for number, kind in enumerate(order) if jnp.issubdtype(one, kind)), -1)
+
+    if rank(dtype) < max(0, rank(aval.dtype)):
+        raise ValueError(f"{argument}: {what}, is summed in a dtype that can hold it; got {dtype.name}.")
+    return dtype

@@ -1,0 +1,120 @@
+"""A stage's joint jaxpr of forward and backward, cut into the programs that run.
+
+Equations that depend on a cotangent are the backward. What crosses is a residual, with two exceptions: the
+executor holds the inputs of the stage anyway, and what depends on variables and constants alone is computed
+again in the backward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from jax.extend import core as jex_core
+
+from ipu_pipeline.engine import jaxprs
+from ipu_pipeline.engine.programs import accumulation, stage_programs
+from ipu_pipeline.engine.programs.accumulation import Reduction
+from ipu_pipeline.engine.programs.stage_programs import StagePrograms, Value, ValueKind
+from ipu_pipeline.engine.tracing.traced import TracedStage
+
+__all__ = ["Joint", "fuse", "is_literal", "split"]
+
+
+@dataclass(frozen=True, eq=False)
+class Joint:
+    """A stage's forward and backward in one jaxpr.
+
+    Attributes:
+      index: the stage's.
+      stage: the stage.
+      flat: the jaxpr.
+      labels: what its inputs are.
+      results: what the forward returns, with the atoms.
+      pulled: the gradients that are not always zero, with the atoms.
+      backward_vars: the variables that depend on a cotangent.
+      trained: positions in the stage's variables.
+    """
+
+    index: int
+    stage: TracedStage
+    flat: jaxprs.FlatJaxpr
+    labels: dict[Any, Value]
+    results: list[tuple[Value, Any]]
+    pulled: list[tuple[Value, Any]]
+    backward_vars: set[Any]
+    trained: tuple[int, ...]
+
+    def is_backward(self, equation: Any) -> bool:
+        """Whether an equation is of the backward."""
+        atoms = (*equation.outvars, *equation.invars)
+        return any(not is_literal(atom) and atom in self.backward_vars for atom in atoms)
+
+
+def is_literal(atom: Any) -> bool:
+    """Whether an atom is a literal."""
+    return isinstance(atom, jex_core.Literal)
+
+
+def fuse(joint: Joint, reduction: Reduction, is_scaled: bool) -> StagePrograms:
+    """Forward and backward as one program that starts from the loss."""
+    fused, residuals = stage_programs.cut(
+        f"stage{joint.index}_forward_backward",
+        joint.flat,
+        [*joint.results, *joint.pulled],
+        joint.labels,
+        (),
+        jaxprs.any_equation,
+    )
+    assert not residuals
+    fused = stage_programs.seed(fused, joint.stage.output_avals[-1].dtype, is_scaled)
+    return StagePrograms(accumulation.accumulate(fused, reduction), None, (), joint.trained)
+
+
+def split(joint: Joint, reduction: Reduction) -> StagePrograms:
+    """Forward and backward as two programs."""
+    # The value that an assigned variable has in the forward is gone by the backward, so it counts as
+    # data: stored if the backward needs it.
+    assigned = {joint.stage.variables.index(spec) for spec in joint.stage.assigned}
+    constant = {
+        var
+        for var, value in joint.labels.items()
+        if value.kind is ValueKind.VARIABLE and value.index not in assigned
+    }
+    data_vars = jaxprs.dependents(joint.flat, [v for v in joint.flat.inputs if v not in constant])
+    stored = {
+        var
+        for equation in joint.flat.equations
+        if not joint.is_backward(equation)
+        for var in equation.outvars
+        if var in data_vars or equation.effects  # what prints is not done again
+    }
+    backward_labels = {
+        var: value
+        for var, value in joint.labels.items()
+        if value.kind is not ValueKind.VARIABLE or var in constant
+    }
+    backward, residual_vars = stage_programs.cut(
+        f"stage{joint.index}_backward",
+        joint.flat,
+        joint.pulled,
+        backward_labels,
+        stored,
+        joint.is_backward,
+    )
+    residuals = [(Value(ValueKind.RESIDUAL, n), var) for n, var in enumerate(residual_vars)]
+    forward, missing = stage_programs.cut(
+        f"stage{joint.index}_forward",
+        joint.flat,
+        [*joint.results, *residuals],
+        joint.labels,
+        (),
+        lambda equation: not joint.is_backward(equation),
+    )
+    assert not missing
+    return StagePrograms(
+        forward,
+        accumulation.accumulate(backward, reduction) if joint.pulled else None,
+        tuple(jaxprs.aval_struct(var.aval) for var in residual_vars),
+        joint.trained,
+    )

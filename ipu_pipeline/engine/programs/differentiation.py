@@ -1,0 +1,295 @@
+"""Forward and backward programs of all stages.
+
+A stage's jaxpr is differentiated once, by `jax.vjp`, which gives a joint jaxpr of its forward and its
+backward. What depends on a cotangent is the backward, the rest is the forward, and what crosses from
+one to the other is a residual, unless the backward can have it without storing it:
+
+1. inputs of the stage are held by the executor anyway;
+2. what depends on variables and constants alone is computed again in the backward;
+3. with recomputation the stage is differentiated in segments (see `recomputation`), and only their
+   beginnings cross.
+
+The last stage is not cut: its forward and backward are one program that starts from the loss. Gradients
+are computed for what depends on trained variables only, and those that are zero whatever the cotangents
+are not computed at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ipu_pipeline.engine import jaxprs
+from ipu_pipeline.engine.programs import accumulation, recomputation, stage_programs
+from ipu_pipeline.engine.programs.accumulation import Reduction
+from ipu_pipeline.engine.programs.cutting import Joint, fuse, is_literal, split
+from ipu_pipeline.engine.programs.gradient_maps import GradientMap
+from ipu_pipeline.engine.programs.recomputation import Recomputation
+from ipu_pipeline.engine.programs.stage_programs import StagePrograms, Value, ValueKind
+from ipu_pipeline.engine.tracing import checkpoints, keys
+from ipu_pipeline.engine.tracing.faults import add_derivative_note
+from ipu_pipeline.engine.tracing.traced import Source, TracedPipeline, TracedStage
+
+__all__ = ["build"]
+
+_RANDOM = (Value(ValueKind.KEY), Value(ValueKind.EXECUTION_COUNT), Value(ValueKind.MICRO_BATCH))
+
+
+def build(
+    traced: TracedPipeline,
+    trained: Collection[str],
+    reduction: Reduction,
+    gradient_map: GradientMap | None = None,
+    recompute: Recomputation | None = None,
+    is_scaled: bool = False,
+) -> tuple[StagePrograms, ...]:
+    """Builds the programs of all stages.
+
+    Args:
+      traced: the pipeline; it trains if it has a loss.
+      trained: full names of the variables to take gradients of.
+      reduction: how the accumulators take a gradient in.
+      gradient_map: `f(gradient, variable) -> gradient`, applied to each micro-batch's gradients.
+      recompute: what stages keep for their backward; None: all that it needs.
+      is_scaled: whether the backward starts from LOSS_SCALE. A gradient map gets gradients without it.
+
+    Returns:
+      One entry per stage.
+    """
+    if traced.loss is None:
+        return tuple(_build_inference(index, stage) for index, stage in enumerate(traced.stages))
+    differentiable = _find_differentiable(traced, trained)
+    senders: dict[Source, list[int]] = {}  # value -> the stages that send a cotangent for it
+    built: list[StagePrograms] = []
+    for index in reversed(range(len(traced.stages))):
+        is_last = index == len(traced.stages) - 1
+        stage = traced.stages[index]
+        evaluate = _evaluation(stage, is_last, recompute)
+        try:
+            joint = _differentiate(
+                traced, index, evaluate, trained, differentiable, senders, gradient_map, is_scaled
+            )
+        except Exception as error:  # of a derivative rule, or of an operation that has no derivative
+            if not str(error).startswith(stage.place):
+                add_derivative_note(error, stage.place)
+            raise
+        built.append(fuse(joint, reduction, is_scaled) if is_last else split(joint, reduction))
+    return tuple(reversed(built))
+
+
+def _find_differentiable(traced: TracedPipeline, trained: Collection[str]) -> set[Source]:
+    """The values between stages that depend on a trained variable and can carry a gradient."""
+    found: set[Source] = set()
+    for stage in traced.stages:
+        roots = [
+            var
+            for var, spec in zip(stage.flat.inputs, stage.variables, strict=False)
+            if spec.name in trained
+        ]
+        roots += [
+            var for var, source in zip(stage.input_vars, stage.inputs, strict=True) if source in found
+        ]
+        depending = set(roots)
+        for equation in stage.flat.equations:
+            is_stopped = equation.primitive.name == "stop_gradient"
+            if not is_stopped and any(not is_literal(a) and a in depending for a in equation.invars):
+                depending.update(
+                    var for var in equation.outvars if jnp.issubdtype(var.aval.dtype, jnp.inexact)
+                )
+        for source, atom in zip(stage.outputs, stage.flat.outputs, strict=False):
+            if not is_literal(atom) and atom in depending:
+                found.add(source)
+    return found
+
+
+def _stage_arguments(stage: TracedStage) -> list[Value]:
+    """What `_call_stage` takes."""
+    values = [Value(ValueKind.VARIABLE, index) for index in range(len(stage.variables))]
+    values += _RANDOM if stage.uses_key else ()
+    values += [Value(ValueKind.INPUT, index) for index in range(len(stage.inputs))]
+    return values
+
+
+def _stage_avals(stage: TracedStage) -> list[jax.ShapeDtypeStruct]:
+    """Shapes and dtypes of `_stage_arguments`."""
+    avals = [jaxprs.aval_struct(var.aval) for var in stage.flat.inputs]
+    if stage.uses_key:
+        after_key = len(stage.variables) + 1
+        avals[after_key:after_key] = [jax.ShapeDtypeStruct((), jnp.int32)] * 2
+    return avals
+
+
+def _call_stage(stage: TracedStage, *arguments: Any) -> list[Any]:
+    """Evaluates a stage; the micro-batch's random key is folded here."""
+    values = list(arguments)
+    if stage.uses_key:
+        random = slice(len(stage.variables), len(stage.variables) + len(_RANDOM))
+        values[random] = [keys.micro_batch_key(*values[random])]
+    return jaxprs.close(stage.flat)(*values)
+
+
+def _evaluation(
+    stage: TracedStage, is_last: bool, recompute: Recomputation | None
+) -> Callable[..., list[Any]]:
+    """The stage as a function of `_stage_arguments`, to be differentiated."""
+    is_cut = recompute is not Recomputation.RECOMPUTE_THEN_BACKPROPAGATE
+    # Nothing is kept between the last stage's forward and backward, so one segment would save nothing.
+    if recompute is None or (is_last and not (is_cut and checkpoints.has_marks(stage.flat))):
+        return functools.partial(_call_stage, stage)
+    return recomputation.in_segments(_flatten_stage(stage), is_cut)
+
+
+def _flatten_stage(stage: TracedStage) -> jaxprs.FlatJaxpr:
+    """The stage as a jaxpr that takes `_stage_arguments`."""
+    return jaxprs.flatten(jax.make_jaxpr(functools.partial(_call_stage, stage))(*_stage_avals(stage)))
+
+
+def _own_results(index: int, stage: TracedStage, atoms: Sequence[Any]) -> list[tuple[Value, Any]]:
+    """What a stage makes itself, of what `_call_stage` returns: outputs and assigned variables."""
+    num_outputs = len(stage.outputs)
+    results = [
+        (Value(ValueKind.OUTPUT, position), atom)
+        for position, atom in enumerate(atoms[:num_outputs])
+        if stage.outputs[position] == Source("output", position, index)
+    ]
+    for spec, atom in zip(stage.assigned, atoms[num_outputs:], strict=True):
+        results.append((Value(ValueKind.ASSIGNED, stage.variables.index(spec)), atom))
+    return results
+
+
+def _build_inference(index: int, stage: TracedStage) -> StagePrograms:
+    flat = _flatten_stage(stage)
+    labels = dict(zip(flat.inputs, _stage_arguments(stage), strict=True))
+    results = _own_results(index, stage, flat.outputs)
+    name = f"stage{index}_forward"
+    forward, residuals = stage_programs.cut(name, flat, results, labels, (), jaxprs.any_equation)
+    assert not residuals
+    return StagePrograms(forward, None, (), ())
+
+
+def _differentiate(
+    traced: TracedPipeline,
+    index: int,
+    evaluate: Callable[..., list[Any]],
+    trained: Collection[str],
+    differentiable: set[Source],
+    senders: dict[Source, list[int]],
+    gradient_map: GradientMap | None,
+    is_scaled: bool,
+) -> Joint:
+    """Differentiates one stage, as `evaluate`. Enters the cotangents that it sends into `senders`."""
+    stage = traced.stages[index]
+    received = _received_cotangents(traced, index, senders)
+    arguments = _stage_arguments(stage)
+    avals = _stage_avals(stage)
+    avals += [stage.output_avals[value.index] for value in received]
+    scales = [Value(ValueKind.LOSS_SCALE)] if is_scaled and gradient_map is not None else []
+    avals += [jax.ShapeDtypeStruct((), jnp.float32) for _scale in scales]
+    wanted = [
+        (Value(ValueKind.ACCUMULATOR, position), Value(ValueKind.VARIABLE, position))
+        for position, spec in enumerate(stage.variables)
+        if spec.name in trained
+    ]
+    trained_positions = tuple(value.index for value, _of in wanted)
+    wanted += [
+        (Value(ValueKind.INPUT_COTANGENT, position), Value(ValueKind.INPUT, position))
+        for position, source in enumerate(stage.inputs)
+        if source in differentiable
+    ]
+    places = [arguments.index(of) for _value, of in wanted]
+    differentiated_outputs = sorted({value.index for value in received})
+
+    def joint(*values: Any) -> list[Any]:
+        fixed, cotangents = values[: len(arguments)], values[len(arguments) :]
+        cotangents, scale = cotangents[: len(received)], cotangents[len(received) :]
+
+        def call(chosen: list[Any]) -> tuple[list[Any], list[Any]]:
+            all_values = list(fixed)
+            for place, value in zip(places, chosen, strict=True):
+                all_values[place] = value
+            outputs = evaluate(*all_values)
+            return [outputs[position] for position in differentiated_outputs], outputs
+
+        _primals, pull_back, outputs = jax.vjp(call, [fixed[p] for p in places], has_aux=True)
+        sums: dict[int, Any] = {}
+        for value, cotangent in zip(received, cotangents, strict=True):
+            before = sums.get(value.index)
+            sums[value.index] = cotangent if before is None else before + cotangent
+        (pulled,) = pull_back([sums[position] for position in differentiated_outputs])
+        if gradient_map is not None:
+            for number, (value, of) in enumerate(wanted):
+                if value.kind is ValueKind.ACCUMULATOR:
+                    variable = fixed[arguments.index(of)]
+                    pulled[number] = _map_gradient(gradient_map, pulled[number], variable, *scale)
+        return [*outputs, *pulled]
+
+    flat = jaxprs.flatten(_trace_joint(joint, avals, stage.place), recomputation.isolate)
+    backward_vars = jaxprs.dependents(flat, flat.inputs[len(arguments) :])
+    num_results = len(stage.outputs) + len(stage.assigned)
+    pulled = [
+        (value, atom)
+        for (value, _of), atom in zip(wanted, flat.outputs[num_results:], strict=True)
+        # A gradient that does not depend on a cotangent is zero, being linear in it, unless it was mapped.
+        if (gradient_map is not None and value.kind is ValueKind.ACCUMULATOR)
+        or (not is_literal(atom) and atom in backward_vars)
+    ]
+    for value, _atom in pulled:
+        if value.kind is ValueKind.INPUT_COTANGENT:
+            senders.setdefault(stage.inputs[value.index], []).append(index)
+    return Joint(
+        index=index,
+        stage=stage,
+        flat=flat,
+        labels=dict(zip(flat.inputs, [*arguments, *received, *scales], strict=True)),
+        results=_own_results(index, stage, flat.outputs[:num_results]),
+        pulled=pulled,
+        backward_vars=backward_vars,
+        trained=trained_positions,
+    )
+
+
+def _map_gradient(
+    gradient_map: GradientMap, gradient: jax.Array, variable: jax.Array, scale: jax.Array | None = None
+) -> jax.Array:
+    """The mapped gradient, `scale` times as large if there is a scale, as the gradient is before."""
+    if scale is None:
+        return gradient_map(gradient, variable)
+    wide = accumulation.count_dtype(gradient.dtype)
+    scale = scale.astype(wide)
+    mapped = gradient_map((gradient.astype(wide) / scale).astype(gradient.dtype), variable)
+    scaled = (mapped.astype(wide) * scale).astype(gradient.dtype)
+    # A map such as a clip makes infinity finite, and the update is to see that there was an overflow.
+    return jnp.where(jnp.all(jnp.isfinite(gradient)), scaled, jnp.full_like(scaled, jnp.nan))
+
+
+def _trace_joint(joint: Callable[..., list[Any]], avals: Sequence[Any], place: str) -> Any:
+    closed_jaxpr = None
+    with contextlib.suppress(jax.errors.UnexpectedTracerError):
+        closed_jaxpr = jax.make_jaxpr(joint)(*avals)
+    # A derivative rule is run here, after the stage was traced: the stage's values are gone.
+    if closed_jaxpr is None or any(isinstance(c, jax.core.Tracer) for c in closed_jaxpr.consts):
+        raise ValueError(
+            f"{place}: a function with custom derivatives (jax.custom_vjp, jax.custom_jvp, "
+            "jax.custom_gradient) uses a value of the stage that is not among its arguments. Pass it as an "
+            "argument."
+        )
+    return closed_jaxpr
+
+
+def _received_cotangents(
+    traced: TracedPipeline, index: int, senders: dict[Source, list[int]]
+) -> list[Value]:
+    stage = traced.stages[index]
+    if index == len(traced.stages) - 1:
+        return [Value(ValueKind.COTANGENT, len(stage.outputs) - 1)]  # the loss is the last output
+    return [
+        Value(ValueKind.COTANGENT, position, sender)
+        for position, source in enumerate(stage.outputs)
+        if source == Source("output", position, index)
+        for sender in senders.get(source, ())
+    ]

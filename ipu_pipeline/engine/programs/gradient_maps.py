@@ -1,0 +1,45 @@
+"""Functions of the user's that are applied to each micro-batch's gradients, before accumulation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TypeAlias
+
+import jax
+
+from ipu_pipeline.engine.tracing.specs import VariableSpec
+from ipu_pipeline.engine.tracing.stages import check_captures
+
+__all__ = ["GradientMap", "check_gradient_map"]
+
+GradientMap: TypeAlias = "Callable[[jax.Array, jax.Array], jax.Array]"
+
+
+def check_gradient_map(gradient_map: GradientMap, trained: Iterable[VariableSpec]) -> None:
+    """Raises if a gradient map does not keep shapes and dtypes.
+
+    Args:
+      gradient_map: the map.
+      trained: the variables whose gradients it gets.
+
+    Raises:
+      ValueError: it does not; or it uses a traced value that is not among its arguments.
+    """
+    what = "the gradient_mapping_function"
+    for spec in trained:
+        aval = jax.ShapeDtypeStruct(spec.shape, spec.dtype)
+        try:
+            closed_jaxpr = jax.make_jaxpr(gradient_map)(aval, aval)
+        except jax.errors.UnexpectedTracerError as error:
+            raise ValueError(
+                f"Trying to capture the tensor of a stage in {what}, which may only use its arguments, a "
+                "gradient and its variable."
+            ) from error
+        check_captures(closed_jaxpr.consts, what, None)
+        results = closed_jaxpr.out_avals
+        if len(results) != 1 or results[0].shape != spec.shape or results[0].dtype != spec.dtype:
+            described = ", ".join(f"{aval.dtype.name}{list(aval.shape)}" for aval in results)
+            raise ValueError(
+                f"gradient_mapping_function must return the gradient's shape and dtype, for {spec}; it "
+                f"returned {described or 'nothing'}."
+            )

@@ -1,0 +1,182 @@
+"""Recomputation: a stage in segments, whose beginnings the backward gets, and computes the rest again.
+
+Without checkpoints a stage is one segment, and only its inputs are kept. `recomputation_checkpoint` marks
+values that are kept besides; in the mode RecomputeAndBackpropagateInterleaved the stage is cut there. The
+backward then takes the segments from the last to the first, each recomputed when the gradients of what it
+returns have arrived, so that what one segment needs is never there together with what another one needs.
+
+What has effects and results (`io_callback`, a loop that prints) is done once: it is differentiated as
+without recomputation, and its results are kept.
+
+A segment is `jax.checkpoint` of a jaxpr, which puts barriers into the backward: XLA must not take values of
+the forward instead, where both are in one program. On a CPU XLA drops these barriers before it looks for
+common subexpressions (seen with jaxlib 0.10.2), so there the backward of a segment stands in a conditional
+whose predicate is always true, which XLA cannot see.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core as jex_core
+
+from ipu_pipeline.engine import jaxprs
+from ipu_pipeline.engine.tracing.checkpoints import mark_of
+
+__all__ = ["Recomputation", "in_segments", "isolate"]
+
+
+class Recomputation(enum.Enum):
+    """What a stage keeps of a micro-batch between its forward and its backward.
+
+    RECOMPUTE_THEN_BACKPROPAGATE: its inputs; the backward begins with the whole forward.
+    RECOMPUTE_AND_BACKPROPAGATE_INTERLEAVED: its inputs and what `recomputation_checkpoint` marks; the
+    backward goes from one of these to the one before. AUTO is the second, which is the first in a stage
+    without marks.
+    """
+
+    AUTO = "auto"
+    RECOMPUTE_THEN_BACKPROPAGATE = "recompute_then_backpropagate"
+    RECOMPUTE_AND_BACKPROPAGATE_INTERLEAVED = "recompute_and_backpropagate_interleaved"
+
+
+def isolate(equation: Any, inputs: list[Any], inline: jaxprs.InlineFunction) -> list[Any] | None:
+    """A rule for `jaxprs.flatten` that keeps what is recomputed apart from the forward on CPUs too."""
+    if equation.primitive.name not in jaxprs.CHECKPOINTS or not equation.params["differentiated"]:
+        return None
+    avals = [jaxprs.aval_struct(atom.aval) for atom in equation.invars]
+    floats = [n for n, aval in enumerate(avals) if jnp.issubdtype(aval.dtype, jnp.floating) and aval.size]
+    if not floats:
+        return None
+    body = jex_core.ClosedJaxpr(equation.params["jaxpr"], ())
+
+    def recompute(*values: Any) -> list[Any]:
+        made: list[Any] = equation.primitive.bind(*values, **equation.params)
+        return made
+
+    def recompute_in_conditional(*values: Any) -> list[Any]:
+        first = values[floats[0]].ravel()[0]
+        bits = jax.lax.bitcast_convert_type(first, f"uint{8 * first.dtype.itemsize}")
+        zeros = [jnp.zeros(aval.shape, aval.dtype) for aval in body.out_avals]
+        made: list[Any] = jax.lax.cond(
+            (bits | bits.dtype.type(1)) != bits.dtype.type(0),
+            lambda operands: jex_core.jaxpr_as_fun(body)(*operands),
+            lambda _operands: zeros,
+            values,
+        )
+        return made
+
+    def by_platform(*values: Any) -> list[Any]:
+        made: list[Any] = jax.lax.platform_dependent(
+            *values, cpu=recompute_in_conditional, default=recompute
+        )
+        return made
+
+    return inline(jax.make_jaxpr(by_platform)(*avals), inputs)
+
+
+@dataclass(frozen=True, eq=False)
+class _Segment:
+    """A part of a stage.
+
+    Attributes:
+      function: takes the values of `inputs`, returns those of `outputs`.
+      inputs: inputs of the stage, and what the segments before have kept.
+      outputs: what the stage returns of what this segment computes, and what it keeps.
+      kept: what later segments take instead of computing it.
+    """
+
+    function: Callable[..., list[Any]]
+    inputs: Sequence[Any]
+    outputs: Sequence[Any]
+    kept: Sequence[Any]
+
+
+def in_segments(flat: jaxprs.FlatJaxpr, is_cut: bool) -> Callable[..., list[Any]]:
+    """A stage that computes its values again when it is differentiated.
+
+    Args:
+      flat: the stage.
+      is_cut: whether marked values are kept.
+
+    Returns:
+      A function with the arguments and results of `flat`. What prints does so in the forward only.
+    """
+    marks = _find_marks(flat) if is_cut else []
+    segments = _cut(flat, sorted([*marks, *_find_effects(flat)], key=lambda mark: mark.end))
+    kept = {var for segment in segments for var in segment.kept}
+    printing = jaxprs.extract(flat, [], kept, lambda equation: kept.isdisjoint(equation.outvars))
+
+    def call(*arguments: Any) -> list[Any]:
+        values = dict(zip(flat.inputs, arguments, strict=True))
+        for segment in segments:
+            results = segment.function(*(values[var] for var in segment.inputs))
+            values.update(zip(segment.outputs, results, strict=True))
+        printing(*(values[var] for var in printing.inputs))
+        return [atom.val if isinstance(atom, jex_core.Literal) else values[atom] for atom in flat.outputs]
+
+    return call
+
+
+class _Mark(NamedTuple):
+    """A place where a stage is cut.
+
+    Attributes:
+      end: how many equations stand before it.
+      kept: variables that segments behind it take instead of computing them.
+      is_recomputed: whether the segment that it ends is computed again.
+    """
+
+    end: int
+    kept: list[Any]
+    is_recomputed: bool = True
+
+
+def _find_marks(flat: jaxprs.FlatJaxpr) -> list[_Mark]:
+    """The checkpoints."""
+    marks: list[_Mark] = []
+    before = None
+    for number, equation in enumerate(flat.equations):
+        mark = mark_of(equation)
+        if mark is not None:
+            earlier: list[Any] = marks.pop().kept if mark == before else []
+            marks.append(_Mark(number + 1, [*earlier, *equation.outvars]))
+        before = mark
+    return marks
+
+
+def _find_effects(flat: jaxprs.FlatJaxpr) -> list[_Mark]:
+    """Cuts around each equation that has effects and results: it must not be done again."""
+    read = {id(atom) for equation in flat.equations for atom in equation.invars}
+    read |= {id(atom) for atom in flat.outputs}
+    made: set[Any] = set()
+    marks = []
+    for number, equation in enumerate(flat.equations):
+        if equation.effects and any(id(var) in read for var in equation.outvars):
+            taken = [a for a in equation.invars if not isinstance(a, jex_core.Literal) and a in made]
+            marks.append(_Mark(number, taken))
+            marks.append(_Mark(number + 1, list(equation.outvars), is_recomputed=False))
+        made.update(equation.outvars)
+    return marks
+
+
+def _cut(flat: jaxprs.FlatJaxpr, marks: Sequence[_Mark]) -> list[_Segment]:
+    returned = {atom for atom in flat.outputs if not isinstance(atom, jex_core.Literal)}
+    segments = []
+    kept: set[Any] = set()
+    first = 0
+    for mark in [*marks, _Mark(len(flat.equations), [])]:
+        made = [var for equation in flat.equations[first : mark.end] for var in equation.outvars]
+        wanted = returned.union(mark.kept)
+        outputs = [var for var in dict.fromkeys([*made, *mark.kept]) if var in wanted and var not in kept]
+        part = jaxprs.extract(flat, outputs, kept)
+        function = jax.checkpoint(part.__call__) if mark.is_recomputed else part.__call__
+        segments.append(_Segment(function, part.inputs, outputs, mark.kept))
+        kept.update(mark.kept)
+        first = mark.end
+    return segments

@@ -1,0 +1,174 @@
+"""Stage programs: pure functions on flat lists of arrays, cut out of a stage's jaxpr."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core as jex_core
+
+from ipu_pipeline.engine import jaxprs
+from ipu_pipeline.engine.jaxprs.costs import count_operations, has_convolutions
+
+__all__ = ["StageProgram", "StagePrograms", "Value", "ValueKind", "cut", "seed"]
+
+
+class ValueKind(enum.Enum):
+    """What an argument or a result of a stage program is; `Value.index` says which one."""
+
+    ACCUMULATOR = enum.auto()  # index: position in the stage's variables
+    VARIABLE = enum.auto()  # position in the stage's variables
+    ASSIGNED = enum.auto()  # position in the stage's variables: its new value
+    KEY = enum.auto()
+    EXECUTION_COUNT = enum.auto()
+    MICRO_BATCH = enum.auto()  # the micro-batch's index, int32; in loops the iteration
+    ACCUMULATED = enum.auto()  # how many micro-batches the accumulators have taken in, int32
+    INPUT = enum.auto()  # position in the stage's inputs
+    OUTPUT = enum.auto()  # position in the stage's outputs
+    RESIDUAL = enum.auto()  # counted per stage
+    LOSS_SCALE = enum.auto()  # what the backward starts from, float32
+    COTANGENT = enum.auto()  # position in the stage's outputs, one for each consumer
+    INPUT_COTANGENT = enum.auto()  # position in the stage's inputs
+
+
+@dataclass(frozen=True)
+class Value:
+    """An argument or a result of a stage program; `consumer` is the stage that a cotangent is from."""
+
+    kind: ValueKind
+    index: int = 0
+    consumer: int = -1
+
+
+@dataclass(frozen=True, eq=False)
+class StageProgram:
+    """A pure function on flat lists of arrays.
+
+    Attributes:
+      name: for profiles, for example "stage0_forward".
+      function: takes `arguments`, returns `results`.
+      arguments: what they are; accumulators, which may be donated, come first.
+      results: what they are. One result may stand for several values.
+      num_operations: what it costs, see `costs.count_operations`.
+      has_effects: whether it prints or calls back into Python.
+      has_convolutions: whether it has convolutions.
+    """
+
+    name: str
+    function: Callable[..., list[Any]]
+    arguments: tuple[Value, ...]
+    results: tuple[tuple[Value, ...], ...]
+    num_operations: float
+    has_effects: bool
+    has_convolutions: bool
+
+    @property
+    def num_accumulators(self) -> int:
+        """How many arguments at the beginning are accumulators."""
+        return sum(value.kind is ValueKind.ACCUMULATOR for value in self.arguments)
+
+
+@dataclass(frozen=True, eq=False)
+class StagePrograms:
+    """What one stage runs per micro-batch.
+
+    Attributes:
+      forward: the forward; on the last stage of a pipeline that trains, forward and backward.
+      backward: None if the forward does it, or if nothing needs a gradient.
+      residuals: shapes and dtypes of what is stored between the two; the stage's inputs, which the
+        executor holds anyway, are not among them.
+      trained: positions in the stage's variables of those that have an accumulator.
+    """
+
+    forward: StageProgram
+    backward: StageProgram | None
+    residuals: tuple[jax.ShapeDtypeStruct, ...]
+    trained: tuple[int, ...]
+
+
+def cut(
+    name: str,
+    flat: jaxprs.FlatJaxpr,
+    results: Sequence[tuple[Value, Any]],
+    labels: Mapping[Any, Value],
+    stored: Collection[Any] = (),
+    keep_effects_of: Callable[[Any], bool] | None = None,
+) -> tuple[StageProgram, list[Any]]:
+    """Cuts a program out of a jaxpr.
+
+    Args:
+      name: the program's name.
+      flat: where to cut it out of.
+      results: what the program returns, each with its atom in `flat`.
+      labels: what the inputs of `flat` are. An input that is not in it, and any variable in `stored`,
+        becomes a RESIDUAL argument.
+      stored: variables that the program takes as arguments instead of computing them.
+      keep_effects_of: as in `jaxprs.extract`.
+
+    Returns:
+      The program, and the variables that its RESIDUAL arguments stand for, by residual number.
+    """
+    grouped: dict[Any, list[Value]] = {}
+    for value, atom in results:
+        grouped.setdefault(_Key(atom), []).append(value)
+    atoms = [key.atom for key in grouped]
+    program = jaxprs.extract(flat, atoms, stored, keep_effects_of)
+    arguments: list[Value] = []
+    residuals: list[Any] = []
+    for var in program.inputs:
+        if var in labels:
+            arguments.append(labels[var])
+        else:
+            arguments.append(Value(ValueKind.RESIDUAL, len(residuals)))
+            residuals.append(var)
+    labelled = tuple(tuple(values) for values in grouped.values())
+    jaxpr = program.closed_jaxpr.jaxpr
+    own = StageProgram(
+        name,
+        program,
+        tuple(arguments),
+        labelled,
+        num_operations=count_operations(jaxpr),
+        has_effects=bool(jaxpr.effects),
+        has_convolutions=has_convolutions(jaxpr),
+    )
+    return own, residuals
+
+
+def seed(program: StageProgram, dtype: Any, is_scaled: bool) -> StageProgram:
+    """The program with the loss's COTANGENT argument set to 1, or to a LOSS_SCALE argument."""
+    is_seed = [value.kind is ValueKind.COTANGENT for value in program.arguments]
+
+    def seeded(*arguments: Any) -> list[Any]:
+        given = iter(arguments)
+        one = jnp.ones((), dtype)
+        values = [one if own and not is_scaled else next(given) for own in is_seed]
+        return program.function(
+            *(v.astype(dtype) if own else v for v, own in zip(values, is_seed, strict=True))
+        )
+
+    arguments = tuple(
+        Value(ValueKind.LOSS_SCALE) if own else value
+        for own, value in zip(is_seed, program.arguments, strict=True)
+        if is_scaled or not own
+    )
+    return dataclasses.replace(program, function=seeded, arguments=arguments)
+
+
+class _Key:
+    """An atom as a dictionary key: the same variable is the same key, every literal is its own."""
+
+    def __init__(self, atom: Any) -> None:
+        self.atom = atom
+
+    def __hash__(self) -> int:
+        return id(self.atom)
+
+    def __eq__(self, other: object) -> bool:
+        is_literal = isinstance(self.atom, jex_core.Literal)
+        return isinstance(other, _Key) and self.atom is other.atom and not is_literal

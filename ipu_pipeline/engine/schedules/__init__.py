@@ -1,0 +1,31 @@
+"""Schedules: counts in, immutable actions out, and the checker that proves them. No JAX in this room."""
+
+from ipu_pipeline.engine.schedules.actions import (
+    Action,
+    ActionKind,
+    Row,
+    Rows,
+    ScheduleError,
+    ScheduleFunction,
+    format_rows,
+)
+from ipu_pipeline.engine.schedules.checking import Timetable, check
+from ipu_pipeline.engine.schedules.lock_step import grouped, interleaved, named_schedules, sequential
+from ipu_pipeline.engine.schedules.timetables import timetable
+
+__all__ = [
+    "Action",
+    "ActionKind",
+    "Row",
+    "Rows",
+    "ScheduleError",
+    "ScheduleFunction",
+    "Timetable",
+    "check",
+    "format_rows",
+    "grouped",
+    "interleaved",
+    "named_schedules",
+    "sequential",
+    "timetable",
+]

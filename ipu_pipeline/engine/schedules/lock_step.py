@@ -1,0 +1,164 @@
+"""The named schedules: counts in, rows of actions out.
+
+A schedule is one row of slots per IPU. A slot holds an `Action` or, in a lock-step schedule, None for
+a time-step in which the IPU waits. `check` follows the rows and returns a `Timetable`: when every
+action runs, how many micro-batches each stage holds at most, and one global order of the actions.
+
+Time-steps are counted from 1, stages, IPUs and micro-batches from 0. With N stages and G micro-batches
+in training, one stage per IPU:
+
+* Grouped: time-steps 1..N are for forwards, after them backward and forward time-steps take turns,
+  and once the last stage has done its last forward only backwards remain.
+* Interleaved: stage i runs forwards at i+1, i+3, ... and backwards at 2N-i, 2N-i+2, ..., so that
+  neighbours are always doing different things.
+* Sequential: a micro-batch goes forward through all stages and back before the next one starts.
+
+Grouped and Interleaved end at time-step 2(G+N-1). Stage i holds at most 2(N-i)-1 micro-batches in
+Grouped, N-i in Interleaved, 1 in Sequential, and never more than G. Without training (forwards only)
+Grouped and Interleaved are the same: stage i takes micro-batch k at time-step i+k+1.
+
+Source: the pipeline schedules of Graphcore's "Targeting the IPU from TensorFlow 1" user guide; with one
+stage per IPU, Interleaved is the non-interleaved 1F1B schedule of PipeDream-Flush (Narayanan et al.,
+"Memory-Efficient Pipeline-Parallel DNN Training", 2021).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+from ipu_pipeline.engine.schedules.actions import Action, ActionKind, Rows, ScheduleFunction
+
+__all__ = ["grouped", "interleaved", "named_schedules", "sequential"]
+
+StageTimes: TypeAlias = "Callable[[int, int], int]"
+
+
+def grouped(
+    num_stages: int,
+    num_micro_batches: int,
+    device_mapping: Sequence[int],
+    training: bool = True,
+    levels: Sequence[int] | None = None,
+) -> Rows:
+    """Rows of the Grouped schedule.
+
+    Args:
+      num_stages: how many stages there are.
+      num_micro_batches: micro-batches per weight update.
+      device_mapping: the IPU of each stage, from 0.
+      training: whether there are backwards.
+      levels: the level of each stage, ascending from 0; those of one level run in the same time-steps.
+        None: each stage has its own.
+
+    Returns:
+      One row per IPU.
+    """
+    num_levels = num_stages if levels is None else levels[-1] + 1
+    last_forward = num_levels + 2 * (num_micro_batches - 1)
+
+    def forward(level: int, micro_batch: int) -> int:
+        num_filled = num_levels - level  # forwards of this level in time-steps 1..num_levels
+        if micro_batch < num_filled:
+            return level + 1 + micro_batch
+        return num_levels + 2 * (micro_batch - num_filled + 1)
+
+    def backward(level: int, micro_batch: int) -> int:
+        hops = num_levels - 1 - level
+        start = num_levels + 1 + 2 * micro_batch  # on the last level
+        slow_hops = min(hops, num_micro_batches - 1 - micro_batch)  # while forward time-steps remain
+        assert start + 2 * slow_hops <= last_forward + 1
+        return start + 2 * slow_hops + (hops - slow_hops)
+
+    return _rows(
+        levels or range(num_stages), num_micro_batches, device_mapping, training, forward, backward
+    )
+
+
+def interleaved(
+    num_stages: int,
+    num_micro_batches: int,
+    device_mapping: Sequence[int],
+    training: bool = True,
+    levels: Sequence[int] | None = None,
+) -> Rows:
+    """Rows of the Interleaved schedule; arguments and result as in `grouped`."""
+    num_levels = num_stages if levels is None else levels[-1] + 1
+
+    def forward(level: int, micro_batch: int) -> int:
+        return level + 1 + 2 * micro_batch
+
+    def backward(level: int, micro_batch: int) -> int:
+        return 2 * num_levels - level + 2 * micro_batch
+
+    return _rows(
+        levels or range(num_stages), num_micro_batches, device_mapping, training, forward, backward
+    )
+
+
+def sequential(
+    num_stages: int,
+    num_micro_batches: int,
+    device_mapping: Sequence[int],
+    training: bool = True,
+    levels: Sequence[int] | None = None,
+) -> Rows:
+    """Rows of the Sequential schedule; arguments and result as in `grouped`."""
+    num_levels = num_stages if levels is None else levels[-1] + 1
+    period = num_levels * (2 if training else 1)
+
+    def forward(level: int, micro_batch: int) -> int:
+        return period * micro_batch + level + 1
+
+    def backward(level: int, micro_batch: int) -> int:
+        return period * micro_batch + 2 * num_levels - level
+
+    return _rows(
+        levels or range(num_stages),
+        num_micro_batches,
+        device_mapping,
+        training,
+        forward,
+        backward,
+        inference=forward,
+    )
+
+
+def named_schedules() -> dict[str, ScheduleFunction]:
+    """The schedules that have names."""
+    return {"grouped": grouped, "interleaved": interleaved, "sequential": sequential}
+
+
+def _rows(
+    levels: Sequence[int],
+    num_micro_batches: int,
+    device_mapping: Sequence[int],
+    training: bool,
+    forward: StageTimes,
+    backward: StageTimes,
+    inference: StageTimes = lambda level, micro_batch: level + micro_batch + 1,
+) -> Rows:
+    """Rows from the time-steps that actions of a level have when every stage has an IPU of its own.
+
+    An IPU with one stage keeps those time-steps. An IPU with several stages does their actions in that
+    order, one after another, and then no IPU has a fixed time-step: it waits for data only.
+    """
+    timed: list[list[tuple[int, int, Action]]] = [[] for _ in range(max(device_mapping) + 1)]
+    for stage, ipu in enumerate(device_mapping):
+        for micro_batch in range(num_micro_batches):
+            level = levels[stage]
+            time_step = forward(level, micro_batch) if training else inference(level, micro_batch)
+            timed[ipu].append((time_step, stage, Action(ActionKind.FORWARD, stage, micro_batch)))
+            if training:
+                time_step = backward(level, micro_batch)
+                timed[ipu].append((time_step, stage, Action(ActionKind.BACKWARD, stage, micro_batch)))
+    is_lock_step = len(set(device_mapping)) == len(levels)
+    rows = []
+    for entries in timed:
+        row: list[Action | None] = []
+        for time_step, _stage, action in sorted(entries):
+            if is_lock_step:
+                row += [None] * (time_step - 1 - len(row))
+            row.append(action)
+        rows.append(tuple(row))
+    return tuple(rows)

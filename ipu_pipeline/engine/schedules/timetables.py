@@ -1,0 +1,63 @@
+"""From a schedule's name, or the user's function, to a checked timetable."""
+
+from __future__ import annotations
+
+import functools
+
+from ipu_pipeline.engine.schedules.actions import ScheduleFunction
+from ipu_pipeline.engine.schedules.checking import Timetable, check
+from ipu_pipeline.engine.schedules.lock_step import named_schedules
+
+__all__ = ["timetable"]
+
+_MAX_ACTIONS = 2**22  # they are all written down and checked beforehand: half a minute, a gigabyte
+
+
+@functools.lru_cache(maxsize=64)
+def timetable(
+    schedule: str | ScheduleFunction,
+    num_stages: int,
+    num_micro_batches: int,
+    device_mapping: tuple[int, ...],
+    training: bool,
+    levels: tuple[int, ...] | None = None,
+) -> Timetable:
+    """The checked timetable of a schedule.
+
+    Args:
+      schedule: a name of `named_schedules`, or a function with the arguments of `grouped` that returns
+        one sequence of actions (None: wait one time-step) per IPU. It gets `levels` only where there are
+        parallel stages.
+      num_stages: how many stages there are.
+      num_micro_batches: micro-batches per weight update.
+      device_mapping: the IPU of each stage, from 0.
+      training: whether there are backwards.
+      levels: as in `grouped`.
+
+    Returns:
+      The timetable; the same object for the same arguments.
+
+    Raises:
+      ScheduleError: what `check` finds.
+      ValueError: no schedule has that name, or there are too many actions.
+    """
+    num_actions = num_stages * num_micro_batches * (2 if training else 1)
+    if num_actions > _MAX_ACTIONS:
+        raise ValueError(
+            f"{num_micro_batches} micro-batches per weight update on {num_stages} stages are "
+            f"{num_actions} actions; a schedule over several IPUs has up to {_MAX_ACTIONS}. Update more "
+            "often, or put all stages on one IPU."
+        )
+    if isinstance(schedule, str):
+        functions = named_schedules()
+        if schedule not in functions:
+            raise ValueError(
+                f"schedule must be one of {', '.join(functions)} or a function; got {schedule!r}."
+            )
+        schedule = functions[schedule]
+    if levels is None or len(set(levels)) == num_stages:
+        rows = schedule(num_stages, num_micro_batches, device_mapping, training)
+        levels = tuple(range(num_stages))
+    else:
+        rows = schedule(num_stages, num_micro_batches, device_mapping, training, levels)
+    return check(rows, num_stages, num_micro_batches, device_mapping, training, levels)

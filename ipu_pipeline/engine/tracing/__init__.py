@@ -1,0 +1,1 @@
+"""User functions in, stages out."""

@@ -1,0 +1,84 @@
+"""Checkpoints: marks in a stage on the values that recomputation keeps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend import core as jex_core
+
+from ipu_pipeline.engine import jaxprs
+from ipu_pipeline.engine.tracing import frames
+from ipu_pipeline.engine.tracing.specs import serial_numbers
+
+__all__ = ["check_marks", "has_marks", "mark_of", "recomputation_checkpoint"]
+
+_MARK = "ipu_pipeline.recomputation_checkpoint."
+
+
+def recomputation_checkpoint(tree: Any) -> Any:
+    """Marks values that a stage keeps for its backward where it would compute them again.
+
+    Without recomputation, and in the mode RecomputeThenBackpropagate, it does nothing. A value that is used
+    before and behind a checkpoint and is not marked itself is computed again on both sides.
+
+    Args:
+      tree: a pytree of arrays in the stage being traced.
+
+    Returns:
+      The same values, which are to be used from here on.
+
+    Raises:
+      RuntimeError: not called within a computational stage.
+
+    Example:
+      x = recomputation_checkpoint(first_half(x))
+      return second_half(x)
+    """
+    current = frames.current_frame("recomputation_checkpoint")
+    if not current.may_recompute:
+        raise RuntimeError(
+            "recomputation_checkpoint was called outside of a computational stage; only pipelines "
+            "recompute. jax.checkpoint works everywhere."
+        )
+    mark = f"{_MARK}{next(serial_numbers)}"
+    return jax.tree.map(lambda leaf: checkpoint_name(leaf, mark), tree)
+
+
+def mark_of(equation: Any) -> str | None:
+    """The mark that an equation leaves; None if it leaves none."""
+    name = equation.params.get("name")
+    return name if isinstance(name, str) and name.startswith(_MARK) else None
+
+
+def has_marks(flat: jaxprs.FlatJaxpr) -> bool:
+    """Whether a stage has checkpoints."""
+    return any(mark_of(equation) is not None for equation in flat.equations)
+
+
+def check_marks(flat: jaxprs.FlatJaxpr, place: str) -> None:
+    """Raises if a checkpoint stands where it cannot be reached.
+
+    Args:
+      flat: a stage.
+      place: what errors call it.
+
+    Raises:
+      ValueError: it stands in the body of a loop, a conditional or the like.
+    """
+    for equation in flat.equations:
+        if _has_inner_mark(equation):
+            raise ValueError(
+                f"{place}: recomputation_checkpoint is called inside the body of "
+                f"{equation.primitive.name}, where the stage cannot be cut. Call it on what the body takes "
+                "or returns; within the body jax.checkpoint says what is kept."
+            )
+
+
+def _has_inner_mark(equation: Any) -> bool:
+    return any(
+        mark_of(inner) is not None or _has_inner_mark(inner)
+        for jaxpr in jex_core.jaxprs_in_params(equation.params)
+        for inner in jaxpr.eqns
+    )

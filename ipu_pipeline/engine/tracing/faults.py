@@ -1,0 +1,227 @@
+"""What is wrong with the stages of a pipeline: where it happened, and all of it in one error.
+
+A fault that leaves the shapes of what a stage returns known is noted, and tracing goes on. So one error
+reports what can be found, and nothing that would only follow from another fault.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import itertools
+import linecache
+import pathlib
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ipu_pipeline.engine.jaxprs.shapes import describe
+from ipu_pipeline.engine.tracing import scopes
+from ipu_pipeline.engine.tracing.specs import VariableSpec
+
+__all__ = ["Faults", "add_derivative_note", "add_note", "describe_arguments", "find_signature_fault"]
+
+_NOT_THE_USERS = {"flax", "ipu_pipeline", "jax", "jaxlib", "numpy", "optax", *sys.stdlib_module_names}
+# The modules in which a search for the user's line ends; tests see that they have these names.
+_TRACES_STAGES = "ipu_pipeline.engine.tracing.stages"
+_DIFFERENTIATES = "ipu_pipeline.engine.programs.differentiation"
+_PACKAGE = str(pathlib.Path(__file__).parents[2])
+
+
+@dataclass(frozen=True, eq=False)
+class _Fault:
+    """An error, the stage or other place that it belongs to, and lines about where it happened."""
+
+    place: str
+    error: Exception
+    where: list[str]
+
+
+class Faults:
+    """The faults of a pipeline that have been found so far; false if there are none.
+
+    Attributes:
+      stand_ins: variables with which tracing goes on, in place of those that they conflict with, by full
+        name.
+    """
+
+    def __init__(self) -> None:
+        """There are none yet."""
+        self.stand_ins: dict[str, VariableSpec] = {}
+        self._found: list[_Fault] = []
+        self._failure: Exception | None = None  # what ended the trace of a stage
+
+    def __bool__(self) -> bool:
+        return bool(self._found)
+
+    def add(self, place: str, error: Exception, given: str | None = None) -> None:
+        """Notes an error that ended something.
+
+        Args:
+          place: what it belongs to, for example "stage 0 (encoder)".
+          error: the error, as it was caught.
+          given: what the function was given whose trace it ended, for example "x: float32[4, 12]"; None if
+            the error itself says where it happened.
+        """
+        if given is not None:
+            self._failure = error
+        self._found.append(_Fault(place, error, [] if given is None else _where_it_ended(error, given)))
+
+    def add_known(self, place: str, error: Exception | None) -> None:
+        """Notes an error that has not been raised; None is no error."""
+        if error is not None:
+            self._found.append(_Fault(place, error, []))
+
+    def add_here(self, place: str, error: Exception, given: str) -> None:
+        """Notes an error that would have been raised here, in the function that is being traced."""
+        stack = traceback.walk_stack(inspect.currentframe())
+        inside = itertools.takewhile(lambda entry: _module_of(entry[0]) != _TRACES_STAGES, stack)
+        where = _where(scopes.current_scope(), given, _user_line(inside))
+        if not any(known.place == place and str(known.error) == str(error) for known in self._found):
+            self._found.append(_Fault(place, error, where))
+
+    @contextlib.contextmanager
+    def collecting(self, place: str) -> Iterator[None]:
+        """Notes the error that a `with` block ends in, and goes on behind it."""
+        try:
+            yield
+        except Exception as error:
+            self.add(place, error)
+
+    def as_error(self) -> Exception:
+        """What to raise.
+
+        Returns:
+          A single fault itself, with a note about where it happened. Several as one error that lists them:
+          a TypeError, NotImplementedError or RuntimeError if all of them are that, else a ValueError; its
+          cause is the error that ended the trace of a stage, if one did.
+        """
+        if len(self._found) == 1:
+            (fault,) = self._found
+            if fault.where:
+                fault.error.add_note(_note(fault.place, fault.where))
+            return fault.error
+        errors = [fault.error for fault in self._found]
+        kinds = (TypeError, NotImplementedError, RuntimeError)
+        kind = next((k for k in kinds if all(isinstance(error, k) for error in errors)), ValueError)
+        lines = [f"{len(errors)} faults were found in the pipeline:"]
+        for number, fault in enumerate(self._found, 1):
+            text = str(fault.error).rstrip()
+            if not text.startswith(fault.place):
+                named = "" if isinstance(fault.error, kind) else f"{type(fault.error).__name__}: "
+                text = f"{fault.place}: {named}{text}"
+            first, *others = [*text.splitlines(), *fault.where]
+            lines += [f"{number}. {first}", *(f"   {line}" for line in others)]
+        joined = kind("\n".join(lines))
+        joined.__cause__ = self._failure
+        return joined
+
+
+def add_note(error: BaseException, place: str, given: str) -> None:
+    """Adds to an error that ended a function's trace where that happened.
+
+    Args:
+      error: the error, as it was caught.
+      place: what errors call the function.
+      given: what it was given.
+    """
+    error.add_note(_note(place, _where_it_ended(error, given)))
+
+
+def add_derivative_note(error: BaseException, place: str) -> None:
+    """Adds to an error that ended the differentiation of a stage which one, and where.
+
+    Args:
+      error: the error, as it was caught.
+      place: what errors call the stage.
+    """
+    entries = reversed(list(traceback.walk_tb(error.__traceback__)))
+    line = _user_line(itertools.takewhile(lambda entry: _module_of(entry[0]) != _DIFFERENTIATES, entries))
+    if not line and error.__cause__ is not None:  # JAX's: where the operation was traced
+        line = _user_line(reversed(list(traceback.walk_tb(error.__cause__.__traceback__))))
+    error.add_note(f"This happened while differentiating {place}" + (f"\n  at {line}" if line else ""))
+
+
+def describe_arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """What a function is given, for errors: `x: float32[4, 12], labels: int32[4]`.
+
+    Args:
+      function: the function; its parameters' names are used where it has a signature that fits.
+      args: positional arguments, pytrees of shapes and dtypes.
+      kwargs: keyword arguments, likewise.
+    """
+    named = [(str(position), value) for position, value in enumerate(args)]
+    try:
+        signature = inspect.signature(function)
+        bound = signature.bind(*args).arguments if args else {}
+    except (TypeError, ValueError):
+        bound = {}
+    if bound:
+        named = []
+        for name, value in bound.items():
+            if signature.parameters[name].kind is inspect.Parameter.VAR_POSITIONAL:
+                named += [(f"{name}[{position}]", one) for position, one in enumerate(value)]
+            else:
+                named.append((name, value))
+    named += kwargs.items()
+    return ", ".join(f"{name}: {describe(value)}" for name, value in named) or "no arguments"
+
+
+def find_signature_fault(function: Callable[..., Any], place: str) -> TypeError | None:
+    """Why a stage after the first one cannot be called, whatever the stage before it returns.
+
+    Args:
+      function: the stage.
+      place: what errors call it.
+
+    Returns:
+      The error; None if there may be something that it takes.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a function without a Python signature
+        return None
+    required = [p for p in signature.parameters.values() if p.default is inspect.Parameter.empty]
+    by_position = [p.name for p in required if p.kind is inspect.Parameter.POSITIONAL_ONLY]
+    by_name = [p.name for p in required if p.kind is inspect.Parameter.KEYWORD_ONLY]
+    if not (by_position and by_name):
+        return None
+    return TypeError(
+        f"{place} takes {signature}: {', '.join(by_position)} by position only and {', '.join(by_name)} by "
+        "name only, but what the stage before it returns comes all by position or, from a dict, by name."
+    )
+
+
+def _note(place: str, where: list[str]) -> str:
+    return "\n  ".join([f"This happened while tracing {place}", *where])
+
+
+def _where(scope: str, given: str, line: str) -> list[str]:
+    parts = {"in scope": scope, "on": given, "at": line}
+    return [f"{word} {text}" for word, text in parts.items() if text]
+
+
+def _where_it_ended(error: BaseException, given: str) -> list[str]:
+    entries = reversed(list(traceback.walk_tb(error.__traceback__)))
+    return _where(scopes.failed_scope(error) or scopes.current_scope(), given, _user_line(entries))
+
+
+def _user_line(entries: Iterable[tuple[Any, int]]) -> str:
+    """File, line and source text of the first frame that is the user's; "" if none is.
+
+    Args:
+      entries: frames and line numbers, from the innermost one.
+    """
+    for frame, line_number in entries:
+        name = frame.f_code.co_filename
+        if _module_of(frame).partition(".")[0] in _NOT_THE_USERS or name.startswith(_PACKAGE):
+            continue
+        source = linecache.getline(name, line_number, frame.f_globals).strip()
+        return f"{name}, line {line_number}{': ' if source else ''}{source}"
+    return ""
+
+
+def _module_of(frame: Any) -> str:
+    return str(frame.f_globals.get("__name__", ""))

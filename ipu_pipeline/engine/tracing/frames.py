@@ -1,0 +1,132 @@
+"""The function being traced, and the names that its program gives out meanwhile.
+
+A program is what is traced together: all stages of a pipeline and what surrounds them. `ProgramNames`
+holds what must be unique or counted within it, so that neither variable names, nor automatic layer
+names, nor random keys depend on how layers are split into stages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from ipu_pipeline.engine.tracing.faults import Faults
+from ipu_pipeline.engine.tracing.specs import VariableSpec
+
+__all__ = ["Frame", "ProgramNames", "current_frame", "frame", "is_in_stage", "unchanged_on_error"]
+
+
+@dataclass(eq=False)
+class ProgramNames:
+    """What one program has named so far.
+
+    Attributes:
+      variables: full name -> the variable's specification.
+      layer_counts: (scope, kind of layer) -> how many there are.
+      key_counts: scope -> how many random keys were drawn in it.
+      markers: serial numbers of the variables and keys that were found in traced functions.
+    """
+
+    variables: dict[str, VariableSpec] = field(default_factory=dict)
+    layer_counts: dict[tuple[str, str], int] = field(default_factory=dict)
+    key_counts: dict[str, int] = field(default_factory=dict)
+    markers: set[int] = field(default_factory=set)
+
+    def layer_name(self, scope: str, kind: str) -> str:
+        """The next name for a layer of this kind: `dense`, `dense_1`, ..."""
+        count = self.layer_counts.get((scope, kind), 0)
+        self.layer_counts[scope, kind] = count + 1
+        return kind if count == 0 else f"{kind}_{count}"
+
+
+@contextlib.contextmanager
+def unchanged_on_error(program_names: ProgramNames) -> Iterator[None]:
+    """Takes back the names that a `with` block gave out if it ends in an error."""
+    kept = [
+        (collection, collection.copy())
+        for collection in (
+            program_names.variables,
+            program_names.layer_counts,
+            program_names.key_counts,
+            program_names.markers,
+        )
+    ]
+    try:
+        yield
+    except BaseException:
+        for collection, before in kept:
+            collection.clear()
+            collection.update(before)  # type: ignore[arg-type]  # each is updated with its own copy
+        raise
+
+
+@dataclass(frozen=True, eq=False)
+class Frame:
+    """One function being traced. What traces another kind of function has a frame of its own (`loops`).
+
+    Attributes:
+      names: the program that it is part of.
+      training: whether the program trains.
+      place: what errors call the function, for example "stage 0 (encoder)".
+      is_stage: whether the function is a stage, so that it may assign variables and draw keys.
+      given: what errors say that it was given, for example "x: float32[4, 12]".
+      faults: where faults are noted that let its trace go on; None: they end it.
+    """
+
+    names: ProgramNames
+    training: bool
+    place: str
+    is_stage: bool
+    given: str = ""
+    faults: Faults | None = None
+
+    @property
+    def may_recompute(self) -> bool:
+        """Whether the function is one that may be recomputed for its backward."""
+        return self.is_stage
+
+    def is_training(self) -> bool:
+        """Whether the program trains; for layers that then behave differently."""
+        return self.training
+
+    def note_variable(self, spec: VariableSpec) -> None:
+        """Told each variable that the function asks for."""
+
+
+_frame: contextvars.ContextVar[Frame | None] = contextvars.ContextVar("frame", default=None)
+
+
+@contextlib.contextmanager
+def frame(new_frame: Frame) -> Iterator[Frame]:
+    """Makes `new_frame` the current one for a `with` block."""
+    token = _frame.set(new_frame)
+    try:
+        yield new_frame
+    finally:
+        _frame.reset(token)
+
+
+def current_frame(wanted_by: str) -> Frame:
+    """The frame of the function being traced.
+
+    Args:
+      wanted_by: the public function that asks, for the error.
+
+    Raises:
+      RuntimeError: nothing is being traced.
+    """
+    current = _frame.get()
+    if current is None:
+        raise RuntimeError(
+            f"{wanted_by} was called outside of a program. Call it in a computational stage, or in the "
+            "function that is given to ipu_compiler.compile."
+        )
+    return current
+
+
+def is_in_stage() -> bool:
+    """Whether a stage is being traced."""
+    current = _frame.get()
+    return current is not None and current.is_stage

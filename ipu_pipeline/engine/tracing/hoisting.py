@@ -1,0 +1,292 @@
+"""Marker equations of a traced function turned into inputs and outputs.
+
+`get_variable`, `next_rng_key` and `assign` leave markers in a jaxpr (`variables`, `keys`). `hoist` takes
+them out: what they read becomes inputs, what they assign becomes outputs. Markers inside the body of a
+loop, a conditional or `jax.checkpoint` are reached by building that equation again around a body that
+takes the values as arguments; calls of `jax.jit` are inlined.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import jax
+from jax.extend import core as jex_core
+
+from ipu_pipeline.engine import jaxprs
+from ipu_pipeline.engine.tracing import frames
+from ipu_pipeline.engine.tracing.keys import key_aval, micro_batch_key_p
+from ipu_pipeline.engine.tracing.specs import VariableSpec
+from ipu_pipeline.engine.tracing.variables import assign_variable_p, read_variable_p
+
+__all__ = ["MARKERS", "Hoisted", "contains", "hoist", "marker_rule", "variable_input"]
+
+Body: TypeAlias = "Callable[[Sequence[Any]], list[Any]]"
+
+MARKERS = (read_variable_p, assign_variable_p, micro_batch_key_p)
+
+
+@dataclass(frozen=True, eq=False)
+class Hoisted:
+    """A function whose markers have become inputs and outputs.
+
+    Attributes:
+      flat: takes `[*variables, key if uses_key, *the function's inputs]` and returns
+        `[*the function's outputs, *assigned values]`.
+      variables: what the function reads or assigns.
+      assigned: the variables that it assigns, in the order of the outputs.
+      uses_key: whether it draws random keys.
+      asked: per variable, in the order of asking, how many equations of `flat` stand before the place where
+        it was asked for, and the marker that stood there.
+    """
+
+    flat: jaxprs.FlatJaxpr
+    variables: tuple[VariableSpec, ...]
+    assigned: tuple[VariableSpec, ...]
+    uses_key: bool
+    asked: dict[VariableSpec, tuple[int, Any]]
+
+
+def hoist(
+    closed_jaxpr: Any,
+    place: str,
+    program_names: frames.ProgramNames,
+    first_rule: jaxprs.EquationRule | None = None,
+) -> Hoisted:
+    """Takes the markers out of a traced function.
+
+    Args:
+      closed_jaxpr: the function's `ClosedJaxpr`.
+      place: what errors call the function.
+      program_names: the names of the program that the function is part of.
+      first_rule: a rule for `jaxprs.flatten` that is asked before the one for markers.
+
+    Returns:
+      The function without markers.
+
+    Raises:
+      ValueError: a marker stands where it cannot be reached: anything inside a function with custom
+        derivatives or another primitive with a body, an assignment inside a loop or conditional. Or a
+        variable or key stands in a function whose trace JAX has used twice.
+    """
+    reads: dict[VariableSpec, Any] = {}  # the input that holds the value at the start
+    latest: dict[VariableSpec, Any] = {}  # the atom that holds the value at this point
+    assigned: dict[VariableSpec, None] = {}
+    key_inputs: list[Any] = []
+    asked: dict[VariableSpec, tuple[int, Any]] = {}
+    num_equations = 0
+    current: Any = None
+
+    def read(spec: VariableSpec) -> Any:
+        if spec not in reads:
+            reads[spec] = latest[spec] = variable_input(spec)
+            asked[spec] = (num_equations, current)
+        return latest[spec]
+
+    def key() -> Any:
+        if not key_inputs:
+            key_inputs.append(jex_core.Var(key_aval()))
+        return key_inputs[0]
+
+    def write(spec: VariableSpec, value: Any) -> None:
+        read(spec)
+        latest[spec] = value
+        assigned[spec] = None
+
+    markers = marker_rule(place, program_names, read, key, write)
+
+    def rule(equation: Any, inputs: list[Any], inline: jaxprs.InlineFunction) -> list[Any] | None:
+        nonlocal num_equations, current
+        current = equation
+        replaced = None if first_rule is None else first_rule(equation, inputs, inline)
+        if replaced is None:
+            replaced = markers(equation, inputs, inline)
+        num_equations += replaced is None
+        return replaced
+
+    flat = jaxprs.flatten(closed_jaxpr, rule)
+    flat = jaxprs.FlatJaxpr(
+        [*reads.values(), *key_inputs, *flat.inputs],
+        flat.equations,
+        [*flat.outputs, *(latest[spec] for spec in assigned)],
+        flat.constants,
+    )
+    return Hoisted(flat, tuple(reads), tuple(assigned), bool(key_inputs), asked)
+
+
+def variable_input(spec: VariableSpec) -> Any:
+    """A new jaxpr variable for a variable's value."""
+    return jex_core.Var(jax.core.ShapedArray(spec.shape, spec.dtype))
+
+
+def marker_rule(
+    place: str,
+    program_names: frames.ProgramNames,
+    read: Callable[[VariableSpec], Any],
+    key: Callable[[], Any],
+    write: Callable[[VariableSpec, Any], None],
+) -> jaxprs.EquationRule:
+    """A rule for `jaxprs.flatten` that takes markers out.
+
+    Args:
+      place: what errors call the function.
+      program_names: the names of the program that it is part of.
+      read: returns the atom that holds a variable's value.
+      key: returns the atom that holds the micro-batch's random key.
+      write: told the atom that holds a variable's new value.
+
+    Returns:
+      The rule. It raises what `hoist` raises.
+    """
+
+    def check_new(serial: int, what: str) -> None:
+        if serial in program_names.markers:
+            raise ValueError(
+                f"{place}: {what} was asked for in a function that JAX has traced once and used twice, "
+                "as it does with jax.jit, jax.checkpoint and scan bodies that are called again. Both calls "
+                "would get the same. Give each call a function of its own (lambda x: f(x)), or ask outside "
+                "of it; a stage needs no jax.jit inside, it is jitted as a whole."
+            )
+        program_names.markers.add(serial)
+
+    def rule(equation: Any, inputs: list[Any], inline: jaxprs.InlineFunction) -> list[Any] | None:
+        if equation.primitive is read_variable_p:
+            spec = equation.params["spec"]
+            check_new(equation.params["serial"], f"variable {spec.name}")
+            return [read(spec)]
+        if equation.primitive is micro_batch_key_p:
+            check_new(equation.params["serial"], "a random key")
+            return [key()]
+        if equation.primitive is assign_variable_p:
+            write(equation.params["spec"], inputs[0])
+            return list(equation.outvars)
+        if not contains(equation, MARKERS):
+            return None
+        rebuilt = _rebuild(equation, place, program_names)
+        arguments = [read(spec) for spec in rebuilt.variables]
+        arguments += [key()] if rebuilt.uses_key else []
+        outputs = inline(rebuilt.closed_jaxpr, arguments + inputs)
+        num_outputs = len(equation.outvars)
+        for spec, value in zip(rebuilt.assigned, outputs[num_outputs:], strict=True):
+            write(spec, value)
+        return outputs[:num_outputs]
+
+    return rule
+
+
+def contains(equation: Any, primitives: Collection[Any]) -> bool:
+    """Whether one of the primitives stands anywhere in an equation's bodies."""
+    return any(
+        inner.primitive in primitives or contains(inner, primitives)
+        for jaxpr in jex_core.jaxprs_in_params(equation.params)
+        for inner in jaxpr.eqns
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Rebuilt:
+    """An equation with a body, built again to take `[*variables, key if uses_key, *inputs]`."""
+
+    closed_jaxpr: Any
+    variables: tuple[VariableSpec, ...]
+    assigned: tuple[VariableSpec, ...]
+    uses_key: bool
+
+
+def _rebuild(equation: Any, place: str, program_names: frames.ProgramNames) -> _Rebuilt:
+    name = equation.primitive.name
+    params = equation.params
+    call: Callable[[list[Body], list[Any]], list[Any]]
+    if name in jaxprs.CHECKPOINTS:
+        bodies = [jex_core.ClosedJaxpr(params["jaxpr"], ())]
+        call = functools.partial(_call_checkpoint, params)
+    elif name == "scan":
+        bodies, call = [params["jaxpr"]], functools.partial(_call_scan, params)
+    elif name == "while":
+        bodies = [params["cond_jaxpr"], params["body_jaxpr"]]
+        call = functools.partial(_call_while, params)
+    elif name == "cond":
+        bodies, call = list(params["branches"]), _call_cond
+    else:
+        raise ValueError(
+            f"{place}: get_variable, next_rng_key or assign is called inside the body of {name}, where "
+            "it cannot be reached. Call it outside and pass the value in as an argument."
+        )
+    by_body: dict[int, Hoisted] = {}  # branches may be the same function, traced once
+    for body in bodies:
+        if id(body) not in by_body:
+            by_body[id(body)] = hoist(body, place, program_names)
+    hoisted = [by_body[id(body)] for body in bodies]
+    assigned = {spec: None for body in hoisted for spec in body.assigned}
+    if assigned and name not in jaxprs.CHECKPOINTS:
+        raise ValueError(
+            f"{place}: variable {next(iter(assigned)).name} is assigned inside the body of {name}. "
+            "Return the value from the body and assign it outside."
+        )
+    variables = tuple({spec: None for body in hoisted for spec in body.variables})
+    uses_key = any(body.uses_key for body in hoisted)
+    num_shared = len(variables) + uses_key
+
+    def call_rebuilt(*arguments: Any) -> list[Any]:
+        shared, inputs = arguments[:num_shared], arguments[num_shared:]
+        values = dict(zip(variables, shared, strict=False))
+
+        def body_function(body: Hoisted) -> Body:
+            own = [values[spec] for spec in body.variables] + [shared[-1]] * body.uses_key
+            return lambda operands: jaxprs.close(body.flat)(*own, *operands)
+
+        return call([body_function(body) for body in hoisted], list(inputs))
+
+    shared_avals = [jax.ShapeDtypeStruct(spec.shape, spec.dtype) for spec in variables]
+    shared_avals += [jaxprs.aval_struct(key_aval())] * uses_key
+    input_avals = [jaxprs.aval_struct(atom.aval) for atom in equation.invars]
+    closed_jaxpr = jax.make_jaxpr(call_rebuilt)(*shared_avals, *input_avals)
+    return _Rebuilt(closed_jaxpr, variables, tuple(assigned), uses_key)
+
+
+def _call_checkpoint(params: dict[str, Any], bodies: list[Body], inputs: list[Any]) -> list[Any]:
+    checkpointed = jax.checkpoint(
+        lambda *operands: bodies[0](operands),
+        prevent_cse=params["prevent_cse"],
+        policy=params["policy"],
+    )
+    return list(checkpointed(*inputs))
+
+
+def _call_scan(params: dict[str, Any], bodies: list[Body], inputs: list[Any]) -> list[Any]:
+    num_consts, num_carry = params["num_consts"], params["num_carry"]
+    consts, inputs = inputs[:num_consts], inputs[num_consts:]
+
+    def body(carry: list[Any], element: list[Any]) -> tuple[list[Any], list[Any]]:
+        results = bodies[0]([*consts, *carry, *element])
+        return results[:num_carry], results[num_carry:]
+
+    carry, stacked = jax.lax.scan(
+        body,
+        inputs[:num_carry],
+        inputs[num_carry:],
+        length=params["length"],
+        reverse=params["reverse"],
+        unroll=params["unroll"],
+    )
+    return [*carry, *stacked]
+
+
+def _call_while(params: dict[str, Any], bodies: list[Body], inputs: list[Any]) -> list[Any]:
+    first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+    cond_consts, body_consts, carry = inputs[:first], inputs[first:second], inputs[second:]
+    return list(
+        jax.lax.while_loop(
+            lambda values: bodies[0]([*cond_consts, *values])[0],
+            lambda values: bodies[1]([*body_consts, *values]),
+            carry,
+        )
+    )
+
+
+def _call_cond(bodies: list[Body], inputs: list[Any]) -> list[Any]:
+    branches = [lambda *operands, body=body: body(operands) for body in bodies]
+    return list(jax.lax.switch(inputs[0], branches, *inputs[1:]))

@@ -1,0 +1,66 @@
+"""Random keys of a stage, which do not depend on how layers are split into stages.
+
+The key of a call is folded from, in this order: the session's seed key, the pipeline's execution count,
+the micro-batch's index, the first 32 bits of the SHA-256 of the current scope, and the number of the
+call in that scope over all stages of the program.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core as jex_core
+
+from ipu_pipeline.engine.tracing import frames, scopes
+from ipu_pipeline.engine.tracing.specs import serial_numbers
+
+__all__ = ["key_aval", "micro_batch_key", "micro_batch_key_p", "next_rng_key"]
+
+micro_batch_key_p = jex_core.Primitive("micro_batch_key")
+
+
+@micro_batch_key_p.def_abstract_eval  # type: ignore[untyped-decorator]  # jax.extend has no annotations
+def _key_abstract(*, serial: int) -> Any:
+    del serial
+    return key_aval()
+
+
+def next_rng_key() -> jax.Array:
+    """A fresh random key for the stage being traced: another one for every call and micro-batch.
+
+    Returns:
+      A scalar key as `jax.random.key` makes it.
+
+    Raises:
+      RuntimeError: not called within a stage.
+    """
+    current = frames.current_frame("next_rng_key")
+    if not current.is_stage:
+        raise RuntimeError("next_rng_key() was called outside of a computational stage.")
+    scope = scopes.current_scope()
+    number = current.names.key_counts.get(scope, 0)
+    current.names.key_counts[scope] = number + 1
+    marker = micro_batch_key_p.bind(serial=next(serial_numbers))
+    key = jax.random.fold_in(marker, np.uint32(scopes.hash_name(scope)))
+    return jax.random.fold_in(key, np.uint32(number))
+
+
+def key_aval() -> Any:
+    """Shape and dtype of a random key."""
+    return jax.core.ShapedArray((), jax.eval_shape(jax.random.key, 0).dtype)
+
+
+def micro_batch_key(key: jax.Array, execution_count: jax.Array, micro_batch: jax.Array) -> jax.Array:
+    """The key that all calls of one micro-batch are folded from.
+
+    Args:
+      key: the session's key.
+      execution_count: int32 scalar, how often the pipeline has been executed before.
+      micro_batch: int32 scalar, the micro-batch's index.
+
+    Returns:
+      A scalar key.
+    """
+    return jax.random.fold_in(jax.random.fold_in(key, execution_count), micro_batch)

@@ -1,0 +1,132 @@
+"""What a variable is before it has a value, and the value that it starts with."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ipu_pipeline.engine.tracing import scopes
+
+__all__ = ["Initializer", "VariableSpec", "fresh_trace", "initial_value", "make_spec", "serial_numbers"]
+
+Initializer: TypeAlias = "Callable[[jax.Array, tuple[int, ...], Any], jax.Array]"
+
+
+@dataclass(frozen=True, eq=False)
+class VariableSpec:
+    """What a variable is before it has a value.
+
+    Attributes:
+      name: the full name.
+      shape: its shape.
+      dtype: its dtype.
+      initializer: `init(key, shape, dtype) -> array`.
+      trainable: whether it has a gradient; always False for dtypes that have none.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    initializer: Initializer
+    trainable: bool
+
+    def __repr__(self) -> str:
+        return f"{self.name}: {self.dtype.name}{list(self.shape)}"
+
+
+# JAX caches the traces of inner functions. A function that asks for variables or keys must be traced
+# again in every stage, so each stage is traced in a context of its own, which the caches respect. Within
+# one stage a trace that is used twice shows by the serial numbers of its markers.
+_stage_trace = jax.make_user_context(None)
+serial_numbers = itertools.count()
+
+
+def fresh_trace() -> contextlib.AbstractContextManager[None]:
+    """A context in which inner functions are traced anew."""
+    context: contextlib.AbstractContextManager[None] = _stage_trace(next(serial_numbers))
+    return context
+
+
+def initial_value(spec: VariableSpec, key: jax.Array) -> jax.Array:
+    """The value that a variable starts with.
+
+    Args:
+      spec: the variable.
+      key: the session's random key; the variable's own is `fold_in(key, hash_name(name))`, so that the
+        value depends on the seed and the name alone.
+
+    Returns:
+      An array of the variable's shape and dtype.
+
+    Raises:
+      ValueError: the initializer returns another shape or dtype.
+    """
+    own_key = key
+    if getattr(spec.initializer, "needs_key", True):
+        own_key = jax.random.fold_in(key, np.uint32(scopes.hash_name(spec.name)))
+    made: Any = spec.initializer(own_key, spec.shape, spec.dtype)
+    # A copy, since updates take its memory. That of a NumPy array compiles nothing.
+    value = jax.device_put(made.copy()) if isinstance(made, np.ndarray) else jnp.array(made)
+    if value.shape != spec.shape or value.dtype != spec.dtype:
+        raise ValueError(
+            f"The initializer of variable {spec.name} must return {spec.dtype.name}{list(spec.shape)}; "
+            f"it returned {value.dtype.name}{list(value.shape)}."
+        )
+    return value
+
+
+def make_spec(full_name: str, shape: Any, dtype: Any, initializer: Any, trainable: bool) -> VariableSpec:
+    """The specification of a variable that was asked for; see `get_variable`."""
+    try:
+        dtype = np.dtype(dtype)
+    except TypeError as error:
+        raise ValueError(f"Variable {full_name}: {dtype!r} is not a dtype.") from error
+    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        raise ValueError(
+            f"Variable {full_name}: dtype {dtype.name} needs 64-bit mode; call "
+            'jax.config.update("jax_enable_x64", True) first, or ask for another dtype.'
+        )
+    is_constant = initializer is not None and not callable(initializer)
+    constant = np.asarray(initializer, dtype) if is_constant else None
+    if shape is None:
+        if constant is None:
+            raise ValueError(
+                f"Shape of a new variable ({full_name}) must be fully defined, but instead was None."
+            )
+        shape = constant.shape
+    shape = (shape,) if isinstance(shape, int) else tuple(shape)
+    if not all(isinstance(size, (int, np.integer)) and size >= 0 for size in shape):
+        raise ValueError(
+            f"Shape of a new variable ({full_name}) must be non-negative integers, but instead was {shape}."
+        )
+    shape = tuple(int(size) for size in shape)
+    is_inexact = bool(jnp.issubdtype(dtype, jnp.inexact))
+    if constant is not None:
+        if constant.shape not in ((), shape):
+            raise ValueError(
+                f"Variable {full_name}: the initializer is an array of shape {constant.shape}, but "
+                f"shape={shape}."
+            )
+        initializer = _constant_initializer(constant)
+    elif initializer is None:
+        initializer = (
+            jax.nn.initializers.glorot_uniform()
+            if is_inexact and len(shape) >= 2
+            else jax.nn.initializers.zeros
+        )
+    return VariableSpec(full_name, shape, dtype, initializer, bool(trainable) and is_inexact)
+
+
+def _constant_initializer(constant: np.ndarray[Any, Any]) -> Initializer:
+    def initialize(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        del key
+        return jnp.broadcast_to(jnp.array(constant, dtype), shape)  # array copies, asarray need not
+
+    return initialize

@@ -1,0 +1,340 @@
+"""Stage functions traced, one after another.
+
+Every function is traced once, to a jaxpr, on the shapes of what the one before returns. Values that a
+stage only passes on are not part of its program.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core as jex_core
+
+from ipu_pipeline.engine import jaxprs
+from ipu_pipeline.engine.jaxprs.shapes import describe
+from ipu_pipeline.engine.tracing import frames, hoisting
+from ipu_pipeline.engine.tracing.checkpoints import check_marks
+from ipu_pipeline.engine.tracing.faults import Faults, describe_arguments, find_signature_fault
+from ipu_pipeline.engine.tracing.specs import fresh_trace
+from ipu_pipeline.engine.tracing.traced import Source, TracedPipeline, TracedStage, share_variables
+
+__all__ = [
+    "StageFunction",
+    "as_arguments",
+    "check_captures",
+    "check_signature",
+    "trace",
+]
+
+StageFunction: TypeAlias = "Callable[..., Any]"
+Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def as_arguments(value: Any) -> Arguments:
+    """How a stage's result, or a micro-batch, is passed to the next function.
+
+    Args:
+      value: a tuple or list becomes positional arguments, a dict keyword arguments, None no argument,
+        and anything else one positional argument.
+
+    Returns:
+      The positional and the keyword arguments.
+    """
+    if value is None:
+        return (), {}
+    if isinstance(value, dict):
+        return (), value
+    if isinstance(value, (tuple, list)):
+        return tuple(value), {}
+    return (value,), {}
+
+
+def trace(
+    functions: Sequence[Sequence[StageFunction]],
+    element: Any,
+    inputs: Sequence[Any],
+    loss: Callable[..., Any] | None,
+    program_names: frames.ProgramNames,
+    faults: Faults,
+    describe_capture: Callable[[Any], str | None] | None = None,
+) -> TracedPipeline:
+    """Traces all stages of a pipeline. It does not start a JAX backend.
+
+    Args:
+      functions: the stage functions, level by level; those of one level are parallel. The last level has
+        one.
+      element: a pytree of `ShapeDtypeStruct`s, one micro-batch; None if there is no feed.
+      inputs: pytrees of `ShapeDtypeStruct`s, the first stage's first arguments.
+      loss: takes what the last stage returns, returns a scalar. None: no training.
+      program_names: the names of the program that the pipeline is part of.
+      faults: takes up the faults with which tracing could go on. If there are any, the caller raises them,
+        and what is returned is of use only for finding more.
+      describe_capture: the name of a value from outside the stages, for the error about capturing it.
+
+    Returns:
+      The traced pipeline.
+
+    Raises:
+      TypeError: a stage does not take what the one before returns, or parallel stages return tuples and
+        dicts.
+      ValueError: a stage captures a traced value, or uses a variable that another one assigns later; or
+        the loss is not a floating-point scalar.
+      Others: what a stage raises; or several faults in one, see `Faults.as_error`.
+    """
+    assert len(functions[-1]) == 1
+    element_args, element_kwargs = as_arguments(element)
+    arguments: Arguments = ((*inputs, *element_args), element_kwargs)
+    num_inputs = len(jax.tree.leaves(tuple(inputs)))
+    avals: dict[Source, jax.ShapeDtypeStruct] = {}
+    for number, aval in enumerate(jax.tree.leaves(arguments)):
+        is_input = number < num_inputs
+        source = Source("input", number) if is_input else Source("element", number - num_inputs)
+        avals[source] = aval
+    sources: Arguments = jax.tree.unflatten(jax.tree.structure(arguments), list(avals))
+    given = "the inputs and the micro-batch"
+    stages: list[TracedStage] = []
+    levels: list[int] = []
+    results: list[Any] = []
+    all_places = _places(functions)
+    for level, (parallel, places) in enumerate(zip(functions, all_places, strict=True)):
+        results = []  # per stage of the level, what it returns, with the sources as leaves
+        arguments = jax.tree.map(avals.__getitem__, sources)
+        is_last = level == len(functions) - 1
+        for function, place in zip(parallel, places, strict=True):
+            described = describe_arguments(function, *arguments)
+            frame = frames.Frame(
+                program_names, loss is not None, place, is_stage=True, given=described, faults=faults
+            )
+            traced = _trace_stage(
+                len(stages),
+                function,
+                arguments,
+                given,
+                jax.tree.leaves(sources),
+                loss if is_last else None,
+                frame,
+                faults,
+                describe_capture,
+            )
+            if traced is None:
+                continue
+            stage, tree = traced
+            stages.append(stage)
+            levels.append(level)
+            avals.update(zip(stage.outputs, stage.output_avals, strict=True))
+            results.append(jax.tree.unflatten(tree, stage.outputs[: tree.num_leaves]))
+        if len(results) < len(parallel):  # what later stages would get is not known
+            for later, other_places in zip(functions[level + 1 :], all_places[level + 1 :], strict=True):
+                for function, place in zip(later, other_places, strict=True):
+                    faults.add_known(place, find_signature_fault(function, place))
+            raise faults.as_error()
+        try:
+            sources = _concatenate([as_arguments(result) for result in results], places)
+        except TypeError as error:
+            faults.add(places[0], error)
+            raise faults.as_error() from None
+        given = f"what {' and '.join(places)} return{'s' if len(places) == 1 else ''}"
+    output_leaves, output_tree = jax.tree.flatten(results[0])
+    loss_source = None if loss is None else stages[-1].outputs[-1]
+    owners: dict[str, int] = {}
+    if not faults:
+        stages, owners = share_variables(stages, levels)
+    return TracedPipeline(
+        stages=tuple(stages),
+        element=element,
+        inputs=tuple(inputs),
+        output_tree=output_tree,
+        outputs=tuple(output_leaves),
+        output_avals=tuple(avals[source] for source in output_leaves),
+        loss=loss_source,
+        loss_avals=() if loss_source is None else (avals[loss_source],),
+        owners=owners,
+        levels=tuple(levels),
+    )
+
+
+def _places(functions: Sequence[Sequence[StageFunction]]) -> list[list[str]]:
+    """What errors call the stages, level by level."""
+    numbers = itertools.count()
+    return [
+        [f"stage {next(numbers)} ({getattr(f, '__name__', type(f).__name__)})" for f in parallel]
+        for parallel in functions
+    ]
+
+
+def _concatenate(results: Sequence[Arguments], places: Sequence[str]) -> Arguments:
+    """What parallel stages return as the arguments of the next level."""
+    if len(results) == 1:
+        return results[0]
+    args = tuple(value for positional, _keywords in results for value in positional)
+    kwargs: dict[str, Any] = {}
+    for (_positional, keywords), place in zip(results, places, strict=True):
+        for name, value in keywords.items():
+            if name in kwargs:
+                raise TypeError(
+                    f"{place}: what parallel stages return is concatenated, and two of them return a value "
+                    f"named {name!r}. Give one of them another name."
+                )
+            kwargs[name] = value
+    if args and kwargs:
+        raise TypeError(
+            f"{' and '.join(places)} are parallel: what they return is concatenated, and some return a "
+            "dict and others do not. Return dicts from all of them, or from none."
+        )
+    return args, kwargs
+
+
+def _trace_stage(
+    index: int,
+    function: StageFunction,
+    arguments: Arguments,
+    given: str,
+    sources: Sequence[Source],
+    loss: Callable[..., Any] | None,
+    frame: frames.Frame,
+    faults: Faults,
+    describe_capture: Callable[[Any], str | None] | None,
+) -> tuple[TracedStage, Any] | None:
+    """The stage, and the structure of what it returns; None if a fault leaves that unknown."""
+    try:
+        check_signature(function, arguments, given, frame.place)
+    except TypeError as error:
+        faults.add(frame.place, error)
+        return None
+    num_known = len(frame.names.variables)
+    leaves, tree = jax.tree.flatten(arguments)
+    result_trees: list[Any] = []
+
+    def call(*values: Any) -> list[Any]:
+        args, kwargs = jax.tree.unflatten(tree, values)
+        with frames.frame(frame):
+            result = function(*args, **kwargs)
+            result_leaves, result_tree = jax.tree.flatten(result)
+            result_trees.append(result_tree)
+            if loss is not None:
+                args, kwargs = as_arguments(result)
+                value = jnp.asarray(loss(*args, **kwargs))
+                with faults.collecting(frame.place):
+                    _check_loss(value)
+                result_leaves.append(value)
+            return list(result_leaves)
+
+    try:
+        with fresh_trace():
+            closed_jaxpr = jax.make_jaxpr(call)(*leaves)
+    except Exception as error:
+        faults.add(frame.place, error, frame.given)
+        return None
+    with faults.collecting(frame.place):
+        check_captures(closed_jaxpr.consts, frame.place, describe_capture)
+    output_avals = tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in closed_jaxpr.out_avals)
+    try:
+        hoisted = hoisting.hoist(closed_jaxpr, frame.place, frame.names)
+        check_marks(hoisted.flat, frame.place)
+    except ValueError as error:
+        faults.add(frame.place, error)
+        variables = tuple(frame.names.variables.values())[num_known:]
+        own = tuple(Source("output", position, index) for position in range(len(output_avals)))
+        nothing = jaxprs.FlatJaxpr([], [], [], {})
+        return TracedStage(frame.place, nothing, variables, (), False, (), own, output_avals), result_trees[
+            0
+        ]
+    flat = hoisted.flat
+    num_first = len(hoisted.variables) + hoisted.uses_key
+    source_of = dict(zip(flat.inputs[num_first:], sources, strict=True))
+    # A value that is passed twice is one input.
+    first_with: dict[Source, Any] = {}
+    for var, source in source_of.items():
+        first_with.setdefault(source, var)
+    flat = jaxprs.substitute(flat, {var: first_with[source] for var, source in source_of.items()})
+    num_outputs = len(closed_jaxpr.jaxpr.outvars)
+    outputs = tuple(
+        Source("output", position, index)
+        if isinstance(atom, jex_core.Literal)
+        else source_of.get(atom, Source("output", position, index))
+        for position, atom in enumerate(flat.outputs[:num_outputs])
+    )
+    stage = TracedStage(
+        place=frame.place,
+        flat=flat,
+        variables=hoisted.variables,
+        assigned=hoisted.assigned,
+        uses_key=hoisted.uses_key,
+        inputs=tuple(first_with),
+        outputs=outputs,
+        output_avals=output_avals,
+    )
+    return stage, result_trees[0]
+
+
+def check_signature(
+    function: StageFunction,
+    arguments: Arguments,
+    given: str,
+    place: str,
+) -> None:
+    """Raises if a function does not take what it is given.
+
+    Args:
+      function: the function.
+      arguments: positional and keyword arguments, pytrees of shapes and dtypes.
+      given: what errors call where they come from.
+      place: what errors call the function.
+
+    Raises:
+      TypeError: it does not.
+    """
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # a function without a Python signature: calling it will tell
+        return
+    args, kwargs = arguments
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        described = [describe(arg) for arg in args]
+        described += [f"{name}={describe(arg)}" for name, arg in kwargs.items()]
+        raise TypeError(
+            f"{place} takes {signature}, but {given} gives it ({', '.join(described)}): {error}."
+        ) from None
+
+
+def _check_loss(value: Any) -> None:
+    if value.shape != ():
+        raise ValueError(
+            f"The loss must be a scalar, but it has shape {tuple(value.shape)}; reduce it, for example "
+            "with jnp.mean."
+        )
+    if not jnp.issubdtype(value.dtype, jnp.floating):
+        raise ValueError(f"The loss must be a floating-point number, but it is {value.dtype.name}.")
+
+
+def check_captures(
+    constants: Iterable[Any], place: str, describe_capture: Callable[[Any], str | None] | None
+) -> None:
+    """Raises if a traced function uses a traced value from outside.
+
+    Args:
+      constants: the constants of the function's jaxpr.
+      place: what errors call it.
+      describe_capture: the name of a value, or None.
+
+    Raises:
+      ValueError: it does.
+    """
+    captured = [value for value in constants if isinstance(value, jax.core.Tracer)]
+    if captured:
+        known = [describe_capture(value) if describe_capture else None for value in captured]
+        described = ", ".join(
+            f"{name or 'a computed value'} ({describe(value)})"
+            for name, value in zip(known, captured, strict=True)
+        )
+        raise ValueError(
+            f"Trying to capture the tensor {described} in {place}, which may only use its arguments: "
+            "pass the value through `inputs` or the infeed, and on through the stages in between."
+        )

@@ -1,0 +1,180 @@
+"""Stages as jaxprs, and the routes of the values between them.
+
+Every value is known by its `Source`, the place where it is made, and goes from there straight to where it
+is used. A variable that several stages share has a home, the first of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from ipu_pipeline.engine import jaxprs
+from ipu_pipeline.engine.tracing.specs import VariableSpec
+
+__all__ = ["Source", "TracedPipeline", "TracedStage", "send_variables", "share_variables"]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a value between stages comes from.
+
+    `kind` is "input" (an input that is constant during a step), "element" (a leaf of the micro-batch) or
+    "output" (of stage `stage`); `index` is the position among the leaves there.
+    """
+
+    kind: str
+    index: int
+    stage: int = -1
+
+
+@dataclass(frozen=True, eq=False)
+class TracedStage:
+    """One stage as a jaxpr.
+
+    Attributes:
+      place: what errors call it, for example "stage 0 (encoder)".
+      flat: takes `[*variables, key if uses_key, *inputs]`, returns `[*outputs, *assigned values]`.
+      variables: the variables that it reads or assigns.
+      assigned: those that it assigns.
+      uses_key: whether it draws random keys.
+      inputs: where its inputs come from, each source once.
+      outputs: where its outputs come from; those of kind "output" with its own index are its own.
+      output_avals: their shapes and dtypes.
+    """
+
+    place: str
+    flat: jaxprs.FlatJaxpr
+    variables: tuple[VariableSpec, ...]
+    assigned: tuple[VariableSpec, ...]
+    uses_key: bool
+    inputs: tuple[Source, ...]
+    outputs: tuple[Source, ...]
+    output_avals: tuple[jax.ShapeDtypeStruct, ...]
+
+    @property
+    def input_vars(self) -> list[Any]:
+        """The jaxpr's variables of the inputs."""
+        return self.flat.inputs[len(self.variables) + self.uses_key :]
+
+
+@dataclass(frozen=True, eq=False)
+class TracedPipeline:
+    """All stages, and what surrounds them.
+
+    Attributes:
+      stages: in order.
+      element: shapes and dtypes of a micro-batch, as it was given.
+      inputs: shapes and dtypes of the inputs that are constant during a step.
+      output_tree: the structure of what the last stage returns.
+      outputs: where the leaves of that come from, the loss not among them.
+      output_avals: their shapes and dtypes.
+      loss: where the loss comes from; None without training.
+      loss_avals: its shape and dtype; empty without training.
+      owners: full name of every variable -> its home, the first stage that has it. Stages that share a
+        variable all have it; only its home assigns it.
+      levels: the level of each stage, ascending from 0. Stages of one level are parallel: they take the
+        same values, and what they return is concatenated.
+    """
+
+    stages: tuple[TracedStage, ...]
+    element: Any
+    inputs: tuple[Any, ...]
+    output_tree: Any
+    outputs: tuple[Source, ...]
+    output_avals: tuple[jax.ShapeDtypeStruct, ...]
+    loss: Source | None
+    loss_avals: tuple[jax.ShapeDtypeStruct, ...]
+    owners: dict[str, int]
+    levels: tuple[int, ...]
+
+    @property
+    def variables(self) -> dict[str, VariableSpec]:
+        """All variables by full name."""
+        return {spec.name: spec for stage in self.stages for spec in stage.variables}
+
+    def shared(self) -> set[str]:
+        """Full names of the variables that several stages have."""
+        return {
+            spec.name
+            for index, stage in enumerate(self.stages)
+            for spec in stage.variables
+            if self.owners[spec.name] != index
+        }
+
+
+def share_variables(
+    stages: Sequence[TracedStage], levels: Sequence[int]
+) -> tuple[list[TracedStage], dict[str, int]]:
+    """The home of every variable.
+
+    What a variable's home assigns, later stages get as a value between stages: by then the home may have
+    gone on to other micro-batches. So they no longer have that variable.
+    """
+    owners: dict[str, int] = {}
+    sent: set[str] = set()
+    for index, stage in enumerate(stages):
+        for spec in stage.variables:
+            home = owners.setdefault(spec.name, index)
+            if home == index:
+                continue
+            assigning = [other for other in stages if spec in other.assigned]
+            if assigning and (assigning != [stages[home]] or levels[home] == levels[index]):
+                raise ValueError(
+                    f"Variable {spec.name} is used by {stages[home].place} and by {stage.place}, and "
+                    f"assigned by {' and by '.join(other.place for other in assigning)}. Stages are at "
+                    "different micro-batches at the same time, so only the first stage that uses a "
+                    "variable may assign it, and only later stages may read it too. Give each stage a "
+                    "variable of its own, or return the value from the stage and pass it on."
+                )
+            if assigning:
+                sent.add(spec.name)
+    return send_variables(stages, owners, sent), owners
+
+
+def send_variables(
+    stages: Sequence[TracedStage], owners: Mapping[str, int], sent: Collection[str]
+) -> list[TracedStage]:
+    """The stages with shared variables as values between stages, instead of one in each of them.
+
+    Args:
+      stages: in order.
+      owners: the home of every variable.
+      sent: full names of the variables that their home returns, after what it assigns, as one more output,
+        and that the other stages take as one more input.
+    """
+    changed = list(stages)
+    for name in sorted(sent):
+        home = owners[name]
+        stage = changed[home]
+        (position,) = (p for p, spec in enumerate(stage.variables) if spec.name == name)
+        spec, number = stage.variables[position], len(stage.outputs)
+        value = stage.flat.inputs[position]
+        if spec in stage.assigned:
+            value = stage.flat.outputs[number + stage.assigned.index(spec)]
+        source = Source("output", number, home)
+        aval = jax.ShapeDtypeStruct(spec.shape, spec.dtype)
+        outputs = [*stage.flat.outputs[:number], value, *stage.flat.outputs[number:]]
+        changed[home] = dataclasses.replace(
+            stage,
+            flat=dataclasses.replace(stage.flat, outputs=outputs),
+            outputs=(*stage.outputs, source),
+            output_avals=(*stage.output_avals, aval),
+        )
+        for index, stage in enumerate(changed):
+            if index == home or spec not in stage.variables:
+                continue
+            position = stage.variables.index(spec)
+            inputs = list(stage.flat.inputs)
+            inputs.append(inputs.pop(position))
+            changed[index] = dataclasses.replace(
+                stage,
+                flat=dataclasses.replace(stage.flat, inputs=inputs),
+                variables=(*stage.variables[:position], *stage.variables[position + 1 :]),
+                inputs=(*stage.inputs, source),
+            )
+    return changed

@@ -1,0 +1,140 @@
+"""Variables: asked for by name while a function is traced, collected from its jaxpr afterwards.
+
+`get_variable` leaves a marker equation in the jaxpr that is being traced, and `assign` another. What
+traces the function (`stages`) turns the markers into inputs and outputs. A function is so traced once
+only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core as jex_core
+
+from ipu_pipeline.engine.tracing import frames, scopes
+from ipu_pipeline.engine.tracing.specs import VariableSpec, make_spec, serial_numbers
+
+__all__ = ["assign", "assign_variable_p", "get_variable", "read_variable_p"]
+
+read_variable_p = jex_core.Primitive("read_variable")
+assign_variable_p = jex_core.Primitive("assign_variable")
+
+
+@read_variable_p.def_abstract_eval  # type: ignore[untyped-decorator]  # jax.extend has no annotations
+def _read_abstract(*, spec: VariableSpec, serial: int) -> jax.core.ShapedArray:
+    del serial
+    return jax.core.ShapedArray(spec.shape, spec.dtype)
+
+
+@assign_variable_p.def_abstract_eval  # type: ignore[untyped-decorator]  # jax.extend has no annotations
+def _assign_abstract(value: jax.core.ShapedArray, *, spec: VariableSpec) -> jax.core.ShapedArray:
+    del value, spec
+    return jax.core.ShapedArray((), np.dtype(np.int32))  # nobody reads it; a marker needs a result
+
+
+def get_variable(
+    name: str,
+    shape: tuple[int, ...] | list[int] | None = None,
+    dtype: Any = jnp.float32,
+    initializer: Any = None,
+    trainable: bool = True,
+) -> jax.Array:
+    """The value of a variable in the function being traced.
+
+    Args:
+      name: the name within the current scope.
+      shape: its shape; None if `initializer` is an array, or if the variable exists.
+      dtype: its dtype.
+      initializer: `init(key, shape, dtype)` as in `jax.nn.initializers`, or a constant array or scalar.
+        None: Glorot uniform for floating-point variables of rank 2 and more, zeros for others.
+      trainable: whether a pipeline with an optimizer trains it. Integers and booleans are never trained.
+
+    Returns:
+      The value, a traced array of that shape and dtype. Within a stage, after `assign`, the new value.
+
+    Raises:
+      ValueError: the name, shape, dtype or initializer is not usable; or the variable exists, and
+        neither its scope nor one around it was opened with `reuse=True`; or it exists with another
+        shape or dtype.
+      RuntimeError: nothing is being traced.
+    """
+    current = frames.current_frame("get_variable")
+    if not isinstance(name, str) or not all(name.split("/")):
+        raise ValueError(
+            f"get_variable: name must be a non-empty string without empty parts; got {name!r}."
+        )
+    full_name = scopes.join(scopes.current_scope(), name)
+    existing = current.names.variables.get(full_name)
+    if existing is None:
+        spec = make_spec(full_name, shape, dtype, initializer, trainable)
+        current.names.variables[full_name] = spec
+    else:
+        spec = existing
+        conflict = _find_conflict(spec, shape, dtype)
+        if conflict is not None:
+            if current.faults is None:
+                raise conflict
+            # What else is wrong shows with the shape that was asked for.
+            current.faults.add_here(current.place, conflict, current.given)
+            shape = spec.shape if shape is None else shape
+            spec = make_spec(full_name, shape, dtype, initializer, trainable)
+            current.faults.stand_ins[full_name] = spec
+    current.note_variable(spec)
+    value: jax.Array = read_variable_p.bind(spec=spec, serial=next(serial_numbers))
+    return value
+
+
+def _find_conflict(spec: VariableSpec, shape: Any, dtype: Any) -> ValueError | None:
+    """Why a variable that exists cannot be asked for in this way."""
+    if not scopes.is_reusing():
+        return ValueError(
+            f"Variable {spec.name} already exists, disallowed. Did you mean to set reuse=True in "
+            "variable_scope?"
+        )
+    wanted_shape = spec.shape if shape is None else tuple(shape)
+    if wanted_shape != spec.shape or np.dtype(dtype) != spec.dtype:
+        return ValueError(
+            f"Trying to share variable {spec.name}, but specified shape {wanted_shape} and dtype "
+            f"{np.dtype(dtype).name}, and found shape {spec.shape} and dtype {spec.dtype.name}."
+        )
+    return None
+
+
+def assign(name: str, value: Any) -> None:
+    """Gives a non-trainable variable a new value, once per micro-batch, within a stage.
+
+    Args:
+      name: the variable's name within the current scope, or its full name.
+      value: the new value; the variable's shape and dtype. No gradient flows through it.
+
+    Raises:
+      ValueError: there is no such variable, it is trainable, or the shape or dtype differs.
+      RuntimeError: not called within a stage.
+    """
+    current = frames.current_frame("assign")
+    if not current.is_stage:
+        raise RuntimeError(f"assign({name!r}, ...) was called outside of a computational stage.")
+    known = current.names.variables
+    if current.faults is not None:
+        known = {**known, **current.faults.stand_ins}
+    spec = known.get(scopes.join(scopes.current_scope(), name)) or known.get(name)
+    if spec is None:
+        raise ValueError(
+            f"assign: there is no variable {name!r} in scope {scopes.current_scope()!r}; get_variable "
+            f"creates it. There are: {', '.join(known) or 'none'}."
+        )
+    if spec.trainable:
+        raise ValueError(
+            f"assign: variable {spec.name} is trainable, so the optimizer updates it. Create it with "
+            "trainable=False to assign it in a stage."
+        )
+    value = jnp.asarray(value)
+    if value.shape != spec.shape or value.dtype != spec.dtype:
+        raise ValueError(
+            f"assign: variable {spec.name} is {spec.dtype.name}{list(spec.shape)}, but the value is "
+            f"{value.dtype.name}{list(value.shape)}."
+        )
+    assign_variable_p.bind(jax.lax.stop_gradient(value), spec=spec)

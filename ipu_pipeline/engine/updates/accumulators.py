@@ -1,0 +1,97 @@
+"""Which accumulators a pipeline has, and on which stage's row each lies.
+
+A variable's home accumulates its gradients under the variable's full name. Another stage that shares the
+variable has an accumulator of its own on its row, and the two are added once per weight update. On the
+same IPU both use one, except for a running mean, whose formula takes one gradient per micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ipu_pipeline.engine.programs.accumulation import Reduction
+from ipu_pipeline.engine.programs.stage_programs import StagePrograms, ValueKind
+from ipu_pipeline.engine.tracing.traced import TracedPipeline
+
+__all__ = ["Accumulator", "AccumulatorPlan", "plan_accumulators", "variable_of"]
+
+_OF_STAGE = " of stage "  # in the keys of those that are not at the variable's home
+
+
+class Accumulator(NamedTuple):
+    """The full name of its variable, and the stage on whose row it lies."""
+
+    variable: str
+    stage: int
+
+
+@dataclass(frozen=True, eq=False)
+class AccumulatorPlan:
+    """The accumulators of a pipeline, by their keys.
+
+    Attributes:
+      keys: (stage, full name of a variable) -> the key of what that stage's programs accumulate into.
+      extra: the accumulators besides those at the variables' homes, whose keys are the full names.
+    """
+
+    keys: Mapping[tuple[int, str], str]
+    extra: Mapping[str, Accumulator]
+
+    def merge(
+        self, accumulators: Mapping[str, Any], add: Callable[[Accumulator, Any, Any], Any]
+    ) -> dict[str, Any]:
+        """One accumulator per variable.
+
+        Args:
+          accumulators: by key.
+          add: the sum of the home's accumulator and another one; takes which one that is, and both.
+
+        Returns:
+          The accumulators by full name.
+        """
+        merged = {key: value for key, value in accumulators.items() if key not in self.extra}
+        for key, accumulator in self.extra.items():
+            name = accumulator.variable
+            merged[name] = add(accumulator, merged[name], accumulators[key])
+        return merged
+
+
+def variable_of(key: str) -> str:
+    """The variable that the accumulator of a key belongs to, in whatever pipeline."""
+    return key.rpartition(_OF_STAGE)[0] or key
+
+
+def plan_accumulators(
+    traced: TracedPipeline,
+    programs: Sequence[StagePrograms],
+    ipus: Sequence[int],
+    reduction: Reduction,
+) -> AccumulatorPlan:
+    """Says which program accumulates where.
+
+    Args:
+      traced: the pipeline.
+      programs: the programs of its stages.
+      ipus: the IPU of each stage.
+      reduction: how gradients are accumulated.
+    """
+    keys: dict[tuple[int, str], str] = {}
+    extra: dict[str, Accumulator] = {}
+    holders: dict[tuple[str, int], str] = {}  # (variable, IPU) -> the key there
+    for index, (stage, own) in enumerate(zip(traced.stages, programs, strict=True)):
+        arguments = [*own.forward.arguments, *(own.backward.arguments if own.backward else ())]
+        accumulated = {value.index for value in arguments if value.kind is ValueKind.ACCUMULATOR}
+        for position in own.trained:
+            name = stage.variables[position].name
+            place = (name, ipus[index])
+            if traced.owners[name] == index:
+                keys[index, name] = holders[place] = name
+            elif place in holders and reduction is not Reduction.RUNNING_MEAN:
+                keys[index, name] = holders[place]
+            elif position in accumulated:
+                key = f"{name}{_OF_STAGE}{index}"
+                keys[index, name] = holders[place] = key
+                extra[key] = Accumulator(name, index)
+    return AccumulatorPlan(keys, extra)

@@ -1,0 +1,226 @@
+"""Weight updates: an optimizer that was traced over all variables, cut into programs per IPU.
+
+What one IPU updates is updated together, by the first of its stages; that is the home of its variables.
+What joins several homes is made as `homes` says, what joins scalars only on the IPU of the last stage.
+
+A leaf of the optimizer's state belongs to a variable if the variable's name stands in the leaf's path,
+which it does for all that Optax makes with `tree.map` over the parameters: they are one flat dict, full
+name -> array. Other leaves live where their new value is made; what depends on no variable, a step counter,
+the first home makes and the others get copies of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+
+from ipu_pipeline.engine import jaxprs
+from ipu_pipeline.engine.jaxprs import partitioning
+from ipu_pipeline.engine.tracing.specs import VariableSpec
+from ipu_pipeline.engine.updates.loss_scaling import LossScale
+from ipu_pipeline.engine.updates.optimizer_tracing import TracedOptimizer, UpdateKind, UpdateValue
+
+__all__ = [
+    "Move",
+    "StateLeaf",
+    "UpdateProgram",
+    "Updates",
+    "cut_updates",
+]
+
+
+@dataclass(frozen=True, eq=False)
+class UpdateProgram:
+    """What one stage's IPU runs per weight update, or once to make its part of the optimizer's state.
+
+    Attributes:
+      name: for profiles, for example "stage0_update".
+      stage: it runs where this stage lives.
+      function: takes `arguments`, returns `results`.
+      arguments: what they are.
+      results: what they are.
+    """
+
+    name: str
+    stage: int
+    function: Callable[..., list[Any]]
+    arguments: tuple[UpdateValue, ...]
+    results: tuple[UpdateValue, ...]
+
+
+class StateLeaf(NamedTuple):
+    """A leaf of the optimizer's state: its path, shape and dtype, and the stage where it lives."""
+
+    path: str
+    aval: jax.ShapeDtypeStruct
+    stage: int
+
+
+class Move(NamedTuple):
+    """What an update sends from one stage's place to another's.
+
+    Attributes:
+      source: the stage that has or makes it.
+      target: the stage whose program reads it.
+      what: in words; empty for a value that is neither a variable nor a gradient nor state.
+      aval: its shape and dtype.
+      primitive: what reads it there.
+    """
+
+    source: int
+    target: int
+    what: str
+    aval: Any
+    primitive: str
+
+
+@dataclass(frozen=True, eq=False)
+class Updates:
+    """The optimizer of a pipeline.
+
+    Attributes:
+      state_tree: structure of the optimizer's state.
+      state_leaves: its leaves.
+      inits: the programs that make the state, in the order in which they run.
+      updates: the programs of a weight update, likewise; one, if one IPU has all trained variables.
+      moves: what these send.
+      init_needs_outputs: whether the state at the start depends on the last stage's outputs.
+      loss_scale: where the scale of the loss is; None without loss scaling.
+    """
+
+    state_tree: Any
+    state_leaves: tuple[StateLeaf, ...]
+    inits: tuple[UpdateProgram, ...]
+    updates: tuple[UpdateProgram, ...]
+    moves: tuple[Move, ...]
+    init_needs_outputs: bool
+    loss_scale: LossScale | None
+
+
+def cut_updates(traced: TracedOptimizer, variable_homes: Mapping[str, int], last_stage: int) -> Updates:
+    """Cuts an optimizer by home.
+
+    Args:
+      traced: the optimizer.
+      variable_homes: full name of each trained variable -> the stage that updates it.
+      last_stage: where outputs are, and where scalars of several homes are joined.
+
+    Returns:
+      The programs.
+    """
+    stages = sorted({variable_homes[name] for name in traced.trained})
+    owners = [_leaf_owner(path, traced.trained, variable_homes) for path in traced.state_paths]
+
+    def home_of(value: UpdateValue) -> partitioning.Home | None:
+        if value.kind in (UpdateKind.PARAMETER, UpdateKind.GRADIENT):
+            return variable_homes[value.key]
+        return owners[value.key] if value.kind == UpdateKind.STATE else None
+
+    def place(flat: jaxprs.FlatJaxpr) -> partitioning.Places:
+        return partitioning.place(flat, {var: home_of(traced.labels[var]) for var in flat.inputs})
+
+    states = [UpdateValue(UpdateKind.STATE, index) for index in range(len(owners))]
+    placed = place(traced.update)
+    while len(stages) > 1:  # a leaf that nobody owns yet lives where its new value is made
+        made = [placed.home_of(atom) for atom in placed.flat.outputs[len(traced.results) :]]
+        found = [made_at if owner is None else owner for owner, made_at in zip(owners, made, strict=True)]
+        if found == owners:
+            break
+        owners = found
+        placed = place(traced.update)
+
+    def with_homes(
+        values: Sequence[UpdateValue], places: partitioning.Places
+    ) -> list[tuple[Any, partitioning.Home]]:
+        owned = [home_of(value) for value in values]
+        made_at = [stages[0] if home is None else home for home in owned]
+        return list(zip(places.flat.outputs, made_at, strict=True))
+
+    def stage_of(home: partitioning.Home | None) -> int:
+        if home is None:
+            return stages[0]
+        return last_stage if home == partitioning.JOINT else home
+
+    results = [*traced.results, *states]
+    pieces = partitioning.cut(placed, with_homes(results, placed))
+    init_places = place(traced.init)
+    init_pieces = partitioning.cut(init_places, with_homes(states, init_places))
+    inits = _make_programs("init", init_pieces, states, traced.labels, stage_of)
+    updates = _make_programs("update", pieces, results, traced.labels, stage_of)
+    state_leaves = tuple(
+        StateLeaf(jax.tree_util.keystr(path), aval, stage_of(owner))
+        for path, aval, owner in zip(traced.state_paths, traced.state_avals, owners, strict=True)
+    )
+
+    def source_of(var: Any) -> int:
+        label = traced.labels.get(var)
+        if label is not None and label.kind == UpdateKind.OUTPUT:
+            return last_stage
+        return stage_of(placed.homes[var])
+
+    moves: dict[tuple[Any, int], Move] = {}
+    for piece in pieces:
+        target = stage_of(piece.home)
+        for var in piece.program.inputs:
+            label = traced.labels.get(var)
+            if source_of(var) != target and (label is None or label.kind != UpdateKind.COUNT):
+                what = "" if label is None else _describe(label, state_leaves)
+                primitive = piece.readers.get(var, "")
+                moves.setdefault((var, target), Move(source_of(var), target, what, var.aval, primitive))
+    needs_outputs = any(v.kind == UpdateKind.OUTPUT for program in inits for v in program.arguments)
+    return Updates(
+        traced.state_tree,
+        state_leaves,
+        inits,
+        updates,
+        tuple(moves.values()),
+        needs_outputs,
+        traced.loss_scale,
+    )
+
+
+def _leaf_owner(
+    path: Sequence[Any], trained: Mapping[str, VariableSpec], variable_homes: Mapping[str, int]
+) -> int | None:
+    for entry in reversed(path):
+        if isinstance(entry, jax.tree_util.DictKey) and entry.key in trained:
+            return variable_homes[entry.key]
+    return None
+
+
+def _make_programs(
+    name: str,
+    pieces: Sequence[partitioning.Piece],
+    results: Sequence[UpdateValue],
+    labels: Mapping[Any, UpdateValue],
+    stage_of: Callable[[partitioning.Home | None], int],
+) -> tuple[UpdateProgram, ...]:
+    sent: dict[Any, UpdateValue] = {}
+    last = {piece.home: piece for piece in pieces}
+    programs = []
+    for piece in pieces:
+        for var in piece.sent:
+            sent[var] = UpdateValue(UpdateKind.SENT, len(sent))
+        owner = "joint" if piece.home == partitioning.JOINT else f"stage{piece.home}"
+        ending = "" if piece is last[piece.home] else f"_round{piece.round}"
+        programs.append(
+            UpdateProgram(
+                f"{owner}_{name}{ending}",
+                stage_of(piece.home),
+                piece.program,
+                tuple(labels[var] if var in labels else sent[var] for var in piece.program.inputs),
+                (*(results[place] for place in piece.results), *(sent[var] for var in piece.sent)),
+            )
+        )
+    return tuple(programs)
+
+
+def _describe(value: UpdateValue, state_leaves: Sequence[StateLeaf]) -> str:
+    if value.kind == UpdateKind.STATE:
+        return f"optimizer state {state_leaves[value.key].path}"
+    if value.kind == UpdateKind.OUTPUT:
+        return f"output {value.key} of the last stage"
+    return f"{'variable' if value.kind == UpdateKind.PARAMETER else 'gradient of'} {value.key}"

@@ -1,0 +1,249 @@
+"""An Optax transformation traced over all trained variables, as jaxprs whose inputs are labelled.
+
+Traced values that the optimizer captured from around it, as `optax.sgd(learning_rate)` does, are found
+among the jaxprs' constants.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ipu_pipeline.engine import jaxprs
+from ipu_pipeline.engine.programs.accumulation import Reduction, count_dtype
+from ipu_pipeline.engine.tracing.specs import VariableSpec
+from ipu_pipeline.engine.tracing.stages import as_arguments, check_captures
+from ipu_pipeline.engine.updates.loss_scaling import LossScale, LossScaled
+
+__all__ = [
+    "Optimizer",
+    "TracedOptimizer",
+    "UpdateKind",
+    "UpdateValue",
+    "check_optimizer_captures",
+    "lift_captures",
+    "trace_optimizer",
+]
+
+OptimizerFunction: TypeAlias = "Callable[..., Any]"
+Optimizer: TypeAlias = "optax.GradientTransformation | OptimizerFunction"
+
+
+class UpdateKind:
+    """What an argument or a result of an update program is."""
+
+    PARAMETER = "parameter"  # key: full name
+    GRADIENT = "gradient"  # full name: the accumulator as an argument, zeros of its shape as a result
+    STATE = "state"  # position among the leaves of the optimizer's state
+    OUTPUT = "output"  # position among the last stage's outputs
+    COUNT = "count"  # number of micro-batches, int32
+    SENT = "sent"  # what one update program makes for another, counted over all of them
+
+
+class UpdateValue(NamedTuple):
+    """An argument or a result of an update program."""
+
+    kind: str
+    key: Any = None
+
+
+@dataclass(frozen=True, eq=False)
+class TracedOptimizer:
+    """An optimizer's `init` and `update` over all trained variables, as jaxprs.
+
+    Attributes:
+      init: makes the state; its outputs are the state's leaves.
+      update: its outputs are `results` and then the state's leaves.
+      labels: what the inputs of both are.
+      results: the new parameters and zeroed accumulators.
+      trained: the variables, by full name.
+      state_tree: structure of the state.
+      state_paths: the path of each of its leaves.
+      state_avals: their shapes and dtypes.
+      loss_scale: where the scale of the loss is; None without loss scaling.
+    """
+
+    init: jaxprs.FlatJaxpr
+    update: jaxprs.FlatJaxpr
+    labels: dict[Any, UpdateValue]
+    results: tuple[UpdateValue, ...]
+    trained: Mapping[str, VariableSpec]
+    state_tree: Any
+    state_paths: tuple[Any, ...]
+    state_avals: tuple[jax.ShapeDtypeStruct, ...]
+    loss_scale: LossScale | None
+
+
+def trace_optimizer(
+    optimizer: Optimizer,
+    trained: Mapping[str, VariableSpec],
+    output_tree: Any,
+    output_avals: Sequence[jax.ShapeDtypeStruct],
+    reduction: Reduction,
+    accumulator_dtypes: Mapping[str, Any],
+) -> TracedOptimizer:
+    """Traces an optimizer. It does not start a JAX backend.
+
+    Args:
+      optimizer: an Optax transformation; or a function of the last stage's outputs (see
+        `stages.as_arguments`) that returns one, or a pair of one and a dict of extra arguments for its
+        `update`.
+      trained: the variables to update, by full name.
+      output_tree: structure of what the last stage returns.
+      output_avals: shapes and dtypes of its leaves.
+      reduction: MEAN divides the accumulators by the number of micro-batches.
+      accumulator_dtypes: dtype of each variable's accumulator. The optimizer gets the variable and its
+        gradient in the wider of the two dtypes, so its state is in that; the new value is cast back.
+
+    Returns:
+      The jaxprs. Traced values that the optimizer captured are among their constants.
+
+    Raises:
+      TypeError: the optimizer is no Optax transformation.
+    """
+    parameter_avals = {name: jax.ShapeDtypeStruct(spec.shape, spec.dtype) for name, spec in trained.items()}
+    accumulator_avals = {
+        name: jax.ShapeDtypeStruct(spec.shape, accumulator_dtypes[name]) for name, spec in trained.items()
+    }
+    output_avals = list(output_avals)
+
+    def widen(values: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            name: value.astype(jnp.promote_types(trained[name].dtype, accumulator_dtypes[name]))
+            for name, value in values.items()
+        }
+
+    def transformation(outputs: Sequence[Any]) -> tuple[Any, dict[str, Any]]:
+        made: Any = optimizer
+        extra: dict[str, Any] = {}
+        if not isinstance(made, optax.GradientTransformation) and callable(made):
+            args, kwargs = as_arguments(jax.tree.unflatten(output_tree, outputs))
+            made = made(*args, **kwargs)
+        if isinstance(made, tuple) and len(made) == 2 and not hasattr(made, "update"):
+            made, extra = made
+        if not isinstance(made, optax.GradientTransformation):
+            raise TypeError(
+                f"The optimizer must be an optax.GradientTransformation; got {type(made).__name__}."
+            )
+        return optax.with_extra_args_support(made), extra
+
+    state_trees: list[Any] = []
+
+    def init(parameters: dict[str, Any], outputs: list[Any]) -> list[Any]:
+        made = transformation(outputs)[0]
+        state = made.init(widen(parameters))
+        paths_and_leaves, tree = jax.tree_util.tree_flatten_with_path(state)
+        # The scale is the first field of `LossScaleState`.
+        loss_scale = LossScale(0, made.initial_scale) if isinstance(made, LossScaled) else None
+        state_trees[:] = [tree, [path for path, _leaf in paths_and_leaves], loss_scale]
+        return [leaf for _path, leaf in paths_and_leaves]
+
+    # Optax mixes dtypes freely (adam does), so its code is traced under JAX's own promotion.
+    with jax.numpy_dtype_promotion("standard"):
+        init_jaxpr = jax.make_jaxpr(init)(parameter_avals, output_avals)
+    state_tree, paths, loss_scale = state_trees
+    state_avals = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in init_jaxpr.out_avals]
+
+    def update(
+        parameters: dict[str, Any],
+        accumulators: dict[str, Any],
+        state_leaves: list[Any],
+        outputs: list[Any],
+        count: Any,
+    ) -> list[Any]:
+        made, extra = transformation(outputs)
+        gradients = dict(accumulators)
+        if reduction is Reduction.MEAN:
+            gradients = {name: _divide(acc, count) for name, acc in gradients.items()}
+        parameters, gradients = widen(parameters), widen(gradients)
+        state = jax.tree.unflatten(state_tree, state_leaves)
+        changes, new_state = made.update(gradients, state, parameters, **extra)
+        new_leaves, new_tree = jax.tree.flatten(new_state)
+        if new_tree != state_tree:
+            raise TypeError(
+                "The optimizer's update returned a state of another structure than its init: "
+                f"{new_tree} instead of {state_tree}."
+            )
+        new_parameters = optax.apply_updates(parameters, changes)
+        ordered = [new_parameters[name].astype(spec.dtype) for name, spec in trained.items()]
+        return [*ordered, *(jnp.zeros_like(accumulators[name]) for name in trained), *new_leaves]
+
+    count_aval = jax.ShapeDtypeStruct((), jnp.int32)
+    with jax.numpy_dtype_promotion("standard"):
+        update_jaxpr = jax.make_jaxpr(update)(
+            parameter_avals, accumulator_avals, state_avals, output_avals, count_aval
+        )
+
+    sorted_names = sorted(trained)  # the order in which JAX flattens a dict
+    parameters = [UpdateValue(UpdateKind.PARAMETER, name) for name in sorted_names]
+    accumulators = [UpdateValue(UpdateKind.GRADIENT, name) for name in sorted_names]
+    states = [UpdateValue(UpdateKind.STATE, index) for index in range(len(paths))]
+    outputs = [UpdateValue(UpdateKind.OUTPUT, index) for index in range(len(output_avals))]
+    results = [UpdateValue(UpdateKind.PARAMETER, name) for name in trained]
+    results += [UpdateValue(UpdateKind.GRADIENT, name) for name in trained]
+    flat_init, flat_update = jaxprs.flatten(init_jaxpr), jaxprs.flatten(update_jaxpr)
+    count_value = UpdateValue(UpdateKind.COUNT)
+    update_values = [*parameters, *accumulators, *states, *outputs, count_value]
+    labels = dict(zip(flat_init.inputs, [*parameters, *outputs], strict=True))
+    labels.update(zip(flat_update.inputs, update_values, strict=True))
+    return TracedOptimizer(
+        flat_init,
+        flat_update,
+        labels,
+        tuple(results),
+        trained,
+        state_tree,
+        tuple(paths),
+        tuple(state_avals),
+        loss_scale,
+    )
+
+
+def _divide(accumulator: jax.Array, count: jax.Array) -> jax.Array:
+    wide = count_dtype(accumulator.dtype)
+    return accumulator.astype(wide) / count.astype(wide)
+
+
+def check_optimizer_captures(
+    traced: TracedOptimizer, describe_capture: Callable[[Any], str | None] | None
+) -> None:
+    """Raises a ValueError if the optimizer uses a traced value from outside."""
+    for flat in (traced.init, traced.update):
+        check_captures(flat.constants.values(), "the optimizer", describe_capture)
+
+
+def lift_captures(traced: TracedOptimizer) -> tuple[TracedOptimizer, list[Any]]:
+    """The optimizer with the traced values that it captured as outputs of the last stage.
+
+    Args:
+      traced: an optimizer that takes no outputs.
+
+    Returns:
+      The optimizer, whose OUTPUT values count what it captured; and that, in this order.
+    """
+    captured: dict[int, int] = {}  # id of a traced value -> its number
+    values: list[Any] = []
+    labels = dict(traced.labels)
+
+    def lift(flat: jaxprs.FlatJaxpr) -> jaxprs.FlatJaxpr:
+        constants = {}
+        inputs = list(flat.inputs)
+        for var, value in flat.constants.items():
+            if not isinstance(value, jax.core.Tracer):
+                constants[var] = value
+                continue
+            if id(value) not in captured:
+                captured[id(value)] = len(values)
+                values.append(value)
+            labels[var] = UpdateValue(UpdateKind.OUTPUT, captured[id(value)])
+            inputs.append(var)
+        return jaxprs.FlatJaxpr(inputs, flat.equations, flat.outputs, constants)
+
+    lifted = dataclasses.replace(traced, init=lift(traced.init), update=lift(traced.update), labels=labels)
+    return lifted, values

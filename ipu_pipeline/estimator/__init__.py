@@ -1,0 +1,1 @@
+"""What IPUPipelineEstimator is made of."""

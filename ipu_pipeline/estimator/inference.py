@@ -1,0 +1,180 @@
+"""Evaluation and prediction of an estimator, over data sets of any length.
+
+A pipeline takes whole executions. So a data set goes on after its end with copies of its last element, and
+what comes of these is dropped.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from ipu_pipeline.estimator.programs import EstimatorProgram, apply_to
+from ipu_pipeline.estimator.runs import Runs
+from ipu_pipeline.ipu_session_run_hooks import SessionRunHook
+from ipu_pipeline.queues.positions import DataPass
+from ipu_pipeline.session.session import Session
+
+__all__ = ["Inference", "PaddedData"]
+
+
+class PaddedData:
+    """A data set, then copies of its last element without end; iterated over once."""
+
+    def __init__(self, dataset: Any) -> None:
+        """Takes the data set; nothing is read from it yet."""
+        self._dataset = dataset
+        self._condition = threading.Condition()
+        self._num_read = 0
+        self._has_ended = False
+
+    def __iter__(self) -> Iterator[Any]:
+        """The elements, for the infeed's thread."""
+        data = DataPass(self._dataset)
+        last = None
+        while True:
+            try:
+                last = next(data)
+            except StopIteration:
+                break
+            except BaseException:
+                self._note(num_read=1)  # whoever asks whether there is more gets the error with it
+                raise
+            self._note(num_read=1)
+            yield last
+        self._note(has_ended=True)
+        while data.count > 0:
+            yield last
+
+    def _note(self, num_read: int = 0, has_ended: bool = False) -> None:
+        with self._condition:
+            self._num_read += num_read
+            self._has_ended = has_ended
+            self._condition.notify_all()
+
+    def num_left(self, done: int, wanted: int) -> int:
+        """How many of so many elements after the first ones are to be run.
+
+        Waits until it is known whether there is one. While the end is not known, all are.
+        """
+        with self._condition:
+            while not self._has_ended and self._num_read <= done:
+                self._condition.wait()
+            return self._num_real(done, wanted)
+
+    def num_real(self, done: int, count: int) -> int:
+        """How many of so many elements after the first ones, all of which have been run, are no copies."""
+        with self._condition:
+            return self._num_real(done, count)
+
+    def _num_real(self, done: int, count: int) -> int:
+        return min(count, self._num_read - done) if self._has_ended else count
+
+
+class Inference:
+    """Runs a program over a data set, once."""
+
+    def __init__(
+        self,
+        made: EstimatorProgram,
+        data: PaddedData,
+        session: Session,
+        hooks: Sequence[SessionRunHook],
+        global_step: int,
+    ) -> None:
+        """Takes what it needs.
+
+        Args:
+          made: the program.
+          data: what its infeed feeds.
+          session: with the variables; the infeed is initialized.
+          hooks: all of them.
+          global_step: of the variables.
+        """
+        self._made = made
+        self._data = data
+        self._runs = Runs(made, session, hooks)
+        self._global_step = global_step
+        self._done = 0
+        self._is_stopped = False
+
+    def stop(self) -> None:
+        """Ends `predictions` after what it yielded last."""
+        self._is_stopped = True
+
+    def evaluate(self, steps: int | None, iterations_per_loop: int) -> dict[str, float]:
+        """The means of the metrics over so many micro-batches, or over all.
+
+        Raises:
+          KeyError, TypeError: of what `eval_metrics_fn` returns.
+          ValueError: the data set is empty.
+        """
+        metrics: dict[str, float] = {}
+
+        def loss_of(outputs: Any) -> float:
+            nonlocal metrics
+            metrics = self._metrics(outputs)
+            return metrics["loss"]
+
+        totals: dict[str, float] = {}
+        for count, _outputs in self._run_all(steps, iterations_per_loop, loss_of):
+            for name, value in metrics.items():
+                totals[name] = totals.get(name, 0.0) + value * count
+        return {name: total / self._done for name, total in totals.items()}
+
+    def predictions(self, iterations_per_loop: int) -> Iterator[Any]:
+        """What the last stage returns, per micro-batch: an array, or a dict of arrays.
+
+        Raises:
+          ValueError: it returns something else.
+        """
+        for count, outputs in self._run_all(None, iterations_per_loop, lambda _outputs: float("nan")):
+            if isinstance(outputs, (list, tuple)):
+                if len(outputs) != 1:
+                    raise ValueError(
+                        "The last computational stage must return exactly one prediction tensor, but got "
+                        f"{len(outputs)}: return one array, or a dict of arrays."
+                    )
+                (outputs,) = outputs
+            for number in range(count):
+                yield jax.tree.map(lambda stack, n=number: stack[n], outputs)
+                if self._is_stopped:
+                    break
+
+    def _run_all(
+        self, steps: int | None, iterations_per_loop: int, loss_of: Callable[[Any], float]
+    ) -> Iterator[tuple[int, Any]]:
+        """Yields, for each run, the number of micro-batches, and outputs stacked over them."""
+        per_update = self._made.spec.micro_batches_per_update
+        with self._runs.started():
+            while steps is None or self._done < steps:
+                left = self._data.num_left(self._done, iterations_per_loop)
+                if left == 0:
+                    break
+                run = self._runs.run(
+                    self._global_step,
+                    -(-left // per_update),
+                    loss_of,
+                    num_real=lambda count: self._data.num_real(self._done, count),
+                )
+                count = len(jax.tree.leaves(run.outputs)[0])
+                self._done += count
+                yield count, run.outputs
+                if run.context.stop_requested or self._is_stopped:
+                    break
+
+    def _metrics(self, outputs: Any) -> dict[str, float]:
+        function = self._made.spec.eval_metrics_fn
+        metrics = apply_to(function, outputs)
+        if not isinstance(metrics, dict):
+            raise TypeError(f"The `eval_metrics_fn` must return a dict, but got {type(metrics)}.")
+        if "loss" not in metrics:
+            raise KeyError(
+                "The dict returned from `eval_metrics_fn` must contain 'loss'; it has "
+                f"{', '.join(map(repr, metrics)) or 'nothing'}."
+            )
+        return {name: float(np.mean(np.asarray(value))) for name, value in metrics.items()}

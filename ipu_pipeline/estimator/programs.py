@@ -1,0 +1,410 @@
+"""What a `model_fn` gives, checked, and the program that an estimator makes of it."""
+
+from __future__ import annotations
+
+import enum
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ipu_pipeline import ipu_compiler, pipelining_ops, scopes
+from ipu_pipeline.gradient_accumulation import GradientAccumulationReductionMethod
+from ipu_pipeline.ipu_run_config import RunConfig
+from ipu_pipeline.ipu_session_run_hooks import (
+    IPULoggingTensorHook,
+    SessionRunHook,
+    check_hooks,
+    collecting_logs,
+)
+from ipu_pipeline.program.program import Program
+from ipu_pipeline.queues.infeed import IPUInfeedQueue
+from ipu_pipeline.queues.outfeed import IPUOutfeedQueue
+
+__all__ = [
+    "EstimatorProgram",
+    "IPUPipelineEstimatorSpec",
+    "ModeKeys",
+    "apply_to",
+    "build_estimator_program",
+    "call_input_fn",
+    "check_model_fn",
+]
+
+
+class ModeKeys(enum.StrEnum):
+    """What a `model_fn` is called for."""
+
+    TRAIN = "train"
+    EVAL = "eval"
+    PREDICT = "infer"
+
+
+_NAMES = {  # of the pipelines
+    ModeKeys.TRAIN: "ipu_pipeline_estimator_train",
+    ModeKeys.EVAL: "ipu_pipeline_estimator_eval",
+    ModeKeys.PREDICT: "ipu_pipeline_estimator_predict",
+}
+# Arguments of `pipeline` that the estimator gives itself, or the specification has under its own name.
+_OWN_ARGUMENTS = (
+    "accumulate_outfeed",
+    "accumulate_outfeed_dtype",
+    "infeed_queue",
+    "name",
+    "outfeed_loss",
+    "outfeed_mask",
+    "outfeed_queue",
+    "repeat_count",
+)
+
+
+class IPUPipelineEstimatorSpec:
+    """What a `model_fn` returns: a pipeline, and what is needed around it.
+
+    Attributes are the arguments, with hooks as tuples.
+    """
+
+    def __init__(
+        self,
+        mode: ModeKeys | str,
+        computational_stages: Sequence[Any],
+        gradient_accumulation_count: int | None = None,
+        eval_metrics_fn: Callable[..., Mapping[str, Any]] | None = None,
+        optimizer_function: Any = None,
+        device_mapping: Sequence[Any] | None = None,
+        loss_accumulator_dtype: Any = None,
+        training_hooks: Sequence[SessionRunHook] | None = None,
+        evaluation_hooks: Sequence[SessionRunHook] | None = None,
+        prediction_hooks: Sequence[SessionRunHook] | None = None,
+        reduction_method: Any = GradientAccumulationReductionMethod.SUM,
+        **pipeline_op_kwargs: Any,
+    ) -> None:
+        """Checks the arguments; what concerns the pipeline itself is checked by `pipelining_ops.pipeline`.
+
+        Args:
+          mode: what the `model_fn` was called for.
+          computational_stages: the stages. The first one takes `inputs`, then an element of the data set.
+            In training the last one's outputs go to `optimizer_function`, in evaluation to
+            `eval_metrics_fn`, and in prediction they are one array [examples, ...], or a dict of such.
+          gradient_accumulation_count: micro-batches per weight update; in evaluation and prediction, how
+            many overlap.
+          eval_metrics_fn: takes the last stage's outputs as NumPy arrays, stacked over micro-batches on a
+            new first axis, and returns a dict of numbers or arrays, of which means are taken, with "loss".
+          optimizer_function: see `pipelining_ops.pipeline`. With an `IPULoggingTensorHook` it is traced
+            once more.
+          device_mapping: see there.
+          loss_accumulator_dtype: of the sum of the losses of a weight update; None for the loss's.
+          training_hooks: called when training.
+          evaluation_hooks: called when evaluating.
+          prediction_hooks: called when predicting.
+          reduction_method: see `pipelining_ops.pipeline`. It has no effect but in training.
+          **pipeline_op_kwargs: other arguments of `pipelining_ops.pipeline`.
+
+        Raises:
+          TypeError: a hook is none, or there is another argument than `pipeline` has.
+          ValueError: what the mode needs is missing, or an argument is the estimator's own.
+        """
+        try:
+            self.mode = ModeKeys(mode)
+        except ValueError:
+            raise ValueError(
+                f"IPUPipelineEstimatorSpec: mode must be one of {', '.join(ModeKeys)}; got {mode!r}."
+            ) from None
+        if self.mode is ModeKeys.TRAIN and not optimizer_function:
+            raise ValueError("`IPUPipelineEstimatorSpec` must contain `optimizer_function` when training")
+        if self.mode is ModeKeys.EVAL and not eval_metrics_fn:
+            raise ValueError("`IPUPipelineEstimatorSpec` must contain `eval_metrics_fn` when evaluating")
+        if not gradient_accumulation_count:
+            raise ValueError("`IPUPipelineEstimatorSpec` must contain `gradient_accumulation_count`")
+        if not isinstance(gradient_accumulation_count, int) or gradient_accumulation_count < 1:
+            raise ValueError(
+                "IPUPipelineEstimatorSpec: gradient_accumulation_count must be an integer of at "
+                "least 1; got "
+                f"{gradient_accumulation_count!r}."
+            )
+        known = inspect.signature(pipelining_ops.pipeline).parameters
+        for name in pipeline_op_kwargs:
+            if name in _OWN_ARGUMENTS:
+                raise ValueError(
+                    f"The `{name}` pipeline keyword argument cannot be passed to the "
+                    "`IPUPipelineEstimatorSpec`: the estimator uses it itself."
+                )
+            if name not in known:
+                raise TypeError(
+                    f"IPUPipelineEstimatorSpec: pipelining_ops.pipeline has no argument {name!r}."
+                )
+        self.computational_stages = computational_stages
+        self.gradient_accumulation_count = gradient_accumulation_count
+        self.eval_metrics_fn = eval_metrics_fn
+        self.optimizer_function = optimizer_function
+        self.device_mapping = device_mapping
+        self.loss_accumulator_dtype = loss_accumulator_dtype
+        self.training_hooks = check_hooks(training_hooks, "training_hooks")
+        self.evaluation_hooks = check_hooks(evaluation_hooks, "evaluation_hooks")
+        self.prediction_hooks = check_hooks(prediction_hooks, "prediction_hooks")
+        self.reduction_method = reduction_method
+        self.pipeline_op_kwargs = pipeline_op_kwargs
+
+    @property
+    def micro_batches_per_update(self) -> int:
+        """How many elements of the data set a weight update, or an execution of the pipeline, takes."""
+        serialized: int = self.pipeline_op_kwargs.get("batch_serialization_iterations", 1)
+        return self.gradient_accumulation_count * serialized
+
+    @property
+    def hooks(self) -> tuple[SessionRunHook, ...]:
+        """The hooks of its mode."""
+        return {
+            ModeKeys.TRAIN: self.training_hooks,
+            ModeKeys.EVAL: self.evaluation_hooks,
+            ModeKeys.PREDICT: self.prediction_hooks,
+        }[self.mode]
+
+
+@dataclass(frozen=True, eq=False)
+class EstimatorProgram:
+    """A compiled program of an estimator.
+
+    Attributes:
+      mode: what it does.
+      program: the program.
+      spec: what it was made of.
+      infeed: its queue.
+      outfeed: its queue: of training, sums of losses per weight update; of evaluation and prediction, what
+        the last stage returns.
+      hooks_that_log: those that get values from its stages.
+    """
+
+    mode: ModeKeys
+    program: Program
+    spec: IPUPipelineEstimatorSpec
+    infeed: IPUInfeedQueue
+    outfeed: IPUOutfeedQueue
+    hooks_that_log: tuple[IPULoggingTensorHook, ...]
+
+    @property
+    def name(self) -> str:
+        """The pipeline's."""
+        return _NAMES[self.mode]
+
+    @property
+    def num_examples(self) -> int:
+        """Examples in a micro-batch: the first axis of the first array that has one."""
+        leaves = jax.tree.leaves(self.infeed.element)
+        return next((leaf.shape[0] for leaf in leaves if leaf.ndim > 0), 1)
+
+
+def check_model_fn(model_fn: Any) -> None:
+    """Raises if a function cannot be a `model_fn`.
+
+    Raises:
+      TypeError: it is no function.
+      ValueError: it takes `features`, `labels`, or something else that nobody gives it.
+    """
+    if not callable(model_fn):
+        raise TypeError(f"IPUPipelineEstimator: model_fn must be a function; got {model_fn!r}.")
+    arguments = _argument_names(model_fn)
+    if {"features", "labels"} & set(arguments):
+        raise ValueError(
+            "The `model_fn` used with `IPUPipelineEstimator` must not have `features` or `labels` "
+            "arguments. "
+            "They are instead passed to the first pipeline stage function."
+        )
+    _check_known(model_fn, "model_fn")
+
+
+def call_input_fn(input_fn: Any, mode: ModeKeys, params: Mapping[str, Any], config: RunConfig) -> Any:
+    """The data set that an `input_fn` returns.
+
+    Raises:
+      TypeError: it is no function.
+      ValueError: it takes something that nobody gives it, or returns no data set.
+    """
+    if not callable(input_fn):
+        raise TypeError(f"input_fn must be a function that returns a data set; got {input_fn!r}.")
+    _check_known(input_fn, "input_fn")
+    dataset = _call(input_fn, mode, params, config)
+    try:
+        IPUInfeedQueue(dataset)
+    except TypeError as error:
+        raise ValueError(f"input_fn must return Dataset: {error}") from error
+    return dataset
+
+
+def build_estimator_program(
+    model_fn: Any, mode: ModeKeys, params: Mapping[str, Any], config: RunConfig, dataset: Any
+) -> EstimatorProgram:
+    """Calls the `model_fn` and compiles its pipeline. It does not start JAX's backend.
+
+    Raises:
+      TypeError: the `model_fn` returns no specification.
+      ValueError: `iterations_per_loop` or `num_shards` does not fit.
+      Others: of `pipelining_ops.pipeline`.
+    """
+    spec = _call(model_fn, mode, params, config)
+    if not isinstance(spec, IPUPipelineEstimatorSpec):
+        raise TypeError(
+            "The `model_fn` used with `IPUPipelineEstimator` must return `IPUPipelineEstimatorSpec`; got "
+            f"{type(spec).__name__}."
+        )
+    if spec.mode is not mode:
+        raise ValueError(
+            f"The `model_fn` was called with mode {mode}, and returned a specification for {spec.mode}."
+        )
+    run_config = config.ipu_run_config
+    _check_num_shards(spec, run_config.num_shards)
+    repeat_count = _repeat_count(run_config.iterations_per_loop, spec)
+    depth = {} if run_config.prefetch_depth is None else {"prefetch_depth": run_config.prefetch_depth}
+    infeed = IPUInfeedQueue(dataset, **depth)
+    outfeed = IPUOutfeedQueue()
+    hooks = tuple(hook for hook in spec.hooks if isinstance(hook, IPULoggingTensorHook))
+    for hook in hooks:
+        hook.forget_record()
+    options: dict[str, Any] = {
+        **spec.pipeline_op_kwargs,
+        "computational_stages": spec.computational_stages,
+        "optimizer_function": spec.optimizer_function if mode is ModeKeys.TRAIN else None,
+    }
+    if mode is ModeKeys.TRAIN:
+        options["reduction_method"] = spec.reduction_method
+    if hooks:
+        options.update(_with_logs(options["computational_stages"], options["optimizer_function"], hooks))
+    elif mode is ModeKeys.TRAIN:
+        options["outfeed_loss"] = options["accumulate_outfeed"] = True
+        options["accumulate_outfeed_dtype"] = spec.loss_accumulator_dtype
+
+    def model() -> Any:
+        return pipelining_ops.pipeline(
+            gradient_accumulation_count=spec.gradient_accumulation_count,
+            repeat_count=repeat_count,
+            infeed_queue=infeed,
+            outfeed_queue=outfeed,
+            device_mapping=spec.device_mapping,
+            name=_NAMES[mode],
+            **options,
+        )
+
+    with scopes.ipu_scope(f"/device:IPU:{run_config.ordinal}"):
+        program = ipu_compiler.compile(model)
+    return EstimatorProgram(mode, program, spec, infeed, outfeed, hooks)
+
+
+def _with_logs(
+    stages: Sequence[Any], optimizer_function: Any, hooks: Sequence[SessionRunHook]
+) -> dict[str, Any]:
+    """Arguments of a pipeline whose stages also pass on what hooks log.
+
+    The last stage returns a dict of `outputs`, what it returned before; `logs`, by the `id` of the hook;
+    and in training the `loss`. What a stage passes on costs nothing.
+    """
+    last = len(stages) - 1
+
+    def wrap(index: int, stage: Any) -> Any:
+        if isinstance(stage, (list, tuple)):
+            raise NotImplementedError(
+                "IPULoggingTensorHook does not go with parallel stages; "
+                f"computational_stages[{index}] is a list "
+                "of them. Leave the hook out."
+            )
+
+        def wrapped(*arguments: Any, **named: Any) -> Any:
+            logs: dict[Any, Any] = {}
+            if index > 0:
+                (outputs, logs), named = (named["outputs"], named["logs"]), {}
+                arguments = tuple(outputs) if isinstance(outputs, (list, tuple)) else (outputs,)
+                if isinstance(outputs, dict):
+                    arguments, named = (), outputs
+            with collecting_logs(hooks) as found:
+                outputs = stage(*arguments, **named)
+            passed_on = {"outputs": outputs, "logs": {**logs, **found}}
+            if index == last and optimizer_function is not None:
+                passed_on["loss"] = jnp.asarray(apply_to(optimizer_function, outputs).loss)
+            return passed_on
+
+        wrapped.__name__ = getattr(stage, "__name__", f"stage{index}")
+        return wrapped
+
+    options: dict[str, Any] = {
+        "computational_stages": [wrap(index, stage) for index, stage in enumerate(stages)]
+    }
+    if optimizer_function is not None:
+
+        def with_logs(outputs: Any, logs: Any, loss: Any) -> Any:
+            del logs, loss
+            return apply_to(optimizer_function, outputs)
+
+        options["optimizer_function"] = with_logs
+        options["outfeed_mask"] = {"outputs": True, "logs": False, "loss": False}
+    return options
+
+
+def apply_to(function: Any, outputs: Any) -> Any:
+    """Calls a function with what a stage returned, as the next stage would be."""
+    if isinstance(outputs, dict):
+        return function(**outputs)
+    return function(*outputs) if isinstance(outputs, (list, tuple)) else function(outputs)
+
+
+def _check_num_shards(spec: IPUPipelineEstimatorSpec, num_shards: int) -> None:
+    def flatten(entries: Any) -> list[Any]:
+        return [
+            one for entry in entries for one in (entry if isinstance(entry, (list, tuple)) else [entry])
+        ]
+
+    stages, mapping = spec.computational_stages, spec.device_mapping
+    if not isinstance(stages, (list, tuple)) or not isinstance(mapping, (list, tuple, type(None))):
+        return  # `pipeline` refuses them
+    needed = len(flatten(stages)) if mapping is None else len(set(flatten(mapping)))
+    if not num_shards / 2 < needed <= num_shards:
+        raise ValueError(
+            f"This pipeline requires {needed} devices, but `IPURunConfig.num_shards` was set to "
+            f"{num_shards} "
+            "(num_shards/2 < pipeline_devices <= num_shards)."
+        )
+
+
+def _repeat_count(iterations_per_loop: int, spec: IPUPipelineEstimatorSpec) -> int:
+    count = spec.micro_batches_per_update
+    if iterations_per_loop < count:
+        raise ValueError(
+            f"`IPURunConfig.iterations_per_loop` (got {iterations_per_loop}) cannot be less than "
+            f"`gradient_accumulation_count` (got {count})"
+        )
+    if iterations_per_loop % count != 0:
+        raise ValueError(
+            f"`IPURunConfig.iterations_per_loop` (got {iterations_per_loop}) must be divisible by "
+            f"`gradient_accumulation_count` (got {count})"
+        )
+    return iterations_per_loop // count
+
+
+_GIVEN = ("mode", "params", "config")
+
+
+def _call(function: Any, mode: ModeKeys, params: Mapping[str, Any], config: RunConfig) -> Any:
+    given = {"mode": mode, "params": dict(params), "config": config}
+    names = _argument_names(function)
+    return function(**{name: value for name, value in given.items() if name in names})
+
+
+def _argument_names(function: Any) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+def _check_known(function: Any, what: str) -> None:
+    unknown = [
+        name
+        for name, parameter in inspect.signature(function).parameters.items()
+        if name not in _GIVEN
+        and parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+    if unknown:
+        raise ValueError(
+            f"{what} ({getattr(function, '__name__', function)!r}) has following not expected args: "
+            f"{unknown}. It "
+            f"may take {', '.join(_GIVEN)}."
+        )

@@ -1,0 +1,242 @@
+"""The training loop of an estimator: runs, checkpoints, scalars, signals."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ipu_pipeline.checkpointing.checkpoints import DOCUMENT, CheckpointSeries
+from ipu_pipeline.errors import CheckpointError, OutOfRangeError
+from ipu_pipeline.estimator.programs import EstimatorProgram
+from ipu_pipeline.estimator.runs import Runs
+from ipu_pipeline.estimator.scalars import ScalarWriter
+from ipu_pipeline.ipu_run_config import RunConfig
+from ipu_pipeline.ipu_session_run_hooks import SessionRunHook
+from ipu_pipeline.session.interrupts import StoppedAtOnce, StopRequest, stopping_on_signals
+from ipu_pipeline.session.session import Session
+
+__all__ = ["Training", "describe_function"]
+
+_SIGNAL_EXIT = 128  # the exit status of a process that a signal ends is this and the signal's number
+_logger = logging.getLogger("ipu_pipeline")
+
+
+def describe_function(function: Any) -> str:
+    """What an `input_fn` is known by in checkpoints: module, name, plain arguments of a partial."""
+    bound: list[str] = []
+    while isinstance(function, functools.partial):
+        given = [*function.args, *sorted(function.keywords.items())]
+        bound += [repr(value) for value in given if _is_plain(value)]
+        function = function.func
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    arguments = f"({', '.join(bound)})" if bound else ""
+    return f"{getattr(function, '__module__', '')}.{name}{arguments}"
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+class Training:
+    """Trains until a step, from where a session is."""
+
+    def __init__(
+        self,
+        made: EstimatorProgram,
+        session: Session,
+        hooks: Sequence[SessionRunHook],
+        config: RunConfig,
+        series: CheckpointSeries,
+        scalars: ScalarWriter,
+        input_fn: Any,
+        global_step: int,
+        initializer: Any,
+        begins_anew: bool,
+    ) -> None:
+        """Takes what it needs.
+
+        Args:
+          made: the program.
+          session: with the state to go on from; its infeed is initialized.
+          hooks: all of them.
+          config: the estimator's.
+          series: where checkpoints go.
+          scalars: where scalars go.
+          input_fn: where the data came from.
+          global_step: where it begins.
+          initializer: of the infeed.
+          begins_anew: whether, if there are no more data right away, they are to begin again.
+        """
+        self._runs = Runs(made, session, hooks)
+        self._made = made
+        self._session = session
+        self._config = config
+        self._series = series
+        self._scalars = scalars
+        self._input_fn = describe_function(input_fn)
+        self._step = self._saved_step = self._reported_step = global_step
+        self._begins_anew = begins_anew
+        self._initializer = initializer
+        self._has_ended = False  # the data
+        self._is_complete = False  # whether all steps were done that were asked for
+        self._losses: list[tuple[float, int]] = []  # sums, and of how many micro-batches, to be reported
+        self._extra_scalars: dict[str, float] = {}
+        self._saved_at = self._reported_at = time.monotonic()
+
+    def run_until(self, final_step: int) -> None:
+        """Trains until a number of micro-batches, or until the data end, a hook stops it or a signal comes.
+
+        Whatever ends it, completed weight updates are saved.
+
+        Raises:
+          CheckpointError: the last checkpoint cannot be saved.
+          SystemExit: SIGINT or SIGTERM came; the state after the running weight update is saved.
+        """
+        with stopping_on_signals() as request:
+            try:
+                with self._runs.started():
+                    self._loop(final_step, request)
+                    self._report(is_due=True)
+                    self._is_complete = not request.is_made()
+            except StoppedAtOnce:
+                pass
+            except BaseException:
+                self._save_finally(request, is_error=True)
+                raise
+            self._save_finally(request, is_error=request.is_made())
+            if request.number is not None:
+                _logger.info("Training ends at step %d by signal %d.", self._step, request.number)
+                raise SystemExit(_SIGNAL_EXIT + request.number)
+
+    def _loop(self, final_step: int, request: StopRequest) -> None:
+        per_update = self._made.spec.micro_batches_per_update
+        is_first = True
+        while self._step < final_step and not request.is_made():
+            wanted = -(-(final_step - self._step) // per_update)
+            every = self._config.save_checkpoints_steps
+            if every is not None:
+                due = self._saved_step - self._saved_step % every + every
+                wanted = min(wanted, -(-(due - self._step) // per_update))
+            before = self._session.execution_count(self._made.name)
+            try:
+                run = self._runs.run(self._step, wanted, self._mean_loss, request.is_made)
+            except OutOfRangeError as error:
+                if is_first and self._begins_anew:  # the call before ended where the data do
+                    self._begins_anew = False
+                    self._session.run(self._initializer)
+                    continue
+                self._end_with_data(error)
+                return
+            except BaseException:
+                self._step += (self._session.execution_count(self._made.name) - before) * per_update
+                raise
+            self._step = run.context.global_step
+            self._losses.append(self._sum_losses(run.outputs))
+            self._extra_scalars.update(run.context.scalars)
+            self._report(is_due=is_first)
+            is_first = False
+            if run.data_end is not None:
+                self._end_with_data(run.data_end)
+                return
+            self._save_if_due()
+            if run.context.stop_requested:
+                return
+
+    def _end_with_data(self, error: OutOfRangeError) -> None:
+        self._has_ended = True
+        _logger.info("Training ends at step %d: %s", self._step, error)
+
+    def _mean_loss(self, outputs: Any) -> float:
+        total, count = self._sum_losses(outputs)
+        return total / max(count, 1)
+
+    def _sum_losses(self, outputs: Any) -> tuple[float, int]:
+        """The sum of the losses of a run, and of how many micro-batches."""
+        per_update = self._made.spec.micro_batches_per_update
+        sums = outputs
+        if self._made.hooks_that_log:  # a loss per micro-batch, to be summed as the pipeline would
+            dtype = self._made.spec.loss_accumulator_dtype or outputs.dtype
+            sums = np.sum(outputs.reshape(-1, per_update), axis=1, dtype=dtype)
+        return float(np.sum(np.asarray(sums, np.float64))), len(sums) * per_update
+
+    def _report(self, is_due: bool) -> None:
+        """Logs and writes scalars if it is time, or when so many steps have passed.
+
+        It is time at the first run and at the end.
+        """
+        every = self._config.log_step_count_steps
+        if every is None or not self._losses:
+            return
+        if not is_due and self._step // every == self._reported_step // every:
+            return
+        now = time.monotonic()
+        speed = (self._step - self._reported_step) / max(now - self._reported_at, 1e-9)
+        loss = sum(total for total, _count in self._losses) / max(sum(n for _total, n in self._losses), 1)
+        examples = speed * self._made.num_examples
+        _logger.info("loss = %.6g, step = %d", loss, self._step)
+        _logger.info("global_step/sec: %.6g, examples/sec: %.6g", speed, examples)
+        scalars = {"loss": loss, "steps/s": speed, "examples/s": examples, **self._extra_scalars}
+        self._scalars.write(self._step, scalars)
+        self._losses, self._extra_scalars = [], {}
+        self._reported_step, self._reported_at = self._step, now
+
+    def _save_if_due(self) -> None:
+        every, seconds = self._config.save_checkpoints_steps, self._config.seconds_between_checkpoints
+        if every is not None:
+            is_due = self._step // every > self._saved_step // every
+        else:
+            assert seconds is not None
+            is_due = time.monotonic() - self._saved_at >= seconds
+        if is_due:
+            self._save()
+
+    def _save(self) -> None:
+        try:
+            snapshot = self._session.take_snapshot(extra=self._extra())
+        except Exception:
+            _logger.exception("The checkpoint of step %d could not be taken. Training goes on.", self._step)
+            return
+        finally:
+            self._saved_step, self._saved_at = self._step, time.monotonic()
+        self._series.start_saving(self._step, snapshot)
+
+    def _extra(self) -> dict[str, Any]:
+        return {
+            "global_step": self._step,
+            "input_fn": self._input_fn,
+            "data_has_ended": self._has_ended,
+            "is_complete": self._is_complete,
+        }
+
+    def _save_finally(self, request: StopRequest, is_error: bool) -> None:
+        """Saves what has been done since the last checkpoint, in this thread.
+
+        Args:
+          request: further signals are ignored.
+          is_error: whether training ends by an error or a signal, which an error of this must not hide.
+        """
+        request.is_final = True
+        self._series.wait()
+        if self._step == 0:
+            return
+        try:
+            if (self._series.path(self._step) / DOCUMENT).exists():
+                self._series.amend(self._step, self._extra())
+            else:
+                self._series.save(self._step, self._session.take_snapshot(extra=self._extra()))
+        except Exception as error:
+            kept = self._series.latest()
+            text = (
+                f"The last checkpoint of training, of step {self._step}, could not be saved in "
+                f"{self._series.directory}: {error or type(error).__name__}. The last good one is {kept}."
+            )
+            if not is_error:
+                raise CheckpointError(text) from error
+            _logger.error("%s", text)

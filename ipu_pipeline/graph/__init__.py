@@ -1,0 +1,1 @@
+"""What stands for a value before it has one: placeholders and operations."""

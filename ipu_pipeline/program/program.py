@@ -1,0 +1,347 @@
+"""A compiled program: an ordered list of jitted segments, pipelines and loops."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.extend import core as jex_core
+
+from ipu_pipeline import config
+from ipu_pipeline.engine import jaxprs
+from ipu_pipeline.engine.planning.dispatch_plans import DispatchPlan
+from ipu_pipeline.engine.tracing import frames, hoisting
+from ipu_pipeline.engine.tracing.specs import VariableSpec, fresh_trace
+from ipu_pipeline.graph.operations import Operation
+from ipu_pipeline.graph.placeholders import Placeholder
+from ipu_pipeline.program.calls import Call, PipelineCall, ProgramBuilder, building, run_call_p
+from ipu_pipeline.queues.infeed import IPUInfeedQueue
+from ipu_pipeline.reports.placement_report import Placement
+
+__all__ = ["CallStep", "Program", "Segment", "build_program", "read_atom"]
+
+
+class CallStep(NamedTuple):
+    """A pipeline or loop, the atoms that it takes, and the jaxpr variables that it returns."""
+
+    call: Call
+    operands: list[Any]
+    results: list[Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """Equations between two calls, jitted.
+
+    Attributes:
+      function: the jitted equations.
+      arguments: the jaxpr variables that it takes.
+      results: the jaxpr variables that it returns.
+      reads: which of the arguments are variables, read from the session just before.
+    """
+
+    function: Callable[..., list[Any]]
+    arguments: list[Any]
+    results: list[Any]
+    reads: dict[Any, VariableSpec]
+
+
+class Program:
+    """What `ipu_compiler.compile` returns, for `Session.run`. It is data; `session.running` runs it.
+
+    Attributes:
+      steps: segments, pipelines and loops, in the order in which they run.
+      input_vars: the jaxpr variables of its inputs.
+      constants: the jaxpr variables that stand for constant arrays, with their values.
+      result_tree: the structure of what the compiled function returns.
+      result_atoms: the atoms of its leaves, None for an operation.
+    """
+
+    def __init__(
+        self,
+        ipu_device: int,
+        inputs: Sequence[Placeholder | np.ndarray[Any, Any]],
+        input_vars: Sequence[Any],
+        steps: Sequence[Segment | CallStep],
+        result_tree: Any,
+        result_atoms: Sequence[Any],
+        constants: Mapping[Any, Any],
+    ) -> None:
+        """Made by `build_program`."""
+        self._ipu_device = ipu_device
+        self._inputs = list(inputs)
+        self.input_vars = list(input_vars)
+        self.steps = list(steps)
+        self.result_tree = result_tree
+        self.result_atoms = list(result_atoms)
+        self.constants = dict(constants)
+
+    @property
+    def ipu_device(self) -> int:
+        """The number in `/device:IPU:<n>`."""
+        return self._ipu_device
+
+    @property
+    def calls(self) -> list[Call]:
+        """The pipelines and loops, in the order in which they run."""
+        return [step.call for step in self.steps if isinstance(step, CallStep)]
+
+    @property
+    def num_ipus(self) -> int:
+        """How many IPUs the program needs."""
+        return max((call.num_ipus for call in self.calls), default=1)
+
+    def placement(self) -> Placement:
+        """What went where: stages or shards, their devices, operations and variables, and what crosses.
+
+        It does not start JAX's backend: devices are named once they have been selected, by
+        `IPUConfig.configure_ipu_system` or the first run.
+
+        Example:
+          print(program.placement())
+        """
+        devices = tuple(map(str, config.selected_devices(self._ipu_device)))
+        return Placement(tuple(call.placement() for call in self.calls), devices)
+
+    def summary(self) -> str:
+        """What went where, and how each pipeline over several IPUs is dispatched and why, as text."""
+        return str(self.placement())
+
+    @property
+    def dispatch_plans(self) -> dict[str, DispatchPlan]:
+        """How pipelines over several IPUs are dispatched, by the pipeline's name.
+
+        `dataclasses.asdict` makes a dict of a plan, which can be kept as JSON.
+        """
+        pipelines = [call for call in self.calls if isinstance(call, PipelineCall)]
+        plans = {call.name: call.pipeline.dispatch_plan for call in pipelines}
+        return {name: plan for name, plan in plans.items() if plan is not None}
+
+    @property
+    def placeholders(self) -> list[Placeholder]:
+        """The placeholders to feed."""
+        return [value for value in self._inputs if isinstance(value, Placeholder)]
+
+    @property
+    def variables(self) -> dict[str, VariableSpec]:
+        """All variables that the program uses, by full name."""
+        found: dict[str, VariableSpec] = {}
+        for step in self.steps:
+            used = step.call.variables if isinstance(step, CallStep) else step.reads
+            found.update((spec.name, spec) for spec in used.values())
+        return found
+
+    def find_operands(
+        self, call: Call, known: Mapping[Placeholder, Any], read: Callable[[VariableSpec], Any]
+    ) -> list[Any]:
+        """What a pipeline takes, with some placeholders known: arrays, or the placeholders themselves.
+
+        Args:
+          call: the pipeline, before which there is no other one.
+          known: placeholder -> value.
+          read: gives the value of a variable.
+
+        Raises:
+          NotImplementedError: something that another pipeline or loop returns is taken.
+          ValueError: a value would be computed from a placeholder that is not known.
+        """
+        values: dict[Any, Any] = dict(self.constants)
+        for var, value in zip(self.input_vars, self._inputs, strict=True):
+            values[var] = value
+            if isinstance(value, Placeholder) and value in known:
+                values[var] = value.check_value(known[value])
+        for step in self.steps:
+            if isinstance(step, CallStep):
+                assert step.call is call
+                return [read_atom(values, atom) for atom in step.operands]
+            values.update((var, read(spec)) for var, spec in step.reads.items())
+            arguments = [values[var] for var in step.arguments]
+            for argument in arguments:
+                if isinstance(argument, Placeholder):
+                    raise ValueError(
+                        f"export: something is computed from {argument!r} before the pipeline. Give "
+                        "its value "
+                        "in `inputs`, or compute it in a stage."
+                    )
+            values.update(zip(step.results, step.function(*map(np.asarray, arguments)), strict=True))
+        raise AssertionError("the call is one of the steps")
+
+    @property
+    def has_results(self) -> bool:
+        """Whether the compiled function returns anything but operations."""
+        return any(atom is not None for atom in self.result_atoms)
+
+    @property
+    def infeeds(self) -> list[IPUInfeedQueue]:
+        """The infeeds of its pipelines and loops."""
+        return [call.infeed_queue for call in self.calls if call.infeed_queue is not None]
+
+    def feed(self, feed_dict: Mapping[Placeholder, Any]) -> list[Any]:
+        """The values of its inputs.
+
+        Raises:
+          ValueError: one is missing, or does not fit.
+        """
+        fed = []
+        for value in self._inputs:
+            if not isinstance(value, Placeholder):
+                fed.append(value)
+            elif value not in feed_dict:
+                raise ValueError(f"You must feed a value for {value!r}: run(program, {{...: value}}).")
+            else:
+                fed.append(value.check_value(feed_dict[value]))
+        return fed
+
+
+def build_program(
+    function: Callable[..., Any],
+    inputs: Sequence[Placeholder | np.ndarray[Any, Any]],
+    ipu_device: int,
+) -> Program:
+    """Traces a function into a program. It does not start JAX's backend.
+
+    Args:
+      function: takes one array per input; calls `pipelining_ops.pipeline` and `loops.repeat`, and
+        computes around them.
+      inputs: placeholders, or arrays that are the same in every run.
+      ipu_device: the number in `/device:IPU:<n>`.
+
+    Returns:
+      The program.
+
+    Raises:
+      ValueError: a pipeline or loop is called inside the body of another transformation.
+    """
+    builder = ProgramBuilder(ipu_device)
+    result: list[Any] = []
+
+    def traced(*arguments: Any) -> list[Any]:
+        named = [value.name if isinstance(value, Placeholder) else "a constant" for value in inputs]
+        builder.inputs = list(zip(arguments, named, strict=True))
+        given = zip(inputs, arguments, strict=True)
+        builder.placeholders = {
+            value: argument for value, argument in given if isinstance(value, Placeholder)
+        }
+        frame = frames.Frame(builder.names, False, "the compiled function", is_stage=False)
+        with building(builder), frames.frame(frame):
+            leaves, tree = jax.tree.flatten(function(*arguments))
+        result[:] = [tree, [isinstance(leaf, Operation) for leaf in leaves]]
+        return [leaf for leaf in leaves if not isinstance(leaf, Operation)]
+
+    avals = [
+        value.aval if isinstance(value, Placeholder) else jax.ShapeDtypeStruct(value.shape, value.dtype)
+        for value in inputs
+    ]
+    try:
+        with fresh_trace():
+            closed_jaxpr = jax.make_jaxpr(traced)(*avals)
+    except TypeError as error:
+        # Most uses of a placeholder raise its own error; JAX's innermost functions look at types only.
+        if Placeholder.__name__ not in str(error):
+            raise
+        named = re.search(r"placeholder '([^']*)'", f"{error.__cause__}")
+        raise ValueError(
+            f"Trying to capture the tensor {named.group(1) if named else 'of a placeholder'}. Give "
+            "placeholders to ipu_compiler.compile in `inputs`, and use what the function gets for them."
+        ) from error
+    reads: list[dict[VariableSpec, Any]] = [{}]  # one entry per segment
+
+    def read(spec: VariableSpec) -> Any:
+        if spec not in reads[-1]:
+            reads[-1][spec] = hoisting.variable_input(spec)
+        return reads[-1][spec]
+
+    def refuse(*arguments: Any) -> Any:
+        raise AssertionError(f"assign and next_rng_key refuse to work here: {arguments}")
+
+    markers = hoisting.marker_rule("the compiled function", builder.names, read, refuse, refuse)
+
+    def rule(equation: Any, atoms: list[Any], inline: jaxprs.InlineFunction) -> list[Any] | None:
+        if equation.primitive is run_call_p:
+            reads.append({})
+            return None
+        if hoisting.contains(equation, (run_call_p,)):
+            raise ValueError(
+                "pipelining_ops.pipeline or a loop of ipu.loops is called inside the body of "
+                f"{equation.primitive.name}. Each is a step of a program of its own: call it outside. A "
+                "pipeline repeats by repeat_count."
+            )
+        return markers(equation, atoms, inline)
+
+    flat = jaxprs.flatten(closed_jaxpr, rule)
+    for call in builder.calls:
+        for queue, element_tree, element_avals in call.outfeeds:
+            queue.bind(element_tree, element_avals)
+    tree, is_operation = result
+    outputs = iter(flat.outputs)
+    return Program(
+        ipu_device,
+        inputs,
+        flat.inputs,
+        _make_steps(flat, reads, builder.calls),
+        tree,
+        [None if operation else next(outputs) for operation in is_operation],
+        flat.constants,
+    )
+
+
+def _make_steps(
+    flat: jaxprs.FlatJaxpr, reads: Sequence[dict[VariableSpec, Any]], calls: Sequence[Call]
+) -> list[Segment | CallStep]:
+    runs: list[list[Any]] = [[]]
+    markers: list[Any] = []
+    for equation in flat.equations:
+        if equation.primitive is run_call_p:
+            markers.append(equation)
+            runs.append([])
+        else:
+            runs[-1].append(equation)
+    steps: list[Segment | CallStep] = []
+    for index, run in enumerate(runs):
+        later = [*markers[index:], *(equation for rest in runs[index + 1 :] for equation in rest)]
+        wanted = [atom for equation in later for atom in equation.invars] + list(flat.outputs)
+        used = {atom for atom in wanted if not isinstance(atom, jex_core.Literal)}
+        results = [var for equation in run for var in equation.outvars if var in used]
+        # A variable that is returned, or given to a pipeline, as it is still has to be read.
+        read_here = {var: spec for spec, var in reads[index].items()}
+        results += [var for var in read_here if var in used]
+        if results or any(equation.effects for equation in run):
+            steps.append(_make_segment(flat, run, results, read_here))
+        if index < len(markers):
+            marker = markers[index]
+            call = calls[marker.params["index"]]
+            steps.append(CallStep(call, list(marker.invars), list(marker.outvars[1:])))
+    return steps
+
+
+def _make_segment(
+    flat: jaxprs.FlatJaxpr, run: list[Any], results: list[Any], read_here: dict[Any, VariableSpec]
+) -> Segment:
+    made = {var for equation in run for var in equation.outvars}
+    atoms = [atom for equation in run for atom in equation.invars] + results
+    taken = dict.fromkeys(
+        atom
+        for atom in atoms
+        if not isinstance(atom, jex_core.Literal) and atom not in made and atom not in flat.constants
+    )
+    part = jaxprs.FlatJaxpr(list(taken), run, results, flat.constants)
+    program = jaxprs.extract(part, results, (), jaxprs.any_equation)
+
+    def segment(*arguments: Any) -> list[Any]:
+        return program(*arguments)
+
+    return Segment(
+        jax.jit(segment),
+        program.inputs,
+        results,
+        {var: spec for var, spec in read_here.items() if var in program.inputs},
+    )
+
+
+def read_atom(values: Mapping[Any, Any], atom: Any) -> Any:
+    """The value of an atom: a literal's own, a variable's by `values`."""
+    return np.asarray(atom.val) if isinstance(atom, jex_core.Literal) else values[atom]

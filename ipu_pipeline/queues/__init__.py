@@ -1,0 +1,1 @@
+"""Infeeds and outfeeds."""

@@ -1,0 +1,222 @@
+"""The thread that fetches elements of a data set ahead and places them on the devices."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import threading
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ipu_pipeline.engine.jaxprs.shapes import as_shape, check_like, trees_equal
+from ipu_pipeline.errors import CheckpointError, OutOfRangeError
+from ipu_pipeline.graph.placeholders import cast_exactly
+from ipu_pipeline.queues.positions import DataPass, Position
+
+__all__ = ["Feeder", "Place", "as_array"]
+
+_JOIN_SECONDS = 0.5
+Place = Callable[[Sequence[Any]], Any]
+
+
+class _Entry(NamedTuple):
+    """An element that was fetched: as it came, and placed by `place`. Or an error, after the last one."""
+
+    leaves: Sequence[Any]
+    placed: Any
+    place: Place
+    error: BaseException | None
+    traceback: TracebackType | None = None
+
+
+class Feeder:
+    """The thread and its buffer, for one pass over the data.
+
+    Whether a thread runs is known from `_is_running`, which the thread itself clears, under the lock that
+    everyone takes to read it. It is never joined for long: a data set that hangs holds up nobody else, and
+    the thread, a daemon, ends when it wakes up or goes on if it is wanted again.
+    """
+
+    def __init__(self, data: DataPass, element: Any) -> None:
+        self._data = data
+        self._element = element
+        self._expected, self._expected_tree = jax.tree.flatten(element)
+        self._number = self._num_taken = self._num_used = data.start
+        self._has_raised_end = False
+        self._condition = threading.Condition()
+        # What follows is read and written with the condition held.
+        self._buffer: collections.deque[_Entry] = collections.deque()
+        self._depth = 1
+        self._is_tentative = False
+        self._taken: list[_Entry] = []  # at the last call of `take`, if it may be given back
+        self._has_wide_dtypes = False
+        self._place: Place | None = None
+        self._thread: threading.Thread | None = None
+        self._is_running = False
+        self._is_stopping = False
+        self._is_given_up = False
+
+    def start(self, place: Place, depth: int, is_tentative: bool) -> None:
+        """Starts the thread; see `IPUInfeedQueue.connect`."""
+        with self._condition:
+            self._place = place
+            self._depth = depth
+            self._is_tentative = is_tentative
+            self._taken = []
+            self._has_wide_dtypes = jax.config.jax_enable_x64  # type: ignore[attr-defined]  # set dynamically
+            self._condition.notify_all()
+            self._is_stopping = self._is_given_up = False
+            if not self._is_running and not self._has_ended():
+                self._is_running = True
+                self._thread = threading.Thread(target=self._run, name="ipu-infeed", daemon=True)
+                self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread, and waits for it half a second."""
+        with self._condition:
+            self._is_stopping = True
+            self._condition.notify_all()
+            is_worth_waiting = self._is_running and not self._is_given_up
+            self._is_given_up = True  # waited for once, until it is wanted again
+            thread = self._thread
+        if is_worth_waiting and thread is not None and thread is not threading.current_thread():
+            thread.join(timeout=_JOIN_SECONDS)
+
+    def discard(self) -> None:
+        """Ends the thread and lets go of what was fetched, and of the data set."""
+        self.stop()
+        with self._condition:
+            self._buffer.clear()
+            self._taken = []
+            self._data = DataPass(())
+
+    def take(self, wanted: int) -> list[Any]:
+        """Up to so many elements; see `IPUInfeedQueue.connect`."""
+        with self._condition:
+            at_least = 1 if self._is_tentative else wanted
+            while len(self._buffer) < at_least and not self._has_ended():
+                if not self._is_running and not self._buffer:
+                    raise RuntimeError("The infeed was stopped, by its deleter or its session's end.")
+                if not self._is_running:
+                    break
+                self._condition.wait()
+            error = self._buffer[0].error
+            if error is not None:  # it stays: whoever asks again gets the same answer
+                self._has_raised_end = isinstance(error, OutOfRangeError)
+                raise error.with_traceback(self._buffer[0].traceback)  # raising it again would add to it
+            num_taken = min(wanted, len(self._buffer) - self._has_ended())
+            taken = [self._buffer.popleft() for _element in range(num_taken)]
+            self._num_taken += num_taken
+            if self._is_tentative:
+                self._taken = taken
+            place = self._place
+            self._condition.notify_all()
+        assert place is not None
+        # Fetched ahead for another program, an element goes to this one's devices now.
+        return [entry.placed if entry.place == place else place(entry.leaves) for entry in taken]
+
+    def give_back(self, count: int) -> None:
+        """Puts the last elements that were taken at once back."""
+        with self._condition:
+            first = len(self._taken) - count
+            self._buffer.extendleft(reversed(self._taken[first:]))
+            self._taken = []
+            self._num_taken -= count
+
+    def mark(self, num_unneeded: int) -> None:
+        """Notes that what was taken so far has been used, except the last ones."""
+        with self._condition:
+            self._num_used = self._num_taken - num_unneeded
+        self._data.forget_before(self._num_used)
+
+    @property
+    def position(self) -> Position:
+        """Where the data set stood at the last `mark`."""
+        position = self._data.position(self._num_used)
+        return dataclasses.replace(position, has_ended=self._has_raised_end)
+
+    def _has_ended(self) -> bool:
+        return bool(self._buffer) and self._buffer[-1].error is not None
+
+    def _run(self) -> None:
+        while True:
+            with self._condition:
+                while len(self._buffer) >= self._depth and not self._is_stopping:
+                    self._condition.wait()
+                if self._is_stopping or self._has_ended():
+                    self._is_running = False
+                    self._condition.notify_all()
+                    return
+                place = self._place
+                has_wide_dtypes = self._has_wide_dtypes
+            assert place is not None
+            if has_wide_dtypes == jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+                entry = self._fetch(place)
+            else:
+                with jax.enable_x64(has_wide_dtypes):  # of the thread that wants the elements
+                    entry = self._fetch(place)
+            with self._condition:
+                self._buffer.append(entry)
+                self._condition.notify_all()
+
+    def _fetch(self, place: Place) -> _Entry:
+        try:
+            leaves = self._check(next(self._data))
+            self._number += 1
+            return _Entry(leaves, place(leaves), place, None)
+        except StopIteration:
+            error: BaseException = OutOfRangeError(
+                f"The infeed's data ended after {self._number} elements, before the run had all the "
+                "micro-batches that it needs. Completed weight updates stand. Repeat the dataset, or run "
+                "the initializer to start over."
+            )
+            if self._data.is_skipping:
+                error = CheckpointError(
+                    f"The infeed's data ended after {self._data.count} elements. They were to go on after "
+                    f"{self._data.start}, where the checkpoint was saved: this is another dataset. "
+                    "Session.restore(path, infeeds=False) begins with its first element; an estimator does "
+                    "so for an input_fn of another name."
+                )
+        except BaseException as raised:  # whatever the data set raises belongs to the caller of `run`
+            error = raised
+        return _Entry((), (), place, error, error.__traceback__)
+
+    def _check(self, element: Any) -> list[Any]:
+        leaves, tree = jax.tree.flatten(element)
+        if trees_equal(tree, self._expected_tree) and all(map(_is_expected, leaves, self._expected)):
+            return leaves  # what follows takes longer than copying a small element
+        what = f"IPUInfeedQueue: element {self._number} of the dataset"
+
+        def convert(leaf: Any) -> Any:
+            array = as_array(leaf, what)
+            dtype = as_shape(array).dtype
+            if array.dtype.kind in "iu" and dtype != array.dtype:
+                array = cast_exactly(array, dtype, what)  # int64, without JAX's 64-bit mode
+            return array
+
+        return check_like(jax.tree.map(convert, element), self._element, what)
+
+
+def _is_expected(leaf: Any, known: jax.ShapeDtypeStruct) -> bool:
+    return type(leaf) is np.ndarray and leaf.dtype == known.dtype and leaf.shape == known.shape
+
+
+def as_array(leaf: Any, what: str) -> Any:
+    """A leaf of an element as a NumPy array, or the JAX array that it is.
+
+    Raises:
+      ValueError: it is no array of numbers.
+    """
+    problem = f"{what} has a leaf of type {type(leaf).__name__}; elements must be pytrees of numeric arrays"
+    try:
+        array: Any = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
+    except (TypeError, ValueError, RuntimeError) as error:  # all of which torch raises
+        raise ValueError(f"{problem}. {error}") from error
+    if not jnp.issubdtype(array.dtype, np.number) and array.dtype != np.bool_:
+        raise ValueError(f"{problem}, and its dtype is {array.dtype}.")
+    return array

@@ -1,0 +1,217 @@
+"""The infeed: a data set, fetched ahead and placed on the devices by a thread."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import jax
+
+from ipu_pipeline.engine.devices.feeds import Take
+from ipu_pipeline.engine.jaxprs.shapes import as_shape
+from ipu_pipeline.queues.feeder import Feeder, Place, as_array
+from ipu_pipeline.queues.positions import DataPass, Position, is_sequence
+
+__all__ = ["IPUInfeedQueue", "InfeedOperation"]
+
+
+class InfeedOperation:
+    """What `Session.run` runs to start an infeed over, or to end it."""
+
+    def __init__(self, queue: IPUInfeedQueue, starts: bool) -> None:
+        """Made by `IPUInfeedQueue`."""
+        self.queue = queue
+        self.starts = starts
+
+
+class IPUInfeedQueue:
+    """Feeds a data set to pipelines, micro-batch by micro-batch.
+
+    Example:
+      infeed_queue = IPUInfeedQueue(dataset)
+      ...
+      session.run(infeed_queue.initializer)
+    """
+
+    def __init__(self, dataset: Any, prefetch_depth: int = 3) -> None:
+        """Takes the data set; nothing is read from it yet.
+
+        Args:
+          dataset: whatever can be iterated over again and again, or indexed from 0 to its length, and
+            yields pytrees of arrays that all have the same shapes; or a callable that returns an
+            iterator. A data source of tensorflow-datasets, a grain data set or loader, a
+            tf.data.Dataset and a torch DataLoader are such; an array is what NumPy can make one of.
+            A tuple or list becomes positional arguments of the first stage, a dict keyword arguments.
+          prefetch_depth: how many elements are fetched ahead, 1..255. A program on one device takes blocks
+            of elements, and of these one is fetched ahead where it is larger; programs that handle chunks
+            of several elements have four chunks fetched ahead.
+
+        Raises:
+          TypeError: the data set cannot be iterated over, or only once.
+          ValueError: `prefetch_depth` is out of range.
+        """
+        is_integer = isinstance(prefetch_depth, int) and not isinstance(prefetch_depth, bool)
+        if not is_integer or not 1 <= prefetch_depth <= 255:
+            raise ValueError(f"prefetch_depth must be an integer from 1 to 255; got {prefetch_depth!r}.")
+        if hasattr(dataset, "__next__"):
+            raise TypeError(
+                "IPUInfeedQueue: dataset must be something that can be iterated over again, but it is an "
+                f"iterator ({type(dataset).__name__}). Pass what it was made from, or a callable that "
+                "returns a new iterator."
+            )
+        if not callable(dataset) and not hasattr(dataset, "__iter__") and not is_sequence(dataset):
+            raise TypeError(
+                "IPUInfeedQueue: dataset must be iterable, or a callable that returns an iterator; got "
+                f"{type(dataset).__name__}."
+            )
+        self._dataset = dataset
+        self._prefetch_depth = prefetch_depth
+        self._peeked: DataPass | None = None
+        self._element: Any = None
+        self._feeder: Feeder | None = None
+        self._started: object = None
+        self._finalizer: weakref.finalize[..., IPUInfeedQueue] | None = None
+        self._is_initializer_taken = False
+        self._deleted = False
+
+    @property
+    def prefetch_depth(self) -> int:
+        """How many elements are fetched ahead."""
+        return self._prefetch_depth
+
+    @property
+    def initializer(self) -> InfeedOperation:
+        """The operation that starts the infeed, at the beginning of the data set; to be read once.
+
+        Raises:
+          ValueError: it was read before.
+        """
+        if self._is_initializer_taken:
+            raise ValueError(
+                "The IPUInfeedQueue `initializer` function can only be accessed once. Keep what it "
+                "returned: it can be run again to start over."
+            )
+        self._is_initializer_taken = True
+        return InfeedOperation(self, starts=True)
+
+    @property
+    def deleter(self) -> InfeedOperation:
+        """The operation that ends the infeed and lets go of what it holds."""
+        return InfeedOperation(self, starts=False)
+
+    @property
+    def element(self) -> Any:
+        """Shapes and dtypes of an element. The first access reads the first one, which is not lost.
+
+        Raises:
+          ValueError: the data set is empty, or an element's leaf is no array.
+        """
+        if self._element is None:
+            # A program may be traced meanwhile; what the data set does with JAX is no part of it.
+            with jax.ensure_compile_time_eval():
+                data = DataPass(self._dataset)
+                try:
+                    first = data.peek()
+                except StopIteration:
+                    raise ValueError("IPUInfeedQueue: the dataset is empty.") from None
+            what = "IPUInfeedQueue: element 0 of the dataset"
+            self._element = jax.tree.map(lambda leaf: as_shape(as_array(leaf, what)), first)
+            self._peeked = data
+        return self._element
+
+    @property
+    def number_of_tuple_elements(self) -> int:
+        """How many arrays an element has."""
+        return len(jax.tree.leaves(self.element))
+
+    def initialize(self) -> object:
+        """Starts over at the beginning of the data set. Returns what `delete` knows this pass by."""
+        element = self.element
+        data, self._peeked = self._peeked or DataPass(self._dataset), None
+        self._start(Feeder(data, element))
+        self._started = object()
+        return self._started
+
+    def seek(self, position: Position) -> None:
+        """Goes to a position of the data set; the infeed must be initialized."""
+        self._start(Feeder(DataPass(self._dataset, position), self.element))
+
+    def _start(self, feeder: Feeder) -> None:
+        if self._feeder is not None:
+            self._feeder.discard()
+        self._feeder = feeder
+        self._deleted = False
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        self._finalizer = weakref.finalize(self, self._feeder.stop)  # also when Python ends
+
+    def delete(self, only: object = None) -> None:
+        """Ends the infeed; it can be initialized again.
+
+        Args:
+          only: from `initialize`: nothing happens if it was initialized again since.
+        """
+        if only is not None and only is not self._started:
+            return
+        if self._feeder is not None:
+            self._feeder.discard()
+        self._feeder = None
+        self._deleted = True
+
+    def stop(self) -> None:
+        """Ends the thread. What was fetched is kept, and the next `connect` goes on from there."""
+        if self._feeder is not None:
+            self._feeder.stop()
+
+    def check_initialized(self) -> None:
+        """Raises if the infeed cannot be connected.
+
+        Raises:
+          RuntimeError: it was not initialized, or was ended by its deleter.
+        """
+        if self._feeder is None:
+            state = (
+                "was ended, by its `deleter` or with its session"
+                if self._deleted
+                else "has not been initialized"
+            )
+            raise RuntimeError(
+                f"The infeed {state}. Run its initializer first: session.run(infeed_queue.initializer)."
+            )
+
+    def connect(self, place: Place, num_taken: int = 1, is_tentative: bool = False) -> Take:
+        """Starts the thread.
+
+        Args:
+          place: puts the leaves of an element on devices. Called in the thread.
+          num_taken: how many elements will be taken at once; so many at least are fetched ahead.
+          is_tentative: whether not all that is taken may be needed: then what has been fetched is taken
+            without waiting for more, and kept for `give_back`.
+
+        Returns:
+          A function that takes up to so many elements, and one at least: it returns what `place` made of
+          them. It waits for as many as were asked for, unless the data end. It raises OutOfRangeError at
+          the end of the data, and what the data set raised.
+
+        Raises:
+          RuntimeError: the infeed was not initialized.
+        """
+        self.check_initialized()
+        assert self._feeder is not None
+        self._feeder.start(place, max(self._prefetch_depth, num_taken), is_tentative)
+        return self._feeder.take
+
+    def give_back(self, count: int) -> None:
+        """Puts the last elements that were taken at once back; they come again."""
+        if self._feeder is not None:
+            self._feeder.give_back(count)
+
+    def mark(self, num_unneeded: int = 0) -> None:
+        """Notes that what was taken so far has been used, except the last ones; see `position`."""
+        if self._feeder is not None:
+            self._feeder.mark(num_unneeded)
+
+    @property
+    def position(self) -> Position | None:
+        """Where the data set stood at the last `mark`; None if the infeed is not initialized."""
+        return None if self._feeder is None else self._feeder.position

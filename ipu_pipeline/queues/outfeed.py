@@ -1,0 +1,233 @@
+"""The outfeed: what programs enqueue, copied to the host until it is dequeued."""
+
+from __future__ import annotations
+
+import collections
+import enum
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ipu_pipeline.engine.loops.recording import current_recorder, record_enqueued
+from ipu_pipeline.graph.operations import Operation
+from ipu_pipeline.graph.placeholders import Placeholder
+
+__all__ = ["IPUOutfeedMode", "IPUOutfeedQueue", "OutfeedOperation"]
+
+
+class IPUOutfeedMode(enum.Enum):
+    """ALL keeps every element until it is dequeued, LAST the last one only."""
+
+    ALL = "all"
+    LAST = "get_last"
+
+
+class OutfeedOperation:
+    """What `Session.run` runs to dequeue."""
+
+    def __init__(self, queue: IPUOutfeedQueue) -> None:
+        """Made by `IPUOutfeedQueue.dequeue`."""
+        self.queue = queue
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """What was enqueued at once; see `IPUOutfeedQueue.extend`."""
+
+    leaves: list[Any]
+    size: int | None
+
+    @property
+    def num_elements(self) -> int:
+        return 1 if self.size is None else self.size
+
+    def copy_async(self) -> None:
+        for leaf in self.leaves:
+            if isinstance(leaf, jax.Array):
+                leaf.copy_to_host_async()
+
+    def is_ready(self) -> bool:
+        return all(map(_is_ready, self.leaves))
+
+    def on_host(self) -> _Part:
+        return _Part([np.asarray(leaf) for leaf in self.leaves], self.size)
+
+    def stacked(self) -> list[Any]:
+        """The leaves, of one element too, with a first axis over elements."""
+        if self.size is None:
+            return [leaf[np.newaxis] for leaf in self.leaves]
+        return [leaf[: self.size] for leaf in self.leaves]
+
+
+class IPUOutfeedQueue:
+    """Takes what a pipeline's last stage returns, or its loss, or what a loop enqueues, per micro-batch.
+
+    Example:
+      losses = session.run(outfeed_queue.dequeue())  # one per micro-batch since the last dequeue
+    """
+
+    def __init__(self, outfeed_mode: IPUOutfeedMode = IPUOutfeedMode.ALL, buffer_depth: int = 3) -> None:
+        """Makes an empty queue.
+
+        Args:
+          outfeed_mode: see `IPUOutfeedMode`.
+          buffer_depth: how many enqueued elements stay on the device before they are copied to the host.
+
+        Raises:
+          TypeError: the mode is none.
+          ValueError: `buffer_depth` is below 1.
+        """
+        if not isinstance(outfeed_mode, IPUOutfeedMode):
+            raise TypeError(f"outfeed_mode must be an IPUOutfeedMode; got {outfeed_mode!r}.")
+        is_integer = isinstance(buffer_depth, int) and not isinstance(buffer_depth, bool)
+        if not is_integer or buffer_depth < 1:
+            raise ValueError(f"buffer_depth must be an integer of at least 1; got {buffer_depth!r}.")
+        self._mode = outfeed_mode
+        self._buffer_depth = buffer_depth
+        self._structure: tuple[Any, tuple[jax.ShapeDtypeStruct, ...]] | None = None
+        self._on_device: collections.deque[_Part] = collections.deque()
+        self._on_host: list[_Part] = []
+
+    @property
+    def outfeed_mode(self) -> IPUOutfeedMode:
+        """The mode."""
+        return self._mode
+
+    def bind(self, tree: Any, avals: Sequence[jax.ShapeDtypeStruct]) -> None:
+        """Called when a program that enqueues is compiled.
+
+        Args:
+          tree: the structure of an element.
+          avals: shapes and dtypes of its leaves.
+
+        Raises:
+          ValueError: another program enqueues elements of another structure.
+        """
+        structure = (tree, tuple(avals))
+        if self._structure is not None and self._structure != structure:
+            raise ValueError(
+                "An IPUOutfeedQueue holds elements of one structure, but two programs enqueue "
+                f"{self._structure} and {structure}. Give each its own queue."
+            )
+        self._structure = structure
+
+    def extend(self, leaves: Sequence[Any], size: int | None) -> None:
+        """Enqueues one element, or several in a row, which may still be computed; does not wait for them.
+
+        Args:
+          leaves: those of an element; of several, stacked on a first axis, which may be longer.
+          size: None for one element, else how many.
+        """
+        if size == 0:
+            return
+        if self._mode is IPUOutfeedMode.LAST:
+            self._on_device.clear()
+            self._on_host.clear()
+        self._on_device.append(_Part(list(leaves), size))
+        num_on_device = 0
+        for part in reversed(self._on_device):
+            num_on_device += part.num_elements
+            if num_on_device > self._buffer_depth:
+                part.copy_async()
+        while num_on_device > self._buffer_depth and self._on_device[0].is_ready():
+            part = self._on_device.popleft()
+            num_on_device -= part.num_elements
+            self._on_host.append(part.on_host())
+
+    def enqueue(self, value: Any) -> Operation:
+        """Records, in the body of a loop, what is enqueued in each iteration.
+
+        It runs whether its operation is returned or not. A pipeline enqueues by itself.
+
+        Args:
+          value: an array, or a tuple, list or dict of arrays, or a pytree of them.
+
+        Returns:
+          The operation.
+
+        Raises:
+          RuntimeError: not called in the body of a loop.
+          TypeError: a leaf is no array.
+          ValueError: the body enqueues to this queue already, or there is nothing to enqueue.
+        """
+        advice = "A pipeline enqueues what its last stage returns, or the loss."
+        _frame, recorder = current_recorder("IPUOutfeedQueue.enqueue", advice)
+        if any(entry.target is self for entry in recorder.enqueued):
+            raise ValueError(
+                "An IPUOutfeedQueue can be enqueued to only once in a program: enqueue a tuple or dict, or "
+                "use a queue for each value."
+            )
+        leaves, tree = jax.tree.flatten(value)
+        if not leaves:
+            raise ValueError("IPUOutfeedQueue.enqueue: value has no arrays; there is nothing to enqueue.")
+        traced = [_as_array(leaf) for leaf in leaves]
+        record_enqueued(recorder, self, jax.tree.unflatten(tree, traced))
+        return Operation("enqueue")
+
+    def dequeue(self, wait_for_completion: bool = False) -> OutfeedOperation:
+        """The operation that empties the queue; may be asked for before the program is compiled.
+
+        Args:
+          wait_for_completion: True has no effect and warns: `run` has completed when it returns.
+
+        Returns:
+          The operation. Run, it returns the element's structure, with a list for a tuple: in mode ALL
+          each leaf has a new first axis, over the elements since the last dequeue, which has size 0 if
+          there were none; in mode LAST it is the last element.
+        """
+        if wait_for_completion:
+            warnings.warn(
+                "dequeue(wait_for_completion=True) has no effect: Session.run returns when the program "
+                "has completed.",
+                stacklevel=2,
+            )
+        return OutfeedOperation(self)
+
+    def take(self) -> Any:
+        """What the operation returns; waits for what is still being computed.
+
+        Raises:
+          ValueError: no program enqueues to the queue; or, in mode LAST, nothing was enqueued yet.
+        """
+        if self._structure is None:
+            raise ValueError(
+                "The outfeed was dequeued before any program that enqueues to it was compiled."
+            )
+        tree, avals = self._structure
+        parts = [*self._on_host, *self._on_device]
+        if self._mode is IPUOutfeedMode.LAST:
+            if not parts:
+                raise ValueError("The outfeed is in mode LAST and nothing has been enqueued yet.")
+            arrays = [leaf[-1] for leaf in parts[-1].on_host().stacked()]
+        else:
+            self._on_host, self._on_device = [], collections.deque()
+            stacks = [part.on_host().stacked() for part in parts]
+            arrays = [
+                np.concatenate([stack[place] for stack in stacks])
+                if stacks
+                else np.empty((0, *aval.shape), aval.dtype)
+                for place, aval in enumerate(avals)
+            ]
+        value = tree.unflatten(arrays)
+        return list(value) if isinstance(value, tuple) else value
+
+
+def _as_array(leaf: Any) -> jax.Array:
+    if isinstance(leaf, Placeholder):
+        leaf.refuse_capture()
+    try:
+        return jnp.asarray(leaf)
+    except TypeError as error:
+        raise TypeError(
+            f"IPUOutfeedQueue.enqueue: value must have arrays only; got {type(leaf).__name__}."
+        ) from error
+
+
+def _is_ready(leaf: Any) -> bool:
+    """Whether an array has been computed."""
+    return not isinstance(leaf, jax.Array) or bool(leaf.is_ready())  # type: ignore[attr-defined]  # JAX's stub lacks it

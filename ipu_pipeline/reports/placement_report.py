@@ -1,0 +1,89 @@
+"""`Program.placement()`: a table of what went where."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ipu_pipeline.reports.summaries import Edge, Part, Sent
+
+__all__ = ["CallPlacement", "Placement"]
+
+
+@dataclass(frozen=True)
+class CallPlacement:
+    """What went where in one pipeline or loop.
+
+    Attributes:
+      name: its name.
+      parts: its stages; of a loop, the runs of operations of one shard.
+      edges: what crosses.
+      unit: per what: "micro-batch", or of a loop "iteration".
+      sent: what crosses per weight update.
+      dispatch: over several IPUs, how many micro-batches a program handles, what is fused, and why.
+    """
+
+    name: str
+    parts: tuple[Part, ...]
+    edges: tuple[Edge, ...]
+    unit: str
+    sent: tuple[Sent, ...] = ()
+    dispatch: str = ""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What went where in a program; `str` makes a table of it.
+
+    Attributes:
+      calls: its pipelines and loops, in order.
+      devices: the JAX device of each IPU; empty as long as none are selected.
+    """
+
+    calls: tuple[CallPlacement, ...]
+    devices: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """The tables, one after another."""
+        if not self.calls:
+            return "The program has no pipelines and no loops."
+        return "\n\n".join(self._describe(call) for call in self.calls)
+
+    def _describe(self, call: CallPlacement) -> str:
+        rows = [("stage", "IPU", "device", "operations", "bytes of variables", "variables")]
+        for part in call.parts:
+            first, *others = part.variables or ("none",)
+            device = self.devices[part.ipu] if part.ipu < len(self.devices) else "not selected yet"
+            numbers = (str(part.num_operations), f"{part.num_variable_bytes:,}")
+            rows.append((str(part.index), str(part.ipu), device, *numbers, first))
+            rows += [("", "", "", "", "", name) for name in others]
+        edges = [("from", "to", "bytes forwards", "bytes backwards")]
+        edges += [
+            (
+                "feed" if edge.source is None else f"IPU {edge.source}",
+                f"IPU {edge.target}",
+                f"{edge.num_forward_bytes:,}",
+                f"{edge.num_backward_bytes:,}",
+            )
+            for edge in call.edges
+        ]
+        crossing = _align(edges) if call.edges else ["  nothing crosses"]
+        lines = [call.name, *_align(rows), f"per {call.unit}:", *crossing]
+        if call.sent:
+            sent = [("from", "to", "bytes", "what", "read by")]
+            sent += [
+                (f"IPU {s.source}", f"IPU {s.target}", f"{s.num_bytes:,}", s.what, s.primitive)
+                for s in call.sent
+            ]
+            lines += ["per weight update:", *_align(sent)]
+        if call.dispatch:
+            lines.append(f"dispatch: {call.dispatch}")
+        return "\n".join(lines)
+
+
+def _align(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]

@@ -1,0 +1,178 @@
+"""Runs a program: its segments, pipelines and loops, on the state of a session.
+
+The state changes after each weight update of a pipeline, and after each iteration of a loop, or block of
+iterations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core as jex_core
+
+from ipu_pipeline import config
+from ipu_pipeline.engine.devices.feeds import Take, take_nothing
+from ipu_pipeline.engine.devices.rows import make_rows, put_host_copies
+from ipu_pipeline.graph.placeholders import Placeholder
+from ipu_pipeline.program.calls import LoopCall, PipelineCall
+from ipu_pipeline.program.program import CallStep, Program, read_atom
+from ipu_pipeline.session import interrupts
+from ipu_pipeline.session.resuming import Resumption
+from ipu_pipeline.session.store import Store
+
+__all__ = ["Limit", "run_program"]
+
+_BLIND_ITERATIONS = 64  # of a while_loop without a feed, before the host looks at its condition
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Where pipelines end before their `repeat_count`; see `Session.run_part`."""
+
+    max_updates: int | None = None
+    should_stop: Callable[[], bool] | None = None
+
+
+def run_program(
+    program: Program,
+    feed_dict: Mapping[Placeholder, Any],
+    store: Store,
+    resumption: Resumption,
+    limit: Limit,
+) -> Any:
+    """Runs a program; see `Session.run`.
+
+    Args:
+      program: the program.
+      feed_dict: placeholder -> value.
+      store: the session's state.
+      resumption: what a restored session has still to put back.
+      limit: where its pipelines end.
+
+    Returns:
+      What the compiled function returned, as NumPy arrays.
+    """
+    values = dict(program.constants)
+    for var, value in zip(program.input_vars, program.feed(feed_dict), strict=True):
+        values[var] = value
+    for step in program.steps:  # a count that is fed is checked before anything runs
+        if isinstance(step, CallStep) and isinstance(step.call, PipelineCall):
+            for atom in step.operands[: step.call.has_count_operand]:
+                if isinstance(atom, jex_core.Literal) or atom in values:
+                    step.call.check_count(read_atom(values, atom))
+    for infeed in program.infeeds:
+        infeed.check_initialized()
+    devices = config.devices_for(program.ipu_device, program.num_ipus)
+    row = make_rows(devices, (0,))[0]
+    for step in program.steps:
+        if not isinstance(step, CallStep):
+            for var, spec in step.reads.items():
+                values[var] = store.variable(spec)
+            arguments = put_host_copies([values[v] for v in step.arguments], row)
+            values.update(zip(step.results, step.function(*arguments), strict=True))
+            continue
+        operands = [read_atom(values, atom) for atom in step.operands]
+        if isinstance(step.call, PipelineCall):
+            _run_pipeline(step.call, operands, devices, store, resumption, limit)
+        else:
+            results = _run_loop(step.call, operands, devices, store, resumption)
+            values.update(zip(step.results, results, strict=True))
+    fetched = [None if atom is None else np.array(read_atom(values, atom)) for atom in program.result_atoms]
+    return program.result_tree.unflatten(fetched)
+
+
+def _run_pipeline(
+    call: PipelineCall,
+    operands: Sequence[Any],
+    devices: Sequence[Any],
+    store: Store,
+    resumption: Resumption,
+    limit: Limit,
+) -> None:
+    pipeline, inputs, count = call.pipeline, operands, None
+    if call.has_count_operand:
+        count, inputs = call.check_count(operands[0]), operands[1:]
+    if call.trains:
+        pipeline.set_recomputation(call.find_recomputation())
+    platform = devices[0].platform
+    resumption.before_run(call, platform)
+    executor = pipeline.prepare(devices)
+    resumption.note_plan(call, platform)
+    take: Take = take_nothing
+    if call.infeed_queue is not None:
+        num_fetched = pipeline.num_fetched(call.repeat_count, count)
+        take = call.infeed_queue.connect(executor.place_element, num_fetched)
+    state = pipeline.place(store.make_pipeline_state(call))
+    done, wanted = 0, call.repeat_count
+    if limit.max_updates is not None:
+        wanted = min(wanted, limit.max_updates)
+    while done < wanted:
+        left = wanted - done
+        pending = pipeline.accumulate(state, take, inputs, left, call.repeat_count, count)
+        # From here the old state may be gone (its memory is given to the new one) before the new
+        # one is in its place.
+        with interrupts.deferred():
+            before = int(state.execution_count)
+            state, collected = pipeline.update(state, pending)
+            done += int(state.execution_count) - before
+            store.keep(call, state)
+            if call.infeed_queue is not None:
+                call.infeed_queue.mark()
+            if call.outfeed_queue is not None:
+                for part in collected:
+                    leaves = [part.loss] if call.outfeeds_loss else part.outputs
+                    call.outfeed_queue.extend(leaves, part.size)
+        if limit.should_stop is not None and limit.should_stop():
+            break
+    jax.block_until_ready((state.variables, state.optimizer_state))
+
+
+def _run_loop(
+    call: LoopCall,
+    operands: Sequence[Any],
+    devices: Sequence[Any],
+    store: Store,
+    resumption: Resumption,
+) -> list[Any]:
+    loop, body = call.loop, call.loop.body
+    count = call.count
+    if call.has_count_operand:
+        count, operands = max(0, int(operands[0])), operands[1:]
+    num_captured = len(body.captured)
+    constant, changing = loop.split_carried(operands[num_captured:])
+    inputs = [*operands[:num_captured], *constant]
+    resumption.before_run(call, devices[0].platform)
+    loop.prepare(devices)
+    capacity = loop.block_size(_block_limit(call, count))
+    state = store.place_loop_state(call)
+    take: Take = take_nothing
+    if call.infeed_queue is not None and count != 0:
+        take = call.infeed_queue.connect(loop.place_feed, capacity, is_tentative=count is None)
+    done = 0
+    while (count is None or done < count) and loop.goes_on(inputs, changing):
+        elements = take(capacity if count is None else min(capacity, count - done))
+        with interrupts.deferred():  # see _run_pipeline
+            result = loop.run(state, inputs, changing, elements, done, capacity)
+            state, changing = result.state, result.changing
+            done += result.count
+            store.keep_loop(call, state)
+            if call.infeed_queue is not None:
+                call.infeed_queue.mark(len(elements) - result.count)
+            for (entry, _places), leaves in zip(body.enqueued, result.enqueued, strict=True):
+                entry.target.extend(leaves, result.size)
+        if call.infeed_queue is not None and result.count < len(elements):
+            call.infeed_queue.give_back(len(elements) - result.count)
+    jax.block_until_ready((state.pipeline.variables, state.pipeline.optimizer_state))
+    return loop.join_carried(constant, changing)
+
+
+def _block_limit(call: LoopCall, count: int | None) -> int:
+    """How many iterations of a loop may be run together."""
+    if count is None:  # by a condition: no more than have been fetched ahead
+        return _BLIND_ITERATIONS if call.infeed_queue is None else call.infeed_queue.prefetch_depth
+    # A count that is known when the program runs should not be compiled for.
+    return 1 << (count - 1).bit_length() if call.has_count_operand and count > 0 else count

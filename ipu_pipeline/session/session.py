@@ -1,0 +1,340 @@
+"""The session: every variable and optimizer state by name, and the programs run on them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import jax
+import numpy as np
+
+from ipu_pipeline import config
+from ipu_pipeline.checkpointing import checkpoints
+from ipu_pipeline.checkpointing.snapshots import Snapshot
+from ipu_pipeline.engine.devices.rows import keep
+from ipu_pipeline.graph.operations import InitializerOperation
+from ipu_pipeline.graph.placeholders import Placeholder
+from ipu_pipeline.program.program import Program
+from ipu_pipeline.program.registry import compiled_programs
+from ipu_pipeline.queues.infeed import InfeedOperation, IPUInfeedQueue
+from ipu_pipeline.queues.outfeed import OutfeedOperation
+from ipu_pipeline.session import exporting
+from ipu_pipeline.session.resuming import Resumption, check_snapshot
+from ipu_pipeline.session.running import Limit, run_program
+from ipu_pipeline.session.store import Store
+
+__all__ = ["Session"]
+
+
+class Session:
+    """Holds variables and optimizer state, and runs programs.
+
+    Example:
+      with Session(seed=1) as session:
+          session.run(infeed_queue.initializer)
+          session.run(program, {learning_rate: 0.01})
+          losses = session.run(outfeed_queue.dequeue())
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        """Makes an empty session. It does not start JAX's backend.
+
+        Args:
+          seed: initial values and random keys depend on it.
+
+        Raises:
+          TypeError: the seed is not an integer.
+          ValueError: it does not fit 64 bits.
+        """
+        if not isinstance(seed, (int, np.integer)) or isinstance(seed, bool):
+            raise TypeError(f"Session: seed must be an integer; got {seed!r}.")
+        if not -(2**63) <= seed < 2**63:
+            raise ValueError(f"Session: seed must fit 64 bits; got {seed}.")
+        config.enable_executable_cache_of_environment()
+        self._store = Store(int(seed))
+        self._resumption = Resumption()
+        self._limit = Limit()  # of the run, see `run_part`
+        self._infeeds: dict[IPUInfeedQueue, object] = {}
+        self._is_closed = False
+
+    def __enter__(self) -> Session:
+        """The session itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Closes the session."""
+        self.close()
+
+    def close(self) -> None:
+        """Ends the infeeds that were initialized in the session. The variables can still be read."""
+        self._is_closed = True
+        self._resumption.hold()
+        for queue, started in self._infeeds.items():
+            queue.delete(started)
+        self._infeeds.clear()
+
+    @property
+    def key(self) -> Any:
+        """The random key that all others are folded from; starts JAX's backend."""
+        return self._store.key
+
+    @property
+    def seed(self) -> int:
+        """The seed."""
+        return self._store.seed
+
+    @property
+    def variables(self) -> dict[str, np.ndarray[Any, Any]]:
+        """Copies of all variables, by full name."""
+        return {name: np.array(value) for name, value in sorted(self._store.state.variables.items())}
+
+    def variable_value(self, name: str) -> Any:
+        """The value of a variable, where it is.
+
+        Raises:
+          KeyError: there is none of this full name.
+        """
+        return self._store.state.variables[name]
+
+    def execution_count(self, name: str = "Pipeline") -> int:
+        """How often the pipelines of this name have run: weight updates, or executions in inference."""
+        return self._store.record(name).execution_count
+
+    def update_count(self, name: str = "Pipeline") -> int:
+        """How many weight updates the pipelines of this name have done."""
+        return self._store.record(name).update_count
+
+    def create_variables(self, program: Program) -> None:
+        """Gives those of a program's variables that do not exist yet their initial values.
+
+        Raises:
+          ValueError: one exists with another shape or dtype.
+        """
+        for spec in program.variables.values():
+            self._store.variable(spec)
+
+    def load(self, mapping: Mapping[str, Any]) -> None:
+        """Sets variables.
+
+        Args:
+          mapping: full name -> array. A variable that does not exist yet takes the value when it comes
+            into being.
+
+        Raises:
+          ValueError: a variable exists with another shape, or a dtype that the value does not fit.
+        """
+        self._store.load(mapping)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes everything that training goes on from as a checkpoint, and returns when it is complete.
+
+        That is all variables, optimizer states, counts, gradients that are being accumulated, the seed,
+        and where the data sets stand of what trains. None of it depends on how the model is cut into
+        stages, on the schedule or on the devices: any program with the same variables can use it.
+
+        Args:
+          path: a directory to make. A checkpoint that is there is replaced once the new one is complete.
+
+        Raises:
+          OSError: it cannot be written.
+          ValueError: there are no variables yet, or `path` exists and is no checkpoint.
+        """
+        if not self._store.state.variables:
+            raise ValueError("There is nothing to save: no program has run, so there are no variables.")
+        checkpoints.write_checkpoint(path, self.take_snapshot(is_kept=False))
+
+    def export(
+        self,
+        path: str | os.PathLike[str],
+        program: Program,
+        inputs: Mapping[Placeholder, Any] | None = None,
+    ) -> None:
+        """Writes an inference pipeline as a directory that `ipu.load_program` runs without its Python code.
+
+        It has the variables that the program uses, as they are now, and its stages as JAX exports them, for
+        the kind of device that the program runs on.
+
+        Args:
+          path: a directory to make; an exported program or checkpoint that is there is replaced.
+          program: one inference pipeline, whose results go to its outfeed.
+          inputs: placeholder -> value, for those that are to have this value for ever. The other ones are
+            given to the loaded program by their names; before the pipeline nothing may be computed from
+            them.
+
+        Raises:
+          NotImplementedError: the program is something else than one inference pipeline.
+          OSError: it cannot be written.
+          ValueError: a placeholder has no value and is computed with, or `path` is something else.
+        """
+        exporting.export(
+            path,
+            program,
+            dict(inputs or {}),
+            exporting.Exported(self._store.variable, self.key, self.seed, self.execution_count),
+        )
+
+    def restore(
+        self, path: str | os.PathLike[str], *, allow_partial: bool = False, infeeds: bool = True
+    ) -> None:
+        """Takes over a checkpoint, in place of all that the session has; also its seed.
+
+        The infeeds of what trains go on where they stood when it was saved, at the next run, if their
+        pipeline or loop has the same name: they are initialized as always, before this or after, and their
+        data sets must give the same elements in the same order.
+
+        Args:
+          path: from `save`, or from `IPUPipelineEstimator.latest_checkpoint`.
+          allow_partial: whether it may lack variables that programs have, which then get their initial
+            values, and have others.
+          infeeds: whether data sets go on where they stood; False leaves them where they are.
+
+        Raises:
+          CheckpointError: it cannot be read; or, without `allow_partial`, it is of another model than the
+            programs that are compiled. Programs that are compiled later raise this when they run. The
+            session stays as it was.
+          RuntimeError: the session is closed.
+        """
+        if self._is_closed:
+            raise RuntimeError("Attempted to use a closed Session.")
+        self._select_devices()  # Orbax starts JAX's backend
+        self.take_over(checkpoints.read_checkpoint(path), path, fits=not allow_partial, feeds=infeeds)
+
+    def take_snapshot(self, is_kept: bool = True, extra: Mapping[str, Any] | None = None) -> Snapshot:
+        """What `save` writes, as it is now; not while a program runs.
+
+        Args:
+          is_kept: whether programs may run before it is used.
+          extra: what else belongs to it, JSON.
+        """
+        state = self._store.state
+        if is_kept:
+            leaves, tree = jax.tree.flatten(state.arrays)
+            state = state.with_arrays(jax.tree.unflatten(tree, keep(leaves)))
+        implementation = jax.random.key_impl(self._store.key)
+        feeds, plans = self._resumption.feeds, self._resumption.plans
+        return Snapshot(state, self._store.seed, str(implementation), feeds, plans, dict(extra or {}))
+
+    def take_over(
+        self, snapshot: Snapshot, path: str | os.PathLike[str], *, fits: bool = True, feeds: bool = True
+    ) -> None:
+        """What `restore` does with a snapshot that was read from a path."""
+        if fits:
+            check_snapshot(snapshot, path, compiled_programs)
+        self._resumption = Resumption.of(snapshot, path, fits=fits, feeds=feeds)
+        self._store = Store(snapshot.seed, snapshot.key_implementation, snapshot.state)
+
+    def run(self, fetch: Any, feed_dict: Mapping[Any, Any] | None = None) -> Any:
+        """Runs something, and returns when it has completed.
+
+        Args:
+          fetch: a program, an infeed's `initializer` or `deleter`, what an outfeed's `dequeue` returned,
+            `global_variables_initializer()`, or a list of them, which are run in that order.
+          feed_dict: placeholder -> value, for programs.
+
+        Returns:
+          What the compiled function returned, as NumPy arrays, with None for pipelines; for a dequeue the
+          elements (see `IPUOutfeedQueue.dequeue`); None for initializers. For a list, a list.
+
+        Raises:
+          OutOfRangeError: an infeed's data ended; completed weight updates stand.
+          RuntimeError: the session is closed, or an infeed was not initialized.
+          TypeError: `fetch` is nothing that can be run.
+          ValueError: `feed_dict` does not fit the program.
+          KeyboardInterrupt: on Ctrl-C; completed weight updates stand.
+        """
+        if self._is_closed:
+            raise RuntimeError("Attempted to use a closed Session.")
+        fetches, tree = jax.tree.flatten(fetch, is_leaf=lambda node: not isinstance(node, (list, tuple)))
+        for one in fetches:
+            if not isinstance(one, (Program, InfeedOperation, OutfeedOperation, InitializerOperation)):
+                raise TypeError(
+                    "Session.run: fetch must be a compiled program, an infeed's initializer, what an "
+                    "outfeed's dequeue() returned, global_variables_initializer(), or a list of them; got "
+                    f"{type(one).__name__}."
+                )
+        programs = [one for one in fetches if isinstance(one, Program)]
+        try:
+            values = self._run_all(fetches, programs, feed_dict or {})
+        except BaseException:
+            for program in programs:
+                for infeed in program.infeeds:
+                    infeed.stop()
+            raise
+        result = jax.tree.unflatten(tree, values)
+        return list(result) if isinstance(result, tuple) else result
+
+    def run_part(
+        self,
+        program: Program,
+        feed_dict: Mapping[Any, Any] | None = None,
+        *,
+        max_updates: int,
+        should_stop: Callable[[], bool],
+    ) -> Any:
+        """Runs a program whose pipelines may do fewer weight updates than their `repeat_count`.
+
+        Args:
+          program: the program.
+          feed_dict: placeholder -> value.
+          max_updates: how many each pipeline does at most; executions, in inference.
+          should_stop: asked after each update, or block of updates: whether the pipeline ends there.
+        """
+        self._limit = Limit(max_updates, should_stop)
+        try:
+            return self.run(program, feed_dict)
+        finally:
+            self._limit = Limit()
+
+    def _run_all(
+        self, fetches: Sequence[Any], programs: Sequence[Program], feeds: Mapping[Any, Any]
+    ) -> list[Any]:
+        _check_feeds(programs, feeds)
+        self._resumption.check(programs)
+        needs_devices = any(isinstance(one, (Program, InitializerOperation)) for one in fetches)
+        if needs_devices:
+            self._select_devices()
+        return [
+            run_program(one, feeds, self._store, self._resumption, self._limit)
+            if isinstance(one, Program)
+            else self._run_operation(one)
+            for one in fetches
+        ]
+
+    def _select_devices(self) -> None:
+        if not config.is_selected():
+            known = compiled_programs()
+            config.select_automatically([(program.ipu_device, program.num_ipus) for program in known])
+
+    def _run_operation(self, operation: Any) -> Any:
+        if isinstance(operation, InitializerOperation):
+            programs = compiled_programs()
+            self._store.initialize(spec for program in programs for spec in program.variables.values())
+            self._resumption = Resumption()
+            return None
+        if isinstance(operation, OutfeedOperation):
+            return operation.queue.take()
+        if operation.starts:
+            self._infeeds[operation.queue] = operation.queue.initialize()
+        else:
+            operation.queue.delete()
+            self._infeeds.pop(operation.queue, None)
+        return None
+
+
+def _check_feeds(programs: Sequence[Program], feed_dict: Mapping[Any, Any]) -> None:
+    known = dict.fromkeys(placeholder for program in programs for placeholder in program.placeholders)
+    for key in feed_dict:
+        if not isinstance(key, Placeholder):
+            raise TypeError(f"feed_dict: keys must be placeholders; got {key!r}.")
+        if key not in known:
+            raise ValueError(
+                f"feed_dict: {key!r} is not an input of this program. Inputs are: "
+                f"{', '.join(repr(placeholder) for placeholder in known) or 'none'}."
+            )

@@ -1,0 +1,184 @@
+"""What a session keeps: its state, which is replaced whole, and the key that random numbers come from."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from ipu_pipeline.checkpointing.session_state import KeptGradients, KeptOptimizer, Record, SessionState
+from ipu_pipeline.engine.loops.loop import LoopState
+from ipu_pipeline.engine.state import PipelineState
+from ipu_pipeline.engine.tracing.specs import VariableSpec, initial_value
+from ipu_pipeline.graph.placeholders import cast_exactly
+from ipu_pipeline.program.calls import Call, LoopCall, PipelineCall
+
+__all__ = ["Store"]
+
+
+class Store:
+    """The variables and optimizer state of a session.
+
+    Attributes:
+      state: everything that runs change.
+      seed: initial values and random keys depend on it.
+    """
+
+    def __init__(
+        self, seed: int, key_implementation: str | None = None, state: SessionState | None = None
+    ) -> None:
+        """Makes a store, by default an empty one. It does not start JAX's backend.
+
+        Args:
+          seed: the seed.
+          key_implementation: how random keys are made, as JAX calls it; None: JAX's default.
+          state: what it has.
+        """
+        self.state = SessionState() if state is None else state
+        self.seed = seed
+        self._key: Any = None
+        self._key_implementation = key_implementation
+
+    @property
+    def key(self) -> Any:
+        """The random key that all others are folded from; starts JAX's backend."""
+        if self._key is None:
+            self._key = jax.random.key(self.seed, impl=self._key_implementation)
+        return self._key
+
+    def record(self, name: str) -> Record:
+        """What is kept under the name of a pipeline, or of a loop's optimizer."""
+        return self.state.pipelines.get(name, Record())
+
+    def load(self, mapping: Mapping[str, Any]) -> None:
+        """Sets variables; see `Session.load`."""
+        loaded = {}
+        for name, value in mapping.items():
+            array = np.array(value)
+            known = self.state.variables.get(name)
+            if known is not None:
+                if array.shape != known.shape:
+                    raise ValueError(
+                        f"load: variable {name} has shape {known.shape}; the value has {array.shape}."
+                    )
+                array = cast_exactly(array, known.dtype, f"load: the value of variable {name}")
+            loaded[name] = array
+        variables = {**self.state.variables, **loaded}
+        self.state = dataclasses.replace(self.state, variables=variables)
+
+    def variable(self, spec: VariableSpec) -> Any:
+        """The value of a variable, which comes into being if it does not exist.
+
+        Raises:
+          ValueError: it exists with another shape or dtype.
+        """
+        value = self.state.variables.get(spec.name)
+        if value is None:
+            value = initial_value(spec, self.key)
+            variables = {**self.state.variables, spec.name: value}
+            self.state = dataclasses.replace(self.state, variables=variables)
+        if isinstance(value, np.ndarray) and value.shape == spec.shape:  # loaded, and not used yet
+            is_cast = value.dtype != spec.dtype
+            value = cast_exactly(value, spec.dtype, f"The value loaded for variable {spec.name}")
+            if is_cast:
+                variables = {**self.state.variables, spec.name: value}
+                self.state = dataclasses.replace(self.state, variables=variables)
+        if value.shape != spec.shape or value.dtype != spec.dtype:
+            raise ValueError(
+                f"Variable {spec.name} is {spec.dtype.name}{list(spec.shape)} in this program, but the "
+                f"session has {value.dtype.name}{list(value.shape)} under that name."
+            )
+        return value
+
+    def make_pipeline_state(self, call: Call) -> PipelineState:
+        """The state of a pipeline or loop, its optimizer's None where it is to be made."""
+        record = self.record(call.name)
+        known = record.optimizer
+        optimizer_state = None
+        if call.trains and known is not None:
+            shapes = call.optimizer_shapes
+            if known.shapes != shapes:
+                different = sorted(
+                    path
+                    for path in shapes.keys() | known.shapes.keys()
+                    if shapes.get(path) != known.shapes.get(path)
+                )
+                raise ValueError(
+                    "The session has optimizer state of another structure under the pipeline name "
+                    f"{call.name!r}; it differs in {', '.join(different)}. Give one of the pipelines "
+                    "another `name`."
+                )
+            optimizer_state = call.state_tree.unflatten(jax.tree.leaves(known.tree))
+        variables = {name: self.variable(spec) for name, spec in call.variables.items()}
+        if optimizer_state is None and isinstance(call, PipelineCall) and call.trains:
+            optimizer_state = call.pipeline.init_optimizer_state(variables)
+        return PipelineState(
+            variables=variables,
+            optimizer_state=optimizer_state,
+            update_count=np.int32(record.update_count),
+            execution_count=np.int32(record.execution_count),
+            key=self.key,
+        )
+
+    def place_loop_state(self, call: LoopCall) -> LoopState:
+        """The state of a loop on its devices; what an earlier run accumulated is in it."""
+        kept = self.record(call.name).accumulated
+        if not call.trains or (kept is not None and kept.count == 0):
+            kept = None
+        if kept is not None and kept.settings != call.settings:
+            raise ValueError(
+                f"The session has the gradients of {kept.count} iterations of {call.name!r}, accumulated "
+                f"by {kept.settings}. This program accumulates by {call.settings}, and cannot go on from "
+                "there. Run the other one until its weight update is complete, or give this optimizer "
+                "another `name`."
+            )
+        accumulators, count = ({}, 0) if kept is None else (kept.accumulators, kept.count)
+        return call.loop.place(LoopState(self.make_pipeline_state(call), accumulators, count))
+
+    def keep(self, call: Call, state: PipelineState, accumulated: KeptGradients | None = None) -> None:
+        """Takes the state that a pipeline left."""
+        record = self.record(call.name)
+        record = dataclasses.replace(record, execution_count=int(state.execution_count))
+        if call.trains:
+            record = dataclasses.replace(
+                record,
+                optimizer=KeptOptimizer(call.optimizer_shapes, state.optimizer_state),
+                update_count=int(state.update_count),
+            )
+        if accumulated is not None:
+            record = dataclasses.replace(record, accumulated=accumulated)
+        self.state = SessionState(
+            {**self.state.variables, **state.variables},
+            {**self.state.pipelines, call.name: record},
+        )
+
+    def keep_loop(self, call: LoopCall, state: LoopState) -> None:
+        """Takes the state that iterations of a loop left."""
+        # The count of runs goes up with the first iterations: a run that is broken off counts too.
+        counted = dataclasses.replace(
+            state.pipeline, execution_count=np.int32(state.pipeline.execution_count + 1)
+        )
+        accumulated = None
+        if call.trains:
+            accumulated = KeptGradients(call.settings, state.accumulators, state.num_accumulated)
+        self.keep(call, counted, accumulated)
+
+    def initialize(self, specs: Iterable[VariableSpec]) -> None:
+        """Starts over, with the initial values of variables.
+
+        Args:
+          specs: the variables. A name that stands for different ones is left out: what runs first says.
+        """
+        known: dict[str, VariableSpec] = {}
+        unclear = set()
+        for spec in specs:
+            first = known.setdefault(spec.name, spec)
+            if (first.shape, first.dtype) != (spec.shape, spec.dtype):
+                unclear.add(spec.name)
+        key = self.key
+        self.state = SessionState(
+            {name: initial_value(spec, key) for name, spec in known.items() if name not in unclear}
+        )
