@@ -1,4 +1,4 @@
-"""Draws the tutorial's figures into tutorial/figures.
+"""Draws the tutorial's figures into tutorial/figures, and that of the rooms into docs/figures.
 
     python scripts/draw_figures.py            # writes them
     python scripts/draw_figures.py --check    # exits with 1 and names those that are out of date
@@ -20,13 +20,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from figures import facts, parts
+from figures import facts, parts, rooms
 from figures.parts import MARGIN, Grid
 from figures.svg import Figure
 
 from ipu_pipeline.engine import schedules
 
-FOLDER = Path(__file__).resolve().parent.parent / "tutorial" / "figures"
+ROOT = Path(__file__).resolve().parent.parent
 
 NUM_STAGES = 4
 NUM_MICRO_BATCHES = 8
@@ -214,8 +214,42 @@ def draw_accumulation() -> Figure:
     return figure
 
 
-def draw_all() -> dict[str, str]:
-    """The text of every figure by file name."""
+def draw_rooms() -> Figure:
+    """The rooms, and which imports which: what a row imports has a dot in its column."""
+    numbers: dict[int, set[int]] = {}
+    for module, imported in rooms.read_all_imports().items():
+        room = rooms.room_of(module)
+        numbers.setdefault(room, set()).update(rooms.room_of(other) for other in imported)
+    cell, named, top = 20, 560, 44
+    count = len(rooms.FLOORS)
+    left = MARGIN + named
+    figure = Figure("The rooms of the package", left + count * cell + MARGIN, top + count * cell + 70)
+    figure.text(MARGIN, 26, "A room imports only rooms below it", "start strong")
+    for number, room in enumerate(rooms.FLOORS):
+        y = top + (count - 1 - number) * cell
+        style = "forward" if room.members[0].startswith("engine") else "update"
+        figure.rect(style, MARGIN, y, 132, cell)
+        figure.text(MARGIN + 8, y + 14, room.name, "start small")
+        figure.text(MARGIN + 144, y + 14, room.purpose, "start small")
+        for other in range(number):
+            figure.rect("idle", left + other * cell, y, cell, cell)
+            if other in numbers[number]:
+                figure.rect("head", left + other * cell + 6, y + 6, 8, 8)
+        figure.text(left + number * cell + cell // 2, y + 14, str(number), "small")
+    bottom = top + count * cell
+    legend = "A square: the room of the row imports the room that has the number of the column."
+    figure.text(MARGIN, bottom + 28, legend, "start small")
+    figure.text(
+        MARGIN,
+        bottom + 46,
+        "Blue is the engine, green the front; modules that are in no folder share a row.",
+        "start small",
+    )
+    return figure
+
+
+def draw_all() -> dict[str, dict[str, str]]:
+    """The text of every figure by folder and file name."""
     figures = {
         "single_ipu": draw_single_ipu(),
         "sharding": draw_sharding(),
@@ -227,7 +261,8 @@ def draw_all() -> dict[str, str]:
         "splits": draw_splits(),
         "accumulation": draw_accumulation(),
     }
-    return {f"{name}.svg": figure.render() for name, figure in figures.items()}
+    drawn = {f"{name}.svg": figure.render() for name, figure in figures.items()}
+    return {"tutorial/figures": drawn, "docs/figures": {"rooms.svg": draw_rooms().render()}}
 
 
 def find_faults(folder: Path, figures: dict[str, str]) -> list[str]:
@@ -242,18 +277,20 @@ def find_faults(folder: Path, figures: dict[str, str]) -> list[str]:
     return faults
 
 
-def main(arguments: Sequence[str] | None = None, folder: Path = FOLDER) -> int:
-    parser = argparse.ArgumentParser(description="Draws the tutorial's figures.")
+def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
+    parser = argparse.ArgumentParser(description="Draws the figures of the tutorial and of the design.")
     parser.add_argument("--check", action="store_true", help="Write nothing; exit with 1 if any is stale.")
     args = parser.parse_args(arguments)
     figures = draw_all()
     if args.check:
-        faults = find_faults(folder, figures)
+        faults = [fault for name, drawn in figures.items() for fault in find_faults(root / name, drawn)]
         print("\n".join(faults) or "All figures are up to date.")
         return 1 if faults else 0
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in figures.items():
-        (folder / name).write_bytes(text.encode())
+    for name, drawn in figures.items():
+        folder = root / name
+        folder.mkdir(parents=True, exist_ok=True)
+        for file, text in drawn.items():
+            (folder / file).write_bytes(text.encode())
     return 0
 
 

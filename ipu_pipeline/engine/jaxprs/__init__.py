@@ -1,4 +1,4 @@
-"""Jaxprs as data: calls inlined, dependence, and programs cut out of a larger one.
+"""Jaxprs as data: flattened, sliced, counted, partitioned.
 
 Everything in `flat` and `slicing` rewrites equations and never evaluates or retraces them, so names, source
 lines and custom rules stay with the equations that they belong to.

@@ -1,4 +1,4 @@
-"""Schedules: counts in, immutable actions out, and the checker that proves them. No JAX in this room."""
+"""Who does what when: schedules, and the checker that proves them. No JAX."""
 
 from ipu_pipeline.engine.schedules.actions import (
     Action,

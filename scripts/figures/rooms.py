@@ -1,0 +1,129 @@
+"""The rooms of the package, in order, and what imports what, read from the sources."""
+
+import ast
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+__all__ = ["FLOORS", "MODULES", "Room", "read_all_imports", "read_imports", "room_of"]
+
+PACKAGE = Path(__file__).resolve().parents[2] / "ipu_pipeline"
+
+
+@dataclass(frozen=True)
+class Room:
+    """A folder, or single modules that stand beside each other.
+
+    Attributes:
+      name: what it is called.
+      members: the folder, or the modules, by their dotted names within the package.
+      purpose: in a line; of a folder the first line of its docstring.
+    """
+
+    name: str
+    members: tuple[str, ...]
+    purpose: str
+
+
+def _folder(name: str) -> Room:
+    text = (PACKAGE / name / "__init__.py").read_text()
+    first = (ast.get_docstring(ast.parse(text)) or "").splitlines()[0]
+    return Room(f"{name}/", (name.replace("/", "."),), first.rstrip("."))
+
+
+def _beside(name: str, members: str, purpose: str) -> Room:
+    return Room(name, tuple(members.split()), purpose)
+
+
+# From the ground up. A room imports only those before it.
+FLOORS = (
+    _beside(
+        "engine: ground",
+        "engine.errors engine.state engine.jax_compat",
+        "Errors, state, private names of JAX",
+    ),
+    _folder("engine/jaxprs"),
+    _folder("engine/schedules"),
+    _folder("engine/tracing"),
+    _folder("engine/programs"),
+    _folder("engine/updates"),
+    _folder("engine/devices"),
+    _folder("engine/planning"),
+    _folder("engine/execution"),
+    _folder("engine/loops"),
+    _beside(
+        "engine: roof",
+        "engine.building engine.pipeline engine.measuring engine.reference engine",
+        "The public call, Pipeline, and the plain loop that all is compared with",
+    ),
+    _beside(
+        "front: ground",
+        "errors utils config gradient_accumulation scopes ipu_run_config",
+        "What is configured, and where operations go",
+    ),
+    _folder("reports"),
+    _folder("graph"),
+    _beside("optimizers", "optimizers", "Optimizers with a minimize, for loops"),
+    _folder("data"),
+    _beside("datasets", "datasets", "Data sets, public"),
+    _folder("queues"),
+    _beside("hooks", "ipu_session_run_hooks", "What is called around an estimator's runs"),
+    _folder("checkpointing"),
+    _folder("program"),
+    _folder("session"),
+    _folder("layers"),
+    _beside(
+        "TF1 modules",
+        "loops pipelining_ops ipu_compiler ipu_infeed_queue ipu_outfeed_queue",
+        "Graphcore's names",
+    ),
+    _folder("estimator"),
+    _beside("estimator: roof", "ipu_pipeline_estimator tutorial_support", "IPUPipelineEstimator"),
+    _beside("package", "__init__", "import ipu_pipeline as ipu"),
+)
+MODULES = {
+    ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
+
+
+def room_of(module: str) -> int:
+    """The number of a module's room in `FLOORS`.
+
+    Raises:
+      ValueError: it is in none.
+    """
+    parts = module.removesuffix(".__init__").split(".")
+    for length in range(len(parts), 0, -1):
+        name = ".".join(parts[:length])
+        for number, room in enumerate(FLOORS):
+            is_engine = name == "engine" and length < len(parts)  # its roof is the package itself only
+            if name in room.members and not is_engine:
+                return number
+    raise ValueError(f"{module} is in no room")
+
+
+def read_imports(module: str, source: str) -> set[str]:
+    """The modules of the package that a module imports, in functions and for annotations too."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        names: list[tuple[str, str]] = []
+        if isinstance(node, ast.Import):
+            names = [(alias.name, "") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            if node.level:
+                raise ValueError(f"{module}: relative import")
+            names = [(node.module or "", alias.name) for alias in node.names]
+        for base, name in names:
+            first, _, inner = base.partition(".")
+            if first == "ipu_pipeline":
+                both = ".".join(part for part in (inner, name) if part)
+                known = [path.lstrip(".") for part in (both, inner) for path in (part, f"{part}.__init__")]
+                found.add(next(candidate for candidate in known if candidate in MODULES))
+    return found
+
+
+@cache
+def read_all_imports() -> dict[str, frozenset[str]]:
+    """What each module imports."""
+    return {module: frozenset(read_imports(module, path.read_text())) for module, path in MODULES.items()}
