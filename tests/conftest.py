@@ -1,24 +1,39 @@
-"""Eight CPU devices, strict dtype promotion, one compilation cache for each process of the run."""
+"""CPU devices, strict dtype promotion, little optimization, one compilation cache for the whole run."""
 
+import itertools
 import os
+import pathlib
+import tempfile
 import threading
 
 import jax
 import numpy as np
 import pytest
+from jax._src import lru_cache  # how JAX writes its cache; there is no public way to say it
 
 import ipu_pipeline as ipu
 
-jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_num_cpu_devices", 4)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+# Nearly every program here runs once or twice: XLA's optimizations would take longer than they save.
+jax.config.update("jax_disable_most_optimizations", True)
+
+
+def put(cache, key, value):
+    """Writes an entry at once, since another process may be reading; JAX writes it piece by piece."""
+    path = pathlib.Path(cache.path) / f"{key}-cache"
+    if not path.exists():
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(value)
+        os.replace(file.name, path)
 
 
 def pytest_configure(config):
-    # Many tests compile the same programs: schedules, counts and repeats do not change them. A process of
-    # pytest-xdist has a cache of its own, since JAX writes into a file that others may read already.
-    worker = os.environ.get("PYTEST_XDIST_WORKER", "")
-    directory = config.cache.mkdir(f"xla{worker}") if hasattr(config, "cache") else None
+    # Many tests compile the same programs: schedules, counts and repeats do not change them.
+    directory = config.cache.mkdir("xla") if hasattr(config, "cache") else None
     if directory is not None:
+        assert lru_cache._CACHE_SUFFIX == "-cache"
+        lru_cache.LRUCache.put = put
         jax.config.update("jax_compilation_cache_dir", str(directory))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
@@ -49,12 +64,11 @@ def no_thread_left():
 
 
 @pytest.fixture
-def less_optimized():
-    """XLA compiles faster what runs once; for tests that compile hundreds of models."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
+def optimized():
+    """XLA optimizes as for users; for tests of what it makes of a program."""
+    jax.config.update("jax_disable_most_optimizations", False)
     yield
-    jax.config.update("jax_disable_most_optimizations", before)
+    jax.config.update("jax_disable_most_optimizations", True)
 
 
 @pytest.fixture
@@ -63,5 +77,41 @@ def rng():
 
 
 def pytest_collection_modifyitems(items):
-    # The longest tests first, so that at the end of a run no process waits for one.
-    items.sort(key=lambda item: "test_random_pipelines" not in item.nodeid)
+    """Leaves to `make thorough` those cases of a test marked `pairs` that add no pair of arguments."""
+    cases = {}
+    for item in items:
+        if item.get_closest_marker("pairs") is not None:
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for of_test in cases.values():
+        arguments = [name_arguments(item.callspec) for item in of_test]
+        kept = cover_pairs(arguments)
+        for number, item in enumerate(of_test):
+            if number not in kept:
+                item.add_marker(pytest.mark.thorough)
+
+
+def name_arguments(callspec):
+    """A test's arguments as text; where an object has no text of its own, its number."""
+    texts = {name: repr(value) for name, value in callspec.params.items()}
+    return {
+        name: f"number {callspec.indices[name]}" if " at 0x" in text else text
+        for name, text in texts.items()
+    }
+
+
+def cover_pairs(cases):
+    """The numbers of some cases in which all pairs of arguments stand that stand in any.
+
+    Greedy: again and again the case with most pairs that have not been seen, of several the first.
+
+    Args:
+      cases: argument -> its value as text, for each case.
+    """
+    pairs = [set(itertools.combinations(sorted(case.items()), 2)) or set(case.items()) for case in cases]
+    left = set().union(*pairs)
+    kept = set()
+    while left:
+        number = max(range(len(pairs)), key=lambda n: len(pairs[n] & left))
+        kept.add(number)
+        left -= pairs[number]
+    return kept

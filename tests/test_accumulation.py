@@ -88,6 +88,7 @@ def assert_equals_reference(made, counts, rng, reduction, factor=1, **options):
         ([0, 1], "running_mean"),
     ],
 )
+@pytest.mark.pairs
 def test_counts_that_are_given_at_each_step(mapping, reduction, rng):
     made = make(mapping, reduction, num_micro_batches=None)
     assert_equals_reference(made, [3, 5, 1], rng, reduction, given=True)
@@ -466,6 +467,7 @@ def test_reduction_methods_in_every_form():
         ("mean", 2100, None),
     ],
 )
+@pytest.mark.pairs
 def test_groups_equal_the_reference(reduction, block_bytes, count, rng):
     """Whole updates in a block, parts of two groups, and of one."""
     made = make(

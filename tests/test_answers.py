@@ -15,7 +15,6 @@ from tests.programs import ESTIMATOR, STEP1, STEP2, STEP3, STEP4, printed_losses
 FOUR_STAGES = ("--splits", "dense256", "dense128", "dense64")
 
 
-@pytest.mark.long
 def test_output_of_step_3():
     output = run(STEP3, "--dataset", "digits", "--steps", "12")
     lines = output.splitlines()
@@ -32,7 +31,6 @@ def test_output_of_step_3():
     assert lines[7:] == ["Program ran successfully"]
 
 
-@pytest.mark.long
 def test_the_estimator_trains_as_step_3_and_goes_on(tmp_path):
     common = ("--dataset", "digits", "--batches-to-accumulate", "4", "--seed", "3")
     expected = run(STEP3, *common, "--steps", "31")
@@ -65,7 +63,6 @@ def test_the_repeat_count_is_rounded_up(program):
     assert "unrecognized arguments: --schedule" in run(program, "--schedule", "Grouped", code=2)
 
 
-@pytest.mark.long
 def test_output_of_step_4_with_four_stages():
     output = run(STEP4, "--dataset", "digits", "--steps", "22", *FOUR_STAGES)
     lines = output.splitlines()
@@ -179,7 +176,6 @@ def plain_losses(start, mnist, seed):
     return np.stack(found)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("program", "options"),
     [

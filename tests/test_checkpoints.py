@@ -37,6 +37,7 @@ def trained(tmp_path_factory):
 
 @pytest.mark.parametrize("schedule", PipelineSchedule)
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
+@pytest.mark.pairs
 def test_training_goes_on_exactly_in_any_split(trained, num_stages, schedule):
     path, expected, losses = trained
     training = Training(num_stages, pipeline_schedule=schedule)

@@ -2,8 +2,6 @@ import os
 import subprocess
 import sys
 
-import pytest
-
 from tests.programs import ROOT, STEP3
 
 _COUNT = """
@@ -40,7 +38,6 @@ def start(*arguments, **environment):
     return result
 
 
-@pytest.mark.long
 def test_the_second_start_of_step_3_compiles_nothing(tmp_path):
     counts = []
     for _start in range(2):

@@ -60,6 +60,7 @@ PROGRAM = """
 
 @pytest.mark.parametrize("moment", ["first compilation", "long run", "short runs"])
 @pytest.mark.parametrize("mapping", ["01", "00"])  # and as one program
+@pytest.mark.pairs
 def test_ctrl_c(moment, mapping):
     repeat_count = "100000" if moment == "long run" else "2"
     process = subprocess.Popen(

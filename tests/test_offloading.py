@@ -65,6 +65,7 @@ def memory_kinds(tree):
         ((0, 0, 0), "sequential", "auto"),
     ],
 )
+@pytest.mark.pairs
 def test_results_are_the_same_to_the_last_bit(mapping, schedule, recompute):
     options = {"device_mapping": mapping, "schedule": schedule, "recompute": recompute}
     _state, expected = run(make((), **options))

@@ -168,6 +168,7 @@ def test_what_is_masked_is_not_collected():
 
 @pytest.mark.parametrize("mapping", [[0, 0], [0, 1]])
 @pytest.mark.parametrize("method", ["sum", "mean", "running_mean"])
+@pytest.mark.pairs
 def test_the_sum_of_losses(mapping, method):
     options = {"repeat_count": 3, "device_mapping": mapping, "reduction_method": method}
     losses = Model(outfeed_loss=True, **options).run()
@@ -209,6 +210,7 @@ def test_masked_sums(mapping, unmasked):
 
 @pytest.mark.parametrize("block_bytes", [2**20, 1300])
 @pytest.mark.parametrize("options", [{}, {"num_serialized": 2}, {"count": None}])
+@pytest.mark.pairs
 def test_sums_survive_between_the_parts_of_an_update(block_bytes, options, rng):
     """Also of groups, and with a count that is known at run."""
     group = options.get("num_serialized", 1)

@@ -1,6 +1,6 @@
 """Random pipelines against a plain loop over the unsplit model; see `random_models`.
 
-`make random EXAMPLES=5000` runs more of them than CI does.
+`make thorough` compares more of them than `make test`, and `make random EXAMPLES=5000` any number.
 """
 
 import dataclasses
@@ -15,8 +15,9 @@ import pytest
 from ipu_pipeline.engine import reference
 from tests import models, random_models
 
-NUM_PIPELINES = int(os.environ.get("RANDOM_PIPELINES", "500"))
-NUM_PARTS = 4  # which processes share
+NUM_THOROUGH = int(os.environ.get("RANDOM_PIPELINES", "500"))
+# How many each part has; processes share the parts. The first is for `make test`.
+PARTS = [32, *[-(-NUM_THOROUGH // 4)] * 4]
 # Making a failing model smaller takes many minutes, so that is done on demand only.
 ON_DEMAND = "RANDOM_PIPELINES" in os.environ
 PHASES = list(hypothesis.Phase) if ON_DEMAND else [hypothesis.Phase.generate]
@@ -47,7 +48,6 @@ def expected(training, traced, state, steps, scale):
             optimizer=random_models.make_optimizer(training),
             reduction=training.reduction,
             accumulator_dtypes=accumulators,
-            compiled=True,
         )
         results.append((state, outputs))
     return results
@@ -129,11 +129,11 @@ def check_case(case):
                 raise
 
 
-@pytest.mark.long
-@pytest.mark.usefixtures("less_optimized")
-@pytest.mark.parametrize("part", range(NUM_PARTS))
+@pytest.mark.parametrize(
+    "part", [0, *(pytest.param(part, marks=pytest.mark.thorough) for part in range(1, len(PARTS)))]
+)
 def test_equal_the_unsplit_model(part):
-    goal = -(-NUM_PIPELINES // NUM_PARTS)
+    goal = PARTS[part]
     done = set()
 
     @hypothesis.seed(part)

@@ -27,7 +27,6 @@ def run(code):
     return result.stdout
 
 
-@pytest.mark.long
 def test_example():
     (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     (expected,) = re.findall(r"```text\n(.*?)```", README, re.DOTALL)

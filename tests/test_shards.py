@@ -397,8 +397,6 @@ class Generated:
             return sum(jnp.mean(value**2) for value in values[1:])
 
 
-@pytest.mark.long
-@pytest.mark.usefixtures("less_optimized")
 @pytest.mark.parametrize("block", range(6))
 def test_generated_models_have_the_gradients_of_plain_jax(block):
     num_split, shapes = 0, set()

@@ -68,7 +68,6 @@ def uninterrupted(tmp_path_factory):
     return train
 
 
-@pytest.mark.long
 def test_killed_at_random_moments(tmp_path, uninterrupted):
     """kill -9 while it trains and saves: every restart goes on, and the end is that of other training."""
     generator = random.Random(KILLS)  # noqa: S311  # of moments
@@ -96,7 +95,6 @@ def test_killed_at_random_moments(tmp_path, uninterrupted):
     assert resumed > 0
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGINT", 130)])
 def test_a_signal_ends_training_after_the_update(name, code, tmp_path, uninterrupted):
     process = start(tmp_path, 400, "every=400", "pause=0.05", "loop=40")
@@ -112,7 +110,6 @@ def test_a_signal_ends_training_after_the_update(name, code, tmp_path, uninterru
     assert_same_variables(make_estimator(tmp_path), uninterrupted(200))
 
 
-@pytest.mark.long
 def test_a_signal_within_a_run_of_many_updates(tmp_path, uninterrupted):
     process = start(tmp_path, 200_000, "every=200000", "loop=200000")
     assert process.stdout.readline() == "created\n"
@@ -124,7 +121,6 @@ def test_a_signal_within_a_run_of_many_updates(tmp_path, uninterrupted):
     assert 0 < step < 200_000
 
 
-@pytest.mark.long
 def test_a_second_signal_does_not_wait_for_the_data(tmp_path, uninterrupted):
     process = start(tmp_path, 40, "every=40", "block_at=14")
     for line in iter(process.stdout.readline, "blocked\n"):
@@ -141,7 +137,6 @@ def test_a_second_signal_does_not_wait_for_the_data(tmp_path, uninterrupted):
     assert_same_variables(make_estimator(tmp_path), uninterrupted(12))
 
 
-@pytest.mark.long
 def test_files_that_cannot_be_written(tmp_path, uninterrupted):
     """Training goes on, each save reports its error once, and the last good checkpoint stays."""
     process = start(tmp_path, 40, "every=8", "keep=1", "limit_at=8", "limit=100", "lift_at=32", "pause=0.3")
@@ -169,7 +164,6 @@ def small_disk(tmp_path):
     subprocess.run([shutil.which("umount"), "-l", str(path)], check=True)
 
 
-@pytest.mark.long
 def test_a_full_disk(small_disk, uninterrupted):
     make_estimator(small_disk, save_checkpoints_steps=8, keep_checkpoint_max=1).train(input_fn, steps=16)
     good = CheckpointSeries(small_disk / "checkpoints").latest()

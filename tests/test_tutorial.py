@@ -123,7 +123,6 @@ def test_letters_are_in_order():
     assert changing == [letter for letter in headings if letter[0] != "1"]  # step 1 is only quoted
 
 
-@pytest.mark.long
 def test_programs_lose_alike(tmp_path):
     found = {}
     for step in PROGRAMS:
@@ -184,7 +183,6 @@ def test_fences_have_known_languages():
     assert set(outputs) == {"python"}
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("command", "expected"), [pytest.param(*pair, id=pair[0]) for pair in find_commands()]
 )

@@ -101,7 +101,6 @@ def step(
     reduction: str | Reduction = "sum",
     trained: Sequence[str] | None = None,
     accumulator_dtypes: Mapping[str, Any] | None = None,
-    compiled: bool = False,
 ) -> tuple[PipelineState, StepOutputs]:
     """The counterpart of `Pipeline.step`, on whatever device the arrays are on.
 
@@ -115,8 +114,6 @@ def step(
       trained: as given to the pipeline.
       accumulator_dtypes: dtype of each trained variable's accumulator, by full name; None: the variables'
         own. The optimizer runs in the wider of the two.
-      compiled: whether a micro-batch is one compiled program instead of one operation after another; that
-        pays for many steps of one model.
 
     Returns:
       The new state and the outputs.
@@ -138,14 +135,10 @@ def step(
     running = state
     for index, micro_batch in enumerate(micro_batches):
         differentiated = tuple(trained) if optimizer is not None else ()
-        if compiled:
-            stateless = dataclasses.replace(running, optimizer_state=None)
-            found = _compile_gradients(traced, differentiated)(
-                stateless, micro_batch, index, inputs, loss_scale
-            )
-        else:
-            found = gradients(traced, running, micro_batch, index, inputs, differentiated, loss_scale)
-        loss, grads, outputs, variables = found
+        stateless = dataclasses.replace(running, optimizer_state=None)
+        loss, grads, outputs, variables = _compile_gradients(traced, differentiated)(
+            stateless, micro_batch, index, inputs, loss_scale
+        )
         running = dataclasses.replace(running, variables=variables)
         all_outputs.append(outputs)
         losses.append(loss)
