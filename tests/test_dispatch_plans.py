@@ -121,7 +121,6 @@ def expected(reduction="sum", dtype="float32", trains=True):
                 make_scale(dtype),
                 optimizer=optimizer,
                 reduction=reduction,
-                compiled=True,
             )
             results.append((state, outputs.losses if trains else [], outputs.outputs))
     return results
