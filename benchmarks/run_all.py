@@ -14,6 +14,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -64,8 +65,11 @@ def describe_run(is_short: bool, only: Sequence[str], rows: Sequence[Row]) -> Ru
 
 
 def _describe_code() -> str:
-    """The commit that is checked out."""
-    command = ["git", "describe", "--always", "--dirty= with changes", "--exclude=*"]
+    """The commit that is checked out, if there is git and a repository."""
+    git = shutil.which("git")
+    if git is None:
+        return "no commit"
+    command = [git, "describe", "--always", "--dirty= with changes", "--exclude=*"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=harness.ROOT, check=False)
     return f"commit {done.stdout.strip()}" if done.returncode == 0 else "no commit"
 
