@@ -29,7 +29,7 @@ soak: $(VENV)/installed-dev
 	KILLS=$(KILLS) $(BIN)/python -m pytest tests/test_survival.py -k random_moments
 
 bench: $(VENV)/installed-bench
-	$(BIN)/python -m benchmarks.run_all --short
+	$(BIN)/python -m benchmarks.run_all --short --write docs/benchmarks.md
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .

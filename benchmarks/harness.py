@@ -245,15 +245,30 @@ def format_table(rows: Sequence[Row]) -> str:
     lines = ["| question | case | ours | other | figure | from..to | target | met |", "| --- " * 8 + "|"]
     for row in rows:
         spread = "" if row.spread is None else f"{_number(row.spread[0])}..{_number(row.spread[1])}"
-        bound = "" if row.target is None else f"{'≤' if row.at_most else '≥'} {_number(row.target)}"
+        bound = "" if row.target is None else f"{'≤' if row.at_most else '≥'} {row.target:,.15g}"
         met = {None: "", True: "yes", False: "no"}[row.is_met]
-        cells = [row.question, row.case, row.ours, row.other, _number(row.value), spread, bound, met]
+        cells = [row.question, row.case, row.ours, row.other, _figure(row), spread, bound, met]
+        assert not any("|" in cell for cell in cells), cells
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+def _figure(row: Row) -> str:
+    """The value in as many digits as it takes to see whether the target is met, at least three.
+
+    The number that it says is written the same, so that a table can be read and written again.
+    """
+    for num_digits in range(3, 18):
+        text = _number(row.value, num_digits)
+        shown = dataclasses.replace(row, value=float(text.replace(",", "")))
+        if shown.is_met == row.is_met and (shown.value == row.value or _figure(shown) == text):
+            break
+    return text
+
+
+def _number(value: float, num_digits: int = 3) -> str:
+    text = f"{value:.{num_digits}g}"
+    return f"{value:,.{num_digits - 3}f}" if abs(float(text)) >= 1000 else text
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:

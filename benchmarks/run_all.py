@@ -1,9 +1,10 @@
 """Runs all benchmarks, one after another, and prints one table.
 
-    python -m benchmarks.run_all [--short] [--json FILE] [--only dispatch feeds]
+    python -m benchmarks.run_all [--short] [--json FILE] [--only dispatch feeds] [--write PAGE]
 
-Each is a process of its own. One that fails is named at the end, and the exit status is then 1; the others
-are in the table all the same.
+Each is a process of its own. If one fails, it is named at the end and the exit status is 1. The others are
+in the printed table all the same, but the page is not written. `make bench` writes docs/benchmarks.md; with
+`--only`, the rows are added to the page below those of all benchmarks.
 """
 
 from __future__ import annotations
@@ -12,14 +13,18 @@ import datetime
 import json
 import os
 import platform
+import re
+import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
-from benchmarks import harness
+from benchmarks import harness, page
 from benchmarks.harness import Row
+from benchmarks.page import Page, Run
 
 BENCHMARKS = [
     "against_plain_jax",
@@ -33,22 +38,40 @@ BENCHMARKS = [
     "memory",
     "recomputation_memory",
 ]
+_PACKAGES = ("jax", "jaxlib", "optax", "orbax-checkpoint", "torch")
 
 
-def describe_machine() -> str:
-    """The machine and the versions, in a sentence."""
+def describe_run(is_short: bool, only: Sequence[str], rows: Sequence[Row]) -> Run:
+    """The rows with what they were measured on and by."""
     model = platform.processor() or platform.machine()
     path = Path("/proc/cpuinfo")
-    if path.exists():
-        names = [
-            line.split(":", 1)[1].strip() for line in path.read_text().splitlines() if "model name" in line
-        ]
-        model = names[0] if names else model
-    versions = [f"{package} {metadata.version(package)}" for package in ("jax", "jaxlib", "optax", "torch")]
-    return (
-        f"{os.cpu_count()} cores, {model}; {platform.system()}, Python {platform.python_version()}, "
-        f"{', '.join(versions)}; {datetime.datetime.now(datetime.UTC).date()}."
+    info = path.read_text() if path.exists() else ""
+    if names := re.findall(r"^model name\s*: (.*)$", info, re.MULTILINE):
+        model = names[0]
+    virtual = ", a virtual machine" if re.search(r"^flags\s*:.*\bhypervisor\b", info, re.MULTILINE) else ""
+    installed = {found.metadata["Name"].lower(): found.version for found in metadata.distributions()}
+    versions = [f"{package} {installed[package]}" for package in _PACKAGES if package in installed]
+    command = ["python -m benchmarks.run_all"] + ["--short"] * is_short
+    if set(only) != set(BENCHMARKS):
+        command += ["--only", *only]
+    return Run(
+        command=f"`{' '.join(command)}`",
+        machine=f"{os.cpu_count()} cores, {model}{virtual}",
+        software=f"{platform.system()}, Python {platform.python_version()}, {', '.join(versions)}",
+        date=str(datetime.datetime.now(datetime.UTC).date()),
+        code=_describe_code(),
+        rows=tuple(rows),
     )
+
+
+def _describe_code() -> str:
+    """The commit that is checked out, if there is git and a repository."""
+    git = shutil.which("git")
+    if git is None:
+        return "no commit"
+    command = [git, "describe", "--always", "--dirty= with changes", "--exclude=*"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=harness.ROOT, check=False)
+    return f"commit {done.stdout.strip()}" if done.returncode == 0 else "no commit"
 
 
 def run(name: str, is_short: bool) -> list[Row] | None:
@@ -64,10 +87,14 @@ def run(name: str, is_short: bool) -> list[Row] | None:
         return [Row(**row) for row in json.loads(path.read_text())]
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = harness.make_parser(__doc__)
     parser.add_argument("--only", nargs="+", choices=BENCHMARKS, default=BENCHMARKS)
-    args = parser.parse_args()
+    parser.add_argument("--write", type=Path, help="Write this page, or add rows to it.")
+    args = parser.parse_args(arguments)
+    is_all = set(args.only) == set(BENCHMARKS)
+    if args.write and not is_all:
+        page.read(args.write.read_text())  # fails now, not after minutes, if rows cannot be added to it
     rows: list[Row] = []
     failed = []
     for name in args.only:
@@ -77,10 +104,15 @@ def main() -> None:
             failed.append(name)
         else:
             rows += found
-    print(describe_machine() + "\n")
+    measured = describe_run(args.short, args.only, rows)
+    print(f"{measured.machine}; {measured.software}; {measured.date}; {measured.code}.\n")
     harness.report(rows, args.json)
     if failed:
-        sys.exit(f"These failed: {', '.join(failed)}.")
+        kept = f" {args.write} is left as it was." if args.write else ""
+        sys.exit(f"These failed: {', '.join(failed)}.{kept}")
+    if args.write:
+        written = Page(measured) if is_all else page.add(page.read(args.write.read_text()), measured)
+        args.write.write_text(page.write(written))
 
 
 if __name__ == "__main__":

@@ -177,10 +177,10 @@ _DEFAULTS: dict[str, Any] = {
 def enable_executable_cache(directory: str | os.PathLike[str]) -> None:
     """Keeps compiled programs in a directory, for later processes: these need not compile them again.
 
-    It is JAX's persistent compilation cache, told to keep small and quickly compiled programs too. Programs
-    are known by what they compute, the versions and the kind of device; nothing is ever deleted. Without
-    it, programs that are the same on several CPU devices are compiled once per process; with it, once for
-    each device.
+    It is JAX's persistent compilation cache, set up to keep small and quickly compiled programs too.
+    Programs are known by what they compute, the versions and the kind of device; nothing is ever deleted.
+    Without it, programs that are the same on several CPU devices are compiled once per process; with it,
+    once for each device.
 
     The environment variable IPU_PIPELINE_CACHE_DIR does the same, when the first `Session` is made.
 

@@ -1,4 +1,4 @@
-"""How an estimator runs: `IPURunConfig` for what is the IPUs' matter, `RunConfig` for the rest."""
+"""How an estimator runs: `IPURunConfig` for what concerns the IPUs, `RunConfig` for the rest."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The benchmarks, without running one: their folders, their arithmetic and their models."""
 
 import json
+import random
 from pathlib import Path
 
 import jax
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import harness, models, run_all
+from benchmarks import harness, models, page, run_all
 
 ROOT = Path(harness.ROOT) / "benchmarks"
 FOLDERS = sorted(path.name for path in ROOT.iterdir() if path.is_dir() and path.name != "__pycache__")
@@ -72,6 +73,101 @@ def test_rows_survive_json(tmp_path, capsys):
     assert "question" in capsys.readouterr().out
     (read,) = (harness.Row(**found) for found in json.loads((tmp_path / "rows.json").read_text()))
     assert harness.format_table([read]) == harness.format_table([row])
+
+
+def test_a_figure_has_the_digits_that_its_verdict_needs():
+    missed = harness.Row("question", "case", "", "", 1.0302, None, 1.03)
+    assert "| 1.0302 |  | ≤ 1.03 | no |" in harness.format_table([missed])
+    met = harness.Row("question", "case", "", "", 1999.7, None, 1999.6, at_most=False)
+    assert "| 2,000 |  | ≥ 1,999.6 | yes |" in harness.format_table([met])
+    assert "| 1,000 |" in harness.format_table([harness.Row("question", "case", "", "", 999.7)])
+
+
+def make_page():
+    draw = random.Random(1)  # noqa: S311  # figures of all sizes, the same in every run
+    rows = []
+    for number in range(200):
+        value = draw.choice([-1, 1]) * 10 ** draw.uniform(-6, 8)
+        target = draw.choice([None, 0.0, *(float(f"{value:.{digits}g}") for digits in (2, 3, 6))])
+        spread = draw.choice([None, (value / 2, value * 2)])
+        rows.append(
+            harness.Row("feeds", f"case {number}", "1 ms", "", value, spread, target, number % 2 == 0)
+        )
+    first = page.Run("`all`", "a machine", "its versions", "2026-01-01", "commit 1", tuple(rows))
+    second = page.Run("`some`", "a machine", "its versions", "2026-01-02", "commit 2", tuple(rows[:2]))
+    return page.Page(first, (second,))
+
+
+def test_a_page_that_was_read_is_written_the_same():
+    written = page.write(make_page())
+    assert page.write(page.read(written)) == written
+    found = page.read(written)
+    assert [row.is_met for row in found.everything.rows] == [
+        row.is_met for row in make_page().everything.rows
+    ]
+
+
+def test_the_committed_page_is_what_its_rows_give():
+    text = (ROOT.parent / "docs" / "benchmarks.md").read_text()
+    found = page.read(text)
+    assert page.write(found) == text
+    assert {row.question for row in found.rows.values()} == set(FOLDERS)
+    assert str(ROOT.parent) not in text
+
+
+@pytest.mark.parametrize(
+    "change", [("| case 3 ", "| case "), ("* Date: ", "* date: "), ("# Bench", "# bench")]
+)
+def test_a_page_that_was_edited_is_refused(change):
+    written = page.write(make_page())
+    edited = written.replace("|  |", "| |") if change[0].startswith("| case") else written.replace(*change)
+    assert edited != written
+    with pytest.raises(ValueError, match="not a page as"):
+        page.read(edited)
+
+
+def test_later_runs_replace_rows_of_earlier_ones_but_not_of_the_run_of_all():
+    old = make_page()
+    replaced, kept = old.again[0].rows
+    newer = harness.Row("feeds", replaced.case, "2 ms", "", 2.0)
+    third = page.Run("`one`", "a machine", "its versions", "2026-01-03", "commit 3", (newer,))
+    found = page.add(old, third)
+    assert found.everything == old.everything
+    assert [run.rows for run in found.again] == [(kept,), (newer,)]
+    assert found.rows["feeds", replaced.case] == newer
+    assert len(page.add(found, old.again[0]).again) == 1  # a run without rows is not kept
+
+
+def test_run_all_writes_the_page(tmp_path, monkeypatch, capsys):
+    """All benchmarks make a new page; some are added to it; it stays as it is if one fails."""
+    path = tmp_path / "page.md"
+    fails = set()
+
+    def run(name, is_short):
+        assert is_short
+        return None if name in fails else [harness.Row(name, "case", "1 ms", "", 1.0)]
+
+    monkeypatch.setattr(run_all, "run", run)
+    arguments = ["--short", "--write", str(path)]
+    run_all.main(arguments)
+    found = page.read(path.read_text())
+    assert [row.question for row in found.everything.rows] == run_all.BENCHMARKS
+    assert found.everything.command == "`python -m benchmarks.run_all --short`"
+    assert "jax " in found.everything.software
+    assert found.again == ()
+    run_all.main([*arguments, "--only", "feeds", "memory"])
+    found = page.read(path.read_text())
+    assert [row.question for row in found.again[0].rows] == ["feeds", "memory"]
+    assert found.again[0].command == "`python -m benchmarks.run_all --short --only feeds memory`"
+    assert str(tmp_path) not in path.read_text()
+    fails.add("feeds")
+    with pytest.raises(SystemExit, match="These failed: feeds. .* is left as it was"):
+        run_all.main(arguments)
+    assert page.read(path.read_text()) == found
+    assert "| memory |" in capsys.readouterr().out
+    path.write_text("something else\n")
+    with pytest.raises(ValueError, match="not a page as"):
+        run_all.main([*arguments, "--only", "feeds"])
 
 
 class MadeUpSide:

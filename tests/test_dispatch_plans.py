@@ -686,7 +686,7 @@ def test_sizes_to_choose_from(count, sizes):
 
 
 def choose(cost, platform, max_live_bytes):
-    """For four stages of a foretold cost, which hold as many bytes as a chunk has micro-batches."""
+    """For four stages of an estimated cost, which hold as many bytes as a chunk has micro-batches."""
     pipeline = traced(num_micro_batches=64)
     programs = [
         dataclasses.replace(

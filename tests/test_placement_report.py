@@ -160,7 +160,7 @@ def test_of_variables_that_stages_share():
         expected = (
             (
                 Sent(0, 2, "tied/w", size, "stage 2"),
-                Sent(2, 0, "gradient of tied/w", size, "the sum at its home"),
+                Sent(2, 0, "gradient of tied/w", size, "the sum at its owner"),
             )
             if copied
             else ()

@@ -1,5 +1,7 @@
-"""The README's example prints what the README says."""
+"""What the README and the pages of docs say is true: examples, names, commands, figures, links, rooms."""
 
+import functools
+import inspect
 import re
 import subprocess
 import sys
@@ -8,8 +10,13 @@ from pathlib import Path
 import pytest
 
 import ipu_pipeline as ipu
+from benchmarks import harness, page
+from ipu_pipeline.program.program import Program
 
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "scripts"))
+from figures import rooms  # noqa: E402  # scripts are no package
+
 README = (ROOT / "README.md").read_text()
 
 
@@ -28,13 +35,64 @@ def run(code):
 
 
 def test_example():
-    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    (expected,) = re.findall(r"```text\n(.*?)```", README, re.DOTALL)
+    """The blocks are one program: the second one uses the stages of the first."""
+    code = "".join(re.findall(r"```python\n(.*?)```", README, re.DOTALL))
+    expected = "".join(re.findall(r"```text\n(.*?)```", README, re.DOTALL))
     printed = run(code)
     numbers = r"\d+\.\d+"
     assert re.sub(numbers, "#", printed) == re.sub(numbers, "#", expected)
     for actual, written in zip(re.findall(numbers, printed), re.findall(numbers, expected), strict=True):
         assert abs(float(actual) - float(written)) < 0.01  # the last digits are the machine's
+
+
+def test_the_readme_is_a_front_page():
+    assert len(README.splitlines()) <= 150
+    assert len(re.findall(r"^!\[", README, re.MULTILINE)) == 1
+
+
+def test_commands_of_the_readme_are_in_the_makefile():
+    makefile = (ROOT / "Makefile").read_text()
+    commands = set(re.findall(r"(?:`|^    )make (\w+)", README, re.MULTILINE))
+    assert commands >= {"tutorial", "test", "bench"}
+    for name in commands:
+        assert re.search(rf"^{name}:", makefile, re.MULTILINE), name
+
+
+def section(heading):
+    """The rows of a section's table, as lists of cells."""
+    text = README.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    lines = [line for line in text.splitlines() if line.startswith("|")][2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_what_there_is_can_be_used_by_the_names_that_are_given():
+    arguments = inspect.signature(ipu.pipelining_ops.pipeline).parameters
+    text = re.sub(r"\(extra `\w+`\)", "", "".join(row[1] for row in section("What there is")))
+    named = set(re.findall(r"`(\w+(?:\.\w+)*)`", text)) - {"apply_if_finite"}  # which is Optax's
+    assert len(named) > 25
+    for name in named - set(arguments):
+        functools.reduce(getattr, name.split("."), ipu)
+    for method in re.findall(r"`(\w+)\(\)`", text):
+        assert callable(getattr(Program, method))
+
+
+def test_figures_of_speed_are_those_of_the_benchmarks_page():
+    """After `make bench`, the README's three figures have to be brought up to date as well."""
+    found = page.read((ROOT / "docs" / "benchmarks.md").read_text())
+    machines = {}
+    for measured in (found.everything, *found.again):
+        for row in measured.rows:
+            cells = [cell.strip() for cell in harness.format_table([row]).splitlines()[-1].split("|")[1:-1]]
+            machines[row.question, row.case] = (row.question, *cells[4:7], row.is_met), measured.machine
+    rows = section("How fast it is")
+    assert len(rows) == 3
+    for what, figure, spread, target in rows:
+        (question,) = re.findall(r"\]\(benchmarks/(\w+)\)", what)
+        bound, _, verdict = target.partition(", ")
+        given = (question, figure, spread, bound, {"met": True, "missed": False}[verdict])
+        on = [machine for row, machine in machines.values() if row == given]
+        assert on, what
+        assert on[0] in " ".join(README.split())
 
 
 @pytest.mark.parametrize("name", ["memory.md", "checkpoints.md"])
@@ -47,24 +105,23 @@ def test_what_examples_of_pages_print(name):
 
 def test_links_lead_somewhere():
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "tutorial" / "README.md"]
-    for page in [*pages, *sorted((ROOT / "docs").glob("*.md"))]:
-        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
-            assert (page.parent / target).exists(), target
+    for path in [*pages, *sorted((ROOT / "docs").glob("*.md"))]:
+        for target in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
+            assert (path.parent / target).exists(), target
 
 
-def test_modules_in_the_design_are_those_that_there_are():
+def test_the_design_has_the_rooms_in_order_and_paths_that_exist():
     design = (ROOT / "docs" / "design.md").read_text()
-    listed = re.findall(r"^\| `(\w+)` \|", design, re.MULTILINE)
-    modules = [path.stem for path in (ROOT / "ipu_pipeline" / "engine").glob("*.py")]
-    assert sorted(listed) == sorted(set(modules) - {"__init__"})
-    order = {name: place for place, name in enumerate(listed)}
-    for name in listed:  # each imports only those before it
-        source = (ROOT / "ipu_pipeline" / "engine" / f"{name}.py").read_text()
-        source = re.sub(r"if TYPE_CHECKING:\n(    .*\n)+", "", source)
-        imported = re.findall(r"from ipu_pipeline\.engine\.(\w+) import", source)
-        for names in re.findall(r"from ipu_pipeline\.engine import \(?([\w, \n]+)\)?", source):
-            imported += [part.split(" as ")[0].strip() for part in names.split("\n")[0].split(",")]
-        assert not [other for other in imported if other in order and order[other] >= order[name]], name
+    table = design.split("| what it is for |")[1].split("\n\n")[0]
+    listed = re.findall(r"`([\w/]+)`", "\n".join(line.split("|")[1] for line in table.splitlines()[2:]))
+    numbers = [rooms.room_of(name.replace("/", ".")) for name in listed]
+    assert numbers == sorted(numbers)
+    folders = [number for number, room in enumerate(rooms.FLOORS) if room.name.endswith("/")]
+    assert set(folders) <= set(numbers)
+    paths = [str(path.with_suffix("")) for path in rooms.MODULES.values()]
+    questions = design.split("| question | path |")[1].split("\n\n")[0]
+    for name in re.findall(r"`(\w+/\w+)`", questions):
+        assert any(path.endswith(f"/{name}") for path in paths), name
 
 
 def test_public_names():

@@ -45,7 +45,7 @@ class FeedPosition:
 
 @dataclass(frozen=True)
 class KeptPlan:
-    """How a pipeline's actions became dispatches.
+    """The dispatch plan of a pipeline.
 
     Attributes:
       fits: what the plan was made for; it is used again where this is the same.

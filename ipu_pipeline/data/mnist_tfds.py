@@ -1,6 +1,6 @@
 """MNIST as tensorflow-datasets (tfds) keeps it in array_record form: read and written without TensorFlow.
 
-tfds is imported where it is used: it takes half a second, which no program should pay that has other data.
+tfds is imported where it is used: this takes half a second, which programs with other data should not pay.
 Nothing here touches the network. tfds cannot prepare MNIST itself without TensorFlow, so `write` brings a
 builder of its own, which differs from tfds's in two ways: the examples keep the order of the idx files, and
 an image is stored as its bytes, which is read three times faster than a PNG.

@@ -1,4 +1,4 @@
-"""A pipeline's functions traced and made programs: all that comes before devices."""
+"""Traces a pipeline's functions and makes programs of them: everything that comes before devices."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def build(recipe: Recipe, element: Any, inputs: tuple[Any, ...], recompute: Reco
       recompute: what stages keep for their backward.
 
     Raises:
-      ValueError, TypeError: what is wrong with the stages, in one error as far as it can be found; or with
-        the optimizer, a dtype, or what is to be summed.
+      ValueError, TypeError: something is wrong with the stages, reported in one error as far as it can be
+        found; or with the optimizer, a dtype, or what is to be summed.
     """
     with frames.unchanged_on_error(recipe.program_names):
         faults = Faults()
@@ -160,7 +160,7 @@ def _find_trained(recipe: Recipe, traced: TracedPipeline) -> dict[str, VariableS
 
 
 def _check_mapped(recipe: Recipe, traced: TracedPipeline, shared: Collection[str]) -> None:
-    """Raises if a gradient map is to see a gradient whose parts parallel stages make at one time."""
+    """Raises if a gradient map would get a gradient whose parts parallel stages make at the same time."""
     for index, stage in enumerate(traced.stages):
         for spec in stage.variables:
             home = traced.owners[spec.name]

@@ -1,4 +1,4 @@
-"""The fastest dispatch plan of a pipeline, measured instead of foretold."""
+"""The fastest dispatch plan of a pipeline, measured instead of estimated."""
 
 from __future__ import annotations
 
@@ -21,18 +21,17 @@ __all__ = ["measure_dispatch_plan"]
 def measure_dispatch_plan(
     pipeline: Pipeline, state: PipelineState, micro_batches: Sequence[Any], *inputs: Any, num_steps: int = 5
 ) -> DispatchPlan:
-    """The plan by which a pipeline's steps are fastest, on this machine and now.
+    """The dispatch plan with which a pipeline's steps are fastest, on this machine and now.
 
-    It compiles and runs every plan that is possible, which takes long. What it returns is to be given to a
-    pipeline, as `dispatch_plan`, and can be kept. Chunks are tried without regard to the memory that they
-    take.
+    It compiles and runs every possible plan, which takes long. The result can be kept, and given to a
+    pipeline as `dispatch_plan`. Chunks are tried without regard to the memory that they take.
 
     Args:
       pipeline: with a fixed number of micro-batches, over several devices.
       state: as for `Pipeline.step`; it stays as it is.
       micro_batches: those of one step.
       *inputs: as for `Pipeline.step`.
-      num_steps: how many steps by each plan are timed, after one that compiles; the median counts.
+      num_steps: how many steps are timed with each plan, after one that compiles; the median counts.
 
     Raises:
       ValueError: all stages are on one device.

@@ -1,7 +1,7 @@
 """Evaluation and prediction of an estimator, over data sets of any length.
 
-A pipeline takes whole executions. So a data set goes on after its end with copies of its last element, and
-what comes of these is dropped.
+A pipeline runs whole executions. After its end, a data set therefore goes on with copies of its last
+element, and the results for these are dropped.
 """
 
 from __future__ import annotations

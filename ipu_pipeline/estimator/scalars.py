@@ -93,7 +93,7 @@ class ScalarWriter:
 def _open_events(directory: Path, step: int | None) -> Any:
     """An event file, or None. Its class writes in the calling thread, where `SummaryWriter` has its own.
 
-    A thread that dies of a full disk would let `SummaryWriter.flush` wait for ever.
+    If a full disk ended that thread, `SummaryWriter.flush` would wait forever.
     """
     try:
         from tensorboardX.event_file_writer import EventsWriter

@@ -20,6 +20,6 @@ class InitializerOperation:
 def global_variables_initializer() -> InitializerOperation:
     """The operation that sets every variable to its initial value, and forgets optimizer state.
 
-    It is never required: a program's variables come into being when it first runs.
+    It is never required: a program's variables are created when it first runs.
     """
     return InitializerOperation()

@@ -150,7 +150,7 @@ def _aval_of(traced: TracedPipeline, source: Source, element: Sequence[Any]) -> 
 
 
 def _is_copied(traced: TracedPipeline, ipus: Sequence[int], index: int, spec: VariableSpec) -> bool:
-    """Whether a stage is the first on its IPU that reads a variable whose home is on another one."""
+    """Whether a stage is the first on its IPU that reads a variable whose owner is on another one."""
     users = [
         i for i, stage in enumerate(traced.stages) if spec in stage.variables and ipus[i] == ipus[index]
     ]
@@ -165,7 +165,7 @@ def summarize_shared(
     Args:
       traced: the pipeline.
       ipus: the IPU of each stage.
-      extra: the accumulators that are not at their variable's home.
+      extra: the accumulators that are not their variable's owner's.
       dtypes: of accumulators, by the variable's full name.
     """
     sent = []
@@ -179,7 +179,7 @@ def summarize_shared(
         if ipus[index] != home:
             aval = jax.ShapeDtypeStruct(spec.shape, dtypes[variable])
             what = f"gradient of {variable}"
-            sent.append(Sent(ipus[index], home, what, num_bytes([aval]), "the sum at its home"))
+            sent.append(Sent(ipus[index], home, what, num_bytes([aval]), "the sum at its owner"))
     return tuple(sent)
 
 

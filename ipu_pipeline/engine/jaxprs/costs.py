@@ -20,9 +20,9 @@ _PER_ELEMENT = 10.0
 def count_operations(jaxpr: Any) -> float:
     """How long a jaxpr takes, in floating-point operations of a product of matrices.
 
-    A product has 2 x (elements of the result) x (elements that are summed up for each); a convolution
-    likewise. Of a conditional the longest branch counts, of a loop without a known number of turns one
-    turn.
+    A product has 2 x (elements of the result) x (elements that are summed up for each), and so has a
+    convolution. A conditional counts as its longest branch, and a loop without a known number of turns as
+    one turn.
 
     Args:
       jaxpr: a `Jaxpr`.

@@ -1,18 +1,20 @@
 """A jaxpr whose inputs live in several places, cut into programs per place and round.
 
-Every place that has inputs is a home. What depends on the inputs of one home is computed there, and what
-depends on inputs that every home can have (a step counter) wherever it is needed. An equation that joins
-several homes runs where most of the bytes that it reads are; one that joins scalars only runs in a home of
-its own, the joint one. So a global norm sends a scalar from each home to the joint home, and one back.
+Every place that has inputs is a home. Values that depend on the inputs of one home are computed there.
+Values that depend only on inputs that every home can have (a step counter) are computed wherever they are
+needed. An equation that joins several homes runs where most of the bytes that it reads are. If it joins
+only scalars, it runs in a home of its own, the joint home. A global norm therefore sends a scalar from each
+home to the joint home, and one back.
 
-A value that another home needs is sent, or where that is less, what it is made of is: not a broadcast
-scalar, but the scalar. The number of hops on a value's way is its round. A home computes what others need
-of it in one program per round, and all its results in the last one; from its own inputs it computes again
-what an earlier round computed, so that nothing large is kept between rounds.
+When another home needs a value, either the value is sent or what it is made of, whichever is smaller: not a
+broadcast scalar, but the scalar. The number of hops on a value's way is its round. A home has one program
+per round for what others need of it, and computes all its results in the last one. It computes again, from
+its own inputs, what an earlier round computed, so that nothing large is kept between rounds.
 
-A conditional or scan that joins homes is first cut by outputs. Where an output of a conditional still joins
-arrays of several homes, both branches are put in its place with a selection behind them: an optimizer that
-steps every so often, around one that clips by the global norm, is then no different from the latter.
+A conditional or scan that joins homes is first cut by outputs. If an output of a conditional still joins
+arrays of several homes, the conditional is replaced by both branches and a selection between their results.
+An optimizer that steps every so often, around one that clips by the global norm, is then partitioned like
+the latter.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A stage program for several micro-batches, which it handles one after another.
 
-Nothing is merged into one batch: the program is a scan, which takes in the accumulators and assigned
-variables that the micro-batch before has left.
+Nothing is merged into one batch. The program is a scan, in which each micro-batch takes over the
+accumulators and assigned variables that the one before it has left.
 """
 
 from __future__ import annotations

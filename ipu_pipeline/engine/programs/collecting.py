@@ -1,4 +1,4 @@
-"""What of the last stage's values is wanted: which ones, and of each micro-batch or their sum."""
+"""Which of the last stage's values are wanted, and whether for each micro-batch or as a sum."""
 
 from __future__ import annotations
 

@@ -234,7 +234,7 @@ def _differentiate(
     pulled = [
         (value, atom)
         for (value, _of), atom in zip(wanted, flat.outputs[num_results:], strict=True)
-        # A gradient that does not depend on a cotangent is zero, being linear in it, unless it was mapped.
+        # A gradient is linear in the cotangents: without any it is zero, unless it was mapped.
         if (gradient_map is not None and value.kind is ValueKind.ACCUMULATOR)
         or (not is_literal(atom) and atom in backward_vars)
     ]

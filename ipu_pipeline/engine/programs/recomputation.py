@@ -1,17 +1,17 @@
-"""Recomputation: a stage in segments, whose beginnings the backward gets, and computes the rest again.
+"""Recomputation: a stage in segments; the backward gets what they begin with, and computes the rest again.
 
 Without checkpoints a stage is one segment, and only its inputs are kept. `recomputation_checkpoint` marks
-values that are kept besides; in the mode RecomputeAndBackpropagateInterleaved the stage is cut there. The
-backward then takes the segments from the last to the first, each recomputed when the gradients of what it
-returns have arrived, so that what one segment needs is never there together with what another one needs.
+more values to keep; in the mode RecomputeAndBackpropagateInterleaved the stage is cut there. The backward
+then goes through the segments from the last to the first. It recomputes each one when the gradients of what
+the segment returns have arrived, so the values that two segments need are never in memory at the same time.
 
 What has effects and results (`io_callback`, a loop that prints) is done once: it is differentiated as
 without recomputation, and its results are kept.
 
-A segment is `jax.checkpoint` of a jaxpr, which puts barriers into the backward: XLA must not take values of
-the forward instead, where both are in one program. On a CPU XLA drops these barriers before it looks for
-common subexpressions (seen with jaxlib 0.10.2), so there the backward of a segment stands in a conditional
-whose predicate is always true, which XLA cannot see.
+A segment is `jax.checkpoint` of a jaxpr. This puts barriers into the backward, so that XLA does not use
+values of the forward instead where both are in one program. On a CPU, XLA drops these barriers before it
+looks for common subexpressions (seen with jaxlib 0.10.2). The backward of a segment is therefore put into a
+conditional there, whose predicate is always true although XLA cannot see that.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class Timetable:
       rows: one row of slots per IPU, as they were given.
       order: all actions in the order of their time-steps; within one time-step by IPU. No action comes
         before one that it depends on.
-      time_steps: the time-step (from 1) of the action at the same place in `order`.
+      time_steps: the time-step (from 1) of the action at the same position in `order`.
       in_flight: for each stage, the largest number of micro-batches that have gone forward and not yet
         come back. 1 without training.
       num_time_steps: the last time-step in which anything runs.

@@ -1,4 +1,4 @@
-"""A schedule and what its actions cost in, a timeline out: IPUs that wait for data only. No JAX.
+"""Turns a schedule and the costs of its actions into a timeline, with IPUs that wait for data only. No JAX.
 
 The schedule says in which order each IPU does its actions. The host starts them one at a time, in the order
 in which they can begin, and is never ahead of what it depends on.

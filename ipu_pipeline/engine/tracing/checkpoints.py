@@ -21,7 +21,7 @@ def recomputation_checkpoint(tree: Any) -> Any:
     """Marks values that a stage keeps for its backward where it would compute them again.
 
     Without recomputation, and in the mode RecomputeThenBackpropagate, it does nothing. A value that is used
-    before and behind a checkpoint and is not marked itself is computed again on both sides.
+    before and after a checkpoint, and is not marked itself, is computed again on both sides.
 
     Args:
       tree: a pytree of arrays in the stage being traced.

@@ -1,7 +1,7 @@
 """What is wrong with the stages of a pipeline: where it happened, and all of it in one error.
 
-A fault that leaves the shapes of what a stage returns known is noted, and tracing goes on. So one error
-reports what can be found, and nothing that would only follow from another fault.
+If the shapes of what a stage returns are known in spite of a fault, the fault is noted and tracing goes on.
+One error therefore reports what can be found, and nothing that would only follow from another fault.
 """
 
 from __future__ import annotations

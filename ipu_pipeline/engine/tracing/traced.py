@@ -1,7 +1,7 @@
 """Stages as jaxprs, and the routes of the values between them.
 
-Every value is known by its `Source`, the place where it is made, and goes from there straight to where it
-is used. A variable that several stages share has a home, the first of them.
+Every value is identified by its `Source`, which says where it is made, and goes from there straight to
+where it is used. A variable that several stages share belongs to the first of them, its owner.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class TracedPipeline:
       output_avals: their shapes and dtypes.
       loss: where the loss comes from; None without training.
       loss_avals: its shape and dtype; empty without training.
-      owners: full name of every variable -> its home, the first stage that has it. Stages that share a
-        variable all have it; only its home assigns it.
+      owners: full name of every variable -> its owner, the first stage that has it. Stages that share a
+        variable all have it; only its owner assigns it.
       levels: the level of each stage, ascending from 0. Stages of one level are parallel: they take the
         same values, and what they return is concatenated.
     """
@@ -110,10 +110,10 @@ class TracedPipeline:
 def share_variables(
     stages: Sequence[TracedStage], levels: Sequence[int]
 ) -> tuple[list[TracedStage], dict[str, int]]:
-    """The home of every variable.
+    """The owner of every variable.
 
-    What a variable's home assigns, later stages get as a value between stages: by then the home may have
-    gone on to other micro-batches. So they no longer have that variable.
+    If the owner assigns a variable, later stages get it as a value between stages, because the owner may
+    have gone on to other micro-batches by then. They no longer have that variable.
     """
     owners: dict[str, int] = {}
     sent: set[str] = set()
@@ -143,8 +143,8 @@ def send_variables(
 
     Args:
       stages: in order.
-      owners: the home of every variable.
-      sent: full names of the variables that their home returns, after what it assigns, as one more output,
+      owners: the owner of every variable.
+      sent: full names of the variables that their owner returns, after what it assigns, as one more output,
         and that the other stages take as one more input.
     """
     changed = list(stages)

@@ -1,8 +1,7 @@
 """Variables: asked for by name while a function is traced, collected from its jaxpr afterwards.
 
-`get_variable` leaves a marker equation in the jaxpr that is being traced, and `assign` another. What
-traces the function (`stages`) turns the markers into inputs and outputs. A function is so traced once
-only.
+`get_variable` leaves a marker equation in the jaxpr that is being traced, and `assign` another. What traces
+the function (`stages`) turns the markers into inputs and outputs. A function is therefore traced only once.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Which accumulators a pipeline has, and on which stage's row each lies.
 
-A variable's home accumulates its gradients under the variable's full name. Another stage that shares the
-variable has an accumulator of its own on its row, and the two are added once per weight update. On the
-same IPU both use one, except for a running mean, whose formula takes one gradient per micro-batch.
+The owner of a variable accumulates its gradients under the variable's full name. Every other stage that
+shares the variable has an accumulator of its own on its row, which is added to the owner's once per weight
+update. On the same IPU both use one accumulator, except for a running mean, whose formula takes one
+gradient per micro-batch.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ipu_pipeline.engine.tracing.traced import TracedPipeline
 
 __all__ = ["Accumulator", "AccumulatorPlan", "plan_accumulators", "variable_of"]
 
-_OF_STAGE = " of stage "  # in the keys of those that are not at the variable's home
+_OF_STAGE = " of stage "  # in the keys of those that are not the owner's
 
 
 class Accumulator(NamedTuple):
@@ -33,7 +34,7 @@ class AccumulatorPlan:
 
     Attributes:
       keys: (stage, full name of a variable) -> the key of what that stage's programs accumulate into.
-      extra: the accumulators besides those at the variables' homes, whose keys are the full names.
+      extra: the accumulators besides the owners', whose keys are the full names.
     """
 
     keys: Mapping[tuple[int, str], str]
@@ -46,7 +47,7 @@ class AccumulatorPlan:
 
         Args:
           accumulators: by key.
-          add: the sum of the home's accumulator and another one; takes which one that is, and both.
+          add: the sum of the owner's accumulator and another one; takes which one that is, and both.
 
         Returns:
           The accumulators by full name.

@@ -1,12 +1,13 @@
-"""Weight updates: an optimizer that was traced over all variables, cut into programs per IPU.
+"""Weight updates: an optimizer that was traced over all variables, partitioned into programs per IPU.
 
-What one IPU updates is updated together, by the first of its stages; that is the home of its variables.
-What joins several homes is made as `homes` says, what joins scalars only on the IPU of the last stage.
+Everything that one IPU updates is updated together, by the first of its stages, which is the home of its
+variables in the partition. `partitioning` says where values that join several homes are made; those that
+join only scalars are made on the IPU of the last stage.
 
-A leaf of the optimizer's state belongs to a variable if the variable's name stands in the leaf's path,
-which it does for all that Optax makes with `tree.map` over the parameters: they are one flat dict, full
-name -> array. Other leaves live where their new value is made; what depends on no variable, a step counter,
-the first home makes and the others get copies of.
+A leaf of the optimizer's state belongs to a variable if the variable's name is in the leaf's path. This is
+so for everything that Optax makes with `tree.map` over the parameters, which are one flat dict, full name
+-> array. Other leaves live where their new value is made. Values that depend on no variable, such as a step
+counter, are made by the first home, and the others get copies.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ class Updates:
 
 
 def cut_updates(traced: TracedOptimizer, variable_homes: Mapping[str, int], last_stage: int) -> Updates:
-    """Cuts an optimizer by home.
+    """Partitions an optimizer by home.
 
     Args:
       traced: the optimizer.

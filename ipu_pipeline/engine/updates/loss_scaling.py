@@ -1,7 +1,7 @@
-"""Loss scaling: the backward starts from a scale in place of 1, so that small float16 gradients stay.
+"""Loss scaling: the backward starts from a scale in place of 1, so that small float16 gradients are kept.
 
-The scale is a leaf of the optimizer's state. The gradients that an update gets are that many times too
-large; it divides them, and leaves everything as it was if one of them is not finite.
+The scale is a leaf of the optimizer's state. The gradients that an update gets are too large by this
+factor. The update divides them, and leaves everything as it was if one of them is not finite.
 Source: Micikevicius et al., Mixed Precision Training, section 3.2 (arXiv:1710.03740).
 """
 
