@@ -16,7 +16,7 @@ from jax._src import lru_cache  # how JAX writes its cache; there is no public w
 
 import ipu_pipeline as ipu
 
-jax.config.update("jax_num_cpu_devices", 4)
+jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 # Nearly every program here runs once or twice: XLA's optimizations would take longer than they save.
 jax.config.update("jax_disable_most_optimizations", True)
