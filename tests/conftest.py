@@ -6,7 +6,9 @@ import pathlib
 import tempfile
 import threading
 
-# XLA's newer code generator for CPUs compiles half as fast. Programs that tests start get the same.
+# Nearly every program here runs once or twice: XLA's optimizations, and its newer code generator, which
+# compiles half as fast, would take longer than they save. Processes that tests start get the same.
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false"
 
 import jax
@@ -18,8 +20,6 @@ import ipu_pipeline as ipu
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
-# Nearly every program here runs once or twice: XLA's optimizations would take longer than they save.
-jax.config.update("jax_disable_most_optimizations", True)
 
 
 def put(cache, key, value):

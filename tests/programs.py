@@ -45,23 +45,33 @@ np.savez(target, losses=np.stack(found["losses"]), **found["start"])
 """
 
 
-def start(*arguments):
-    """Runs Python in the repository's root, without MNIST's folder in the environment.
+def environment(name="programs"):
+    """That of processes that tests start, without MNIST's folder.
 
-    The programs share the compilation cache of the tests' process, since many compile the same.
+    They have a compilation cache of their own, since many compile the same. Not that of the tests: JAX
+    writes an entry piece by piece, and a process that is killed leaves a part of one.
+
+    Args:
+      name: of the cache.
     """
-    environment = {key: value for key, value in os.environ.items() if key != datasets.DATA_DIR_VARIABLE}
+    found = {key: value for key, value in os.environ.items() if key != datasets.DATA_DIR_VARIABLE}
     if jax.config.jax_compilation_cache_dir is not None:
-        environment["JAX_COMPILATION_CACHE_DIR"] = jax.config.jax_compilation_cache_dir
-        environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-        environment["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+        worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+        found["JAX_COMPILATION_CACHE_DIR"] = f"{jax.config.jax_compilation_cache_dir}-{name}{worker}"
+        found["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+        found["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+    return found
+
+
+def start(*arguments):
+    """Runs Python in the repository's root."""
     return subprocess.run(
         [sys.executable, *map(str, arguments)],
         capture_output=True,
         text=True,
         cwd=ROOT,
         timeout=300,
-        env=environment,
+        env=environment(),
         check=False,
     )
 

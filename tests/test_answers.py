@@ -176,6 +176,7 @@ def plain_losses(start, mnist, seed):
     return np.stack(found)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("program", "options"),
     [

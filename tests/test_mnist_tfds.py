@@ -64,6 +64,7 @@ def test_examples_and_order_are_those_of_the_idx_files(idx_folder, tfds_folder):
     assert sorted(path.name for path in tfds_folder.iterdir()) == ["mnist"]
 
 
+@pytest.mark.thorough
 def test_real_mnist(tmp_path, given_folder):
     if given_folder is None:
         pytest.skip(f"{datasets.DATA_DIR_VARIABLE} is not set")
