@@ -1,5 +1,6 @@
 """CPU devices, strict dtype promotion, little optimization, one compilation cache for the whole run."""
 
+import gc
 import itertools
 import os
 import pathlib
@@ -64,6 +65,14 @@ def no_thread_left():
     for thread in left:
         thread.join(timeout=5)
     assert not any(thread.is_alive() for thread in left)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def fresh_caches():
+    """Lets go of what a module's tests compiled: with it, collecting garbage takes longer and longer."""
+    yield
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture

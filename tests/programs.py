@@ -12,6 +12,7 @@ import numpy as np
 from ipu_pipeline import datasets
 
 ROOT = Path(__file__).parent.parent
+QUICK_COMPILATION = ("JAX_DISABLE_MOST_OPTIMIZATIONS", "XLA_FLAGS")  # see conftest
 STEP1 = "tutorial/step1_single_ipu.py"
 STEP2 = "answers/step2_sharding.py"
 STEP3 = "answers/step3_pipelining.py"
@@ -45,33 +46,36 @@ np.savez(target, losses=np.stack(found["losses"]), **found["start"])
 """
 
 
-def environment(name="programs"):
+def environment(as_tests=False):
     """That of processes that tests start, without MNIST's folder.
 
-    They have a compilation cache of their own, since many compile the same. Not that of the tests: JAX
-    writes an entry piece by piece, and a process that is killed leaves a part of one.
+    They have compilation caches of their own, since many compile the same. Not that of the tests: JAX writes
+    an entry piece by piece, and a process that is killed leaves a part of one.
 
     Args:
-      name: of the cache.
+      as_tests: whether XLA compiles as it does in the tests, so that all bits are the same; else as for a
+        reader, which is faster where a program runs for long.
     """
     found = {key: value for key, value in os.environ.items() if key != datasets.DATA_DIR_VARIABLE}
+    if not as_tests:
+        found = {key: value for key, value in found.items() if key not in QUICK_COMPILATION}
     if jax.config.jax_compilation_cache_dir is not None:
-        worker = os.environ.get("PYTEST_XDIST_WORKER", "")
-        found["JAX_COMPILATION_CACHE_DIR"] = f"{jax.config.jax_compilation_cache_dir}-{name}{worker}"
+        name = f"tests{os.environ.get('PYTEST_XDIST_WORKER', '')}" if as_tests else "readers"
+        found["JAX_COMPILATION_CACHE_DIR"] = f"{jax.config.jax_compilation_cache_dir}-{name}"
         found["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
         found["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
     return found
 
 
-def start(*arguments):
-    """Runs Python in the repository's root."""
+def start(*arguments, as_tests=False):
+    """Runs Python in the repository's root; see `environment`."""
     return subprocess.run(
         [sys.executable, *map(str, arguments)],
         capture_output=True,
         text=True,
         cwd=ROOT,
         timeout=300,
-        env=environment(),
+        env=environment(as_tests),
         check=False,
     )
 

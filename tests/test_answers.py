@@ -187,6 +187,7 @@ def plain_losses(start, mnist, seed):
         (STEP4, ("--schedule", "Sequential", "--splits", "dense128", "dense64", "dense32")),
     ],
 )
+@pytest.mark.usefixtures("optimized")
 def test_mnist_agrees_with_plain_jax(program, options, mnist, tmp_path):
     seed = 4
     output, losses, start = record(

@@ -131,7 +131,7 @@ with ipu.Session() as session:
 def test_going_on_in_another_process(trained, tmp_path):
     """Which has as many devices as its programs need, though reading a checkpoint starts JAX."""
     path, expected, _losses = trained
-    result = start("-c", _RESUME, path, tmp_path / "found.npz")
+    result = start("-c", _RESUME, path, tmp_path / "found.npz", as_tests=True)
     assert result.returncode == 0, result.stderr
     found = np.load(tmp_path / "found.npz")
     for name, value in expected.variables.items():

@@ -58,9 +58,18 @@ PROGRAM = """
 """
 
 
-@pytest.mark.parametrize("moment", ["first compilation", "long run", "short runs"])
-@pytest.mark.parametrize("mapping", ["01", "00"])  # and as one program
-@pytest.mark.pairs
+@pytest.mark.parametrize(
+    ("moment", "mapping"),  # over two devices, and as one program
+    [
+        ("first compilation", "01"),
+        ("long run", "00"),
+        ("short runs", "01"),
+        *(
+            pytest.param(*case, marks=pytest.mark.thorough)
+            for case in [("first compilation", "00"), ("long run", "01"), ("short runs", "00")]
+        ),
+    ],
+)
 def test_ctrl_c(moment, mapping):
     repeat_count = "100000" if moment == "long run" else "2"
     process = subprocess.Popen(

@@ -12,6 +12,7 @@ import pytest
 import ipu_pipeline as ipu
 from benchmarks import harness, page
 from ipu_pipeline.program.program import Program
+from tests.programs import environment
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -28,6 +29,7 @@ def run(code):
         text=True,
         timeout=120,
         cwd=ROOT,
+        env=environment(),
         check=False,
     )
     assert result.returncode == 0, result.stderr

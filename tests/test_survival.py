@@ -29,7 +29,7 @@ def start(directory, max_steps, *options):
         stderr=subprocess.PIPE,
         text=True,
         cwd=ROOT,
-        env=environment("killed"),
+        env=environment(as_tests=True),
     )
 
 
