@@ -49,7 +49,7 @@ np.savez(target, losses=np.stack(found["losses"]), **found["start"])
 def environment(as_tests=False):
     """That of processes that tests start, without MNIST's folder.
 
-    They have compilation caches of their own, since many compile the same. Not that of the tests: JAX writes
+    They have compilation caches of their own, as many compile the same. Not that of the tests: JAX writes
     an entry piece by piece, and a process that is killed leaves a part of one.
 
     Args:

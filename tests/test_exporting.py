@@ -117,7 +117,7 @@ import pickle
 import numpy as np
 import orbax.checkpoint
 import ipu_pipeline as ipu
-from ipu_pipeline import loaded_program
+from ipu_pipeline.session import loaded_program
 def refuse(*_arguments, **_options):
     raise AssertionError("unpickled")
 pickle.load = pickle.loads = pickle.Unpickler = refuse

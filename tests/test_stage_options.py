@@ -93,9 +93,9 @@ def test_an_option_changes_what_is_compiled(tmp_path):
     jax.config.update("jax_enable_compilation_cache", False)  # which would skip the compilation
     compilation_cache.reset_cache()
     try:
-        actual = run(
-            make(forward_options=[{**folders[0], "xla_cpu_enable_fast_math": True}, folders[1], {}])
-        )
+        fast = {**folders[0], "xla_cpu_enable_fast_math": True}
+        emitters = {"xla_cpu_use_fusion_emitters": True}  # see conftest
+        actual = run(make(forward_options=[{**fast, **emitters}, {**folders[1], **emitters}, {}]))
     finally:
         jax.config.update("jax_enable_compilation_cache", True)
         compilation_cache.reset_cache()
