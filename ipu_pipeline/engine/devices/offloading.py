@@ -8,6 +8,8 @@ from typing import Any
 
 import jax
 
+from ipu_pipeline.engine.devices.rows import Row
+
 __all__ = ["Offload", "load", "parse_offload", "store"]
 
 
@@ -37,11 +39,11 @@ def parse_offload(values: Collection[str | Offload]) -> frozenset[Offload]:
     return frozenset(Offload(value) for value in values)
 
 
-def load(value: Any) -> Any:
-    """A traced value in the device's memory."""
-    return jax.device_put(value, jax.memory.Space.Device)
+def load(value: Any, row: Row) -> Any:
+    """A traced value in the memory of the row's device."""
+    return jax.device_put(value, row.replicated)
 
 
-def store(value: Any) -> Any:
+def store(value: Any, row: Row) -> Any:
     """A traced value in the host's memory."""
-    return jax.device_put(value, jax.memory.Space.Host)
+    return jax.device_put(value, row.host)

@@ -99,7 +99,7 @@ class BlockProgram:
         first_accumulated, first_execution, first_iteration, count, every = (counts[n] for n in range(5))
         accumulators, sums = accumulators_and_sums
         group = self.group
-        residence = self.residence
+        residence, row = self.residence, self.residence.rows[0]
 
         def goes_on(carried: list[Any]) -> Any:
             return True if self.condition is None else self.condition(inputs, carried)
@@ -108,7 +108,7 @@ class BlockProgram:
             known = None if residence.updates is None else residence.updates.loss_scale
             if known is None or update_program is None:
                 return given_scale
-            return load(leaves[known.leaf]) if residence.offloads_state else leaves[known.leaf]
+            return load(leaves[known.leaf], row) if residence.offloads_state else leaves[known.leaf]
 
         def micro_batches(loss_scale: Any, values: tuple[Any, ...]) -> tuple[Any, ...]:
             done, accumulated, accumulators, sums, state, carried, latest, stacks = values
@@ -160,7 +160,7 @@ class BlockProgram:
             plan = self.residence.accumulator_plan
             loaded = accumulators
             if residence.offloads_accumulators:
-                loaded = {key: load(value) for key, value in accumulators.items()}
+                loaded = {key: load(value, row) for key, value in accumulators.items()}
             merged = plan.merge(loaded, lambda _accumulator, total, part: total + part)
             known = {
                 UpdateKind.PARAMETER: state,
@@ -174,12 +174,12 @@ class BlockProgram:
                     return every
                 found = known[value.kind][value.key]
                 is_away = residence.is_offloaded(value) and value.kind != UpdateKind.GRADIENT
-                return load(found) if is_away else found
+                return load(found, row) if is_away else found
 
             results = update_program.function(*map(argument, update_program.arguments))
             zeros = {key: jnp.zeros_like(loaded[key]) for key in plan.extra}
             if residence.offloads_accumulators:
-                zeros = {key: store(value) for key, value in zeros.items()}
+                zeros = {key: store(value, row) for key, value in zeros.items()}
             accumulators, state, leaves = {**accumulators, **zeros}, dict(state), list(leaves)
             made = {
                 UpdateKind.PARAMETER: state,
@@ -187,7 +187,7 @@ class BlockProgram:
                 UpdateKind.STATE: leaves,
             }
             for value, result in zip(update_program.results, results, strict=True):
-                result = store(result) if residence.is_offloaded(value) else result
+                result = store(result, row) if residence.is_offloaded(value) else result
                 made[value.kind][value.key] = result  # type: ignore[index]  # a dict or a list
             return accumulators, state, leaves, latest
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 
 from ipu_pipeline.engine.devices.offloading import load, store
 from ipu_pipeline.engine.devices.residence import Residence
+from ipu_pipeline.engine.devices.rows import Row
 from ipu_pipeline.engine.programs.chunks import chunk_programs
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms, ValueKind
 from ipu_pipeline.engine.tracing.traced import Source, TracedPipeline
@@ -83,8 +85,9 @@ class MicroBatches:
         new_accumulators, assigned = dict(accumulators), {}
         keys = self.residence.accumulator_plan.keys
         kept: dict[tuple[int, Source], Any] = {}  # in host memory, what a stage's backward takes
-        load_kept, store_kept = _transfers(self.residence.offloads_activations)
-        load_accumulator, store_accumulator = _transfers(self.residence.offloads_accumulators)
+        row = self.residence.rows[0]
+        load_kept, store_kept = _transfers(self.residence.offloads_activations, row)
+        load_accumulator, store_accumulator = _transfers(self.residence.offloads_accumulators, row)
         scalars = (
             ValueKind.KEY,
             ValueKind.EXECUTION_COUNT,
@@ -111,7 +114,8 @@ class MicroBatches:
                 elif value.kind is ValueKind.VARIABLE:
                     name = stage.variables[value.index].name
                     variable = variables[name]
-                    arguments.append(load(variable) if name in self.residence.offloaded else variable)
+                    is_away = name in self.residence.offloaded
+                    arguments.append(load(variable, row) if is_away else variable)
                 elif value.kind is ValueKind.INPUT:
                     source = stage.inputs[value.index]
                     is_kept = source.kind != "input" and number >= len(programs)
@@ -144,6 +148,8 @@ class MicroBatches:
         return new_accumulators, assigned, found
 
 
-def _transfers(is_offloaded: bool) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+def _transfers(is_offloaded: bool, row: Row) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
     """What brings values to the device, and what puts them into host memory."""
-    return (load, store) if is_offloaded else (lambda value: value, lambda value: value)
+    if not is_offloaded:
+        return (lambda value: value), (lambda value: value)
+    return functools.partial(load, row=row), functools.partial(store, row=row)
