@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.experimental.compilation_cache import compilation_cache
 
+from ipu_pipeline.engine import jax_compat
 from ipu_pipeline.utils import SelectionOrder
 
 __all__ = [
@@ -197,7 +197,7 @@ def enable_executable_cache(directory: str | os.PathLike[str]) -> None:
     jax.config.update("jax_compilation_cache_dir", str(path))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    compilation_cache.reset_cache()  # JAX looks at the settings once, when it first compiles
+    jax_compat.reset_persistent_cache()  # JAX looks at the settings once, when it first compiles
 
 
 def enable_executable_cache_of_environment() -> None:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex_core
 
+from ipu_pipeline.engine import jax_compat
 from ipu_pipeline.engine.loops.bodies import trace_body
 from ipu_pipeline.engine.loops.loop import Loop
 from ipu_pipeline.engine.tracing import frames
@@ -136,8 +137,8 @@ def _loop(
     condition = None if cond is None else _trace_condition(cond, tree, avals, what)
     loop_call = LoopCall(
         loop=Loop(traced, condition),
-        has_count_operand=isinstance(count, jax.core.Tracer),
-        count=None if isinstance(count, jax.core.Tracer) else count,
+        has_count_operand=jax_compat.is_traced(count),
+        count=None if jax_compat.is_traced(count) else count,
         infeed_queue=infeed_queue,
     )
     operands = [*([count] if loop_call.has_count_operand else []), *traced.captured, *leaves]
@@ -188,7 +189,7 @@ def _describe(tree: Any) -> str:
 def _check_count(n: Any) -> Any:
     if isinstance(n, Placeholder):
         n.refuse_capture()
-    if isinstance(n, jax.core.Tracer):
+    if jax_compat.is_traced(n):
         if n.shape != () or not jnp.issubdtype(n.dtype, jnp.integer):
             raise TypeError(
                 f"ipu.loops.repeat: n must be an integer scalar; got {n.dtype.name}{list(n.shape)}."

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_pipeline.engine import jaxprs
+from ipu_pipeline.engine import jax_compat, jaxprs
 from ipu_pipeline.engine.tracing import frames, keys, scopes
 from ipu_pipeline.engine.tracing.variables import assign, get_variable
 from ipu_pipeline.layers.base import Layer
@@ -214,7 +214,7 @@ class Flax(Layer):
         return outputs
 
     def _check_concrete(self, leaf: Any, path: tuple[Any, ...]) -> None:
-        if isinstance(leaf, (jax.core.Tracer, jax.ShapeDtypeStruct)):
+        if jax_compat.is_traced(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
             raise ValueError(
                 f"{self._full_name()}: the nnx module has no value at {_name(path)}, since it was made "
                 "within the stage or abstractly. Its values are where the variables start: make it outside."

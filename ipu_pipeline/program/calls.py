@@ -16,6 +16,7 @@ import numpy as np
 from jax.extend import core as jex_core
 
 from ipu_pipeline import config
+from ipu_pipeline.engine import jax_compat
 from ipu_pipeline.engine.loops.loop import Loop
 from ipu_pipeline.engine.pipeline import Pipeline
 from ipu_pipeline.engine.programs.recomputation import Recomputation
@@ -226,12 +227,10 @@ run_call_p.multiple_results = True
 
 
 @run_call_p.def_abstract_eval
-def _run_call_abstract(
-    *operands: Any, index: int, results: tuple[jax.core.ShapedArray, ...]
-) -> list[jax.core.ShapedArray]:
+def _run_call_abstract(*operands: Any, index: int, results: tuple[Any, ...]) -> list[Any]:
     # `index` is the position in ProgramBuilder.calls, since JAX's caches keep parameters for long.
     del operands, index
-    return [jax.core.ShapedArray((), np.dtype(np.int32)), *results]  # a marker needs a result
+    return [jax_compat.shaped_array((), np.dtype(np.int32)), *results]  # a marker needs a result
 
 
 @dataclass(eq=False)
@@ -285,7 +284,7 @@ class ProgramBuilder:
                     "kept, but their optimizer states have different structures. Give one another `name`."
                 )
         self.calls.append(call)
-        avals = tuple(jax.core.ShapedArray(aval.shape, aval.dtype) for aval in results)
+        avals = tuple(jax_compat.shaped_array(aval.shape, aval.dtype) for aval in results)
         _marker, *values = run_call_p.bind(*operands, index=len(self.calls) - 1, results=avals)
         return values
 

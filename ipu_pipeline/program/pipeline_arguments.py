@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ipu_pipeline.engine import jax_compat
 from ipu_pipeline.engine.devices.offloading import Offload
 from ipu_pipeline.engine.jaxprs.shapes import check_dtype, check_float_dtype
 from ipu_pipeline.engine.programs.accumulation import find_accumulator_dtype
@@ -82,7 +83,7 @@ def check_count(count: Any) -> Any:
             "gradient_accumulation_count must be an integer scalar; got "
             f"{count.dtype.name}{list(count.shape)}."
         )
-    if isinstance(count, (jax.core.Tracer, Placeholder)):
+    if jax_compat.is_traced(count) or isinstance(count, Placeholder):
         return count
     return check_integer("gradient_accumulation_count", int(count))  # an array with a value
 

@@ -16,17 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-try:  # not public, and four to five times faster than `jax.device_put`
-    from jaxlib.xla_client import (
-        ArrayCopySemantics,
-        ArrayImpl,
-        DeviceList,
-        HostBufferSemantics,
-        batched_copy_array_to_devices_with_sharding,
-        batched_device_put,
-    )
-except ImportError:  # pragma: no cover  # of another jaxlib
-    batched_copy_array_to_devices_with_sharding = batched_device_put = None
+from ipu_pipeline.engine import jax_compat
 
 __all__ = ["Row", "copy_to", "keep", "make_rows", "put", "put_host_copies"]
 
@@ -65,47 +55,18 @@ class Row:
 
     @functools.cached_property
     def copy(self) -> Callable[[Sequence[Any]], list[Any]] | None:
-        """Copies arrays that lie on other rows here, in one call of jaxlib; None where it cannot."""
-        if batched_copy_array_to_devices_with_sharding is None or not self.has_one_client:
-            return None
-        devices = DeviceList(self.devices)
-        reuse = ArrayCopySemantics.REUSE_INPUT
-
-        def copy(arrays: Sequence[Any]) -> list[Any]:
-            number = len(arrays)
-            copies: list[Any] = batched_copy_array_to_devices_with_sharding(
-                arrays, [devices] * number, [self.replicated] * number, [reuse] * number
-            )
-            return copies
-
-        return copy
+        """Copies arrays that lie on other rows here, random keys excepted; None where it cannot."""
+        return jax_compat.make_copy(self.devices, self.replicated) if self.has_one_client else None
 
     @functools.cached_property
     def send(self) -> Callable[[np.ndarray[Any, Any] | np.generic, bool], Any] | None:
-        """Puts an array of NumPy here, or a copy, by jaxlib's own function; None where it cannot."""
-        if batched_device_put is None or len(self.devices) > 1:
-            return None
-        devices = list(self.devices)
-
-        def send(array: np.ndarray[Any, Any] | np.generic, is_copied: bool) -> Any:
-            aval = _shaped(array.shape, array.dtype)
-            given = (aval, self.replicated, [np.asarray(array)], devices, True)
-            if not is_copied:
-                return batched_device_put(*given)
-            during_call = HostBufferSemantics.IMMUTABLE_ONLY_DURING_CALL
-            return batched_device_put(*given, force_copy=True, host_buffer_semantics=during_call)
-
-        return send
+        """Puts an array of NumPy here, or a copy; None where it cannot."""
+        return jax_compat.make_send(self.devices[0], self.replicated) if len(self.devices) == 1 else None
 
     @property
     def devices(self) -> tuple[Any, ...]:
         """The row's devices, in the order of the replicas."""
         return tuple(self.replicated.mesh.devices.flat)
-
-
-@functools.lru_cache(maxsize=256)
-def _shaped(shape: tuple[int, ...], dtype: np.dtype[Any]) -> jax.core.ShapedArray:
-    return jax.core.ShapedArray(shape, dtype)
 
 
 def make_rows(devices: Sequence[Any], device_mapping: Sequence[int]) -> tuple[Row, ...]:
@@ -189,13 +150,13 @@ def _is_on_host(array: Any) -> bool:
     # Random keys are arrays of arrays, which NumPy does not have.
     if not isinstance(array, jax.Array):
         return True
-    return type(array) is ArrayImpl and all(device.platform == "cpu" for device in array.devices())
+    return jax_compat.is_device_array(array) and all(device.platform == "cpu" for device in array.devices())
 
 
 def copy_to(arrays: Sequence[Any], row: Row) -> list[Any]:
     """Transfers JAX arrays that are known to be on another row of the same pipeline."""
     # Random keys are arrays of arrays, which only the public function knows.
-    if row.copy is not None and all(type(array) is ArrayImpl for array in arrays):
+    if row.copy is not None and all(map(jax_compat.is_device_array, arrays)):
         return row.copy(arrays)
     copies: list[Any] = jax.device_put(list(arrays), row.replicated)
     return copies

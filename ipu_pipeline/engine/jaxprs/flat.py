@@ -13,6 +13,8 @@ from typing import Any, TypeAlias
 import jax
 from jax.extend import core as jex_core
 
+from ipu_pipeline.engine import jax_compat
+
 __all__ = [
     "CHECKPOINTS",
     "Atom",
@@ -113,26 +115,22 @@ def flatten(closed_jaxpr: Any, rule: EquationRule | None = None) -> FlatJaxpr:
     equations: list[Equation] = []
     constants: dict[Var, Any] = {}
 
-    def inline(jaxpr: Any, consts: Sequence[Any], arguments: list[Atom], name_stack: Any) -> list[Atom]:
+    def inline(jaxpr: Any, consts: Sequence[Any], arguments: list[Atom], caller: Any) -> list[Atom]:
         known: dict[Var, Atom] = dict(zip(jaxpr.invars, arguments, strict=True))
         for var, value in zip(jaxpr.constvars, consts, strict=True):
             known[var] = jex_core.Var(var.aval)
             constants[known[var]] = value
         for equation in jaxpr.eqns:
-            source_info = equation.source_info
-            if name_stack is not None:
-                stack = name_stack + source_info.name_stack
-                source_info = source_info.replace(name_stack=stack)
+            if caller is not None:
+                equation = jax_compat.within_scopes(caller, equation)
             inputs = map_atoms(known, equation.invars)
-            stack = source_info.name_stack
 
-            def inline_here(inner: Any, arguments: list[Atom], stack: Any = stack) -> list[Atom]:
-                return inline(inner.jaxpr, inner.consts, arguments, stack)
+            def inline_here(inner: Any, arguments: list[Atom], here: Any = equation) -> list[Atom]:
+                return inline(inner.jaxpr, inner.consts, arguments, here)
 
             if is_inlined(equation):
                 outputs = inline_here(equation.params[_INLINED[equation.primitive.name]], inputs)
             else:
-                equation = equation.replace(source_info=source_info)
                 replaced = rule(equation, inputs, inline_here) if rule is not None else None
                 outputs = fresh(equation.outvars) if replaced is None else replaced
                 if replaced is None:
@@ -154,7 +152,7 @@ def lift_captures(closed_jaxpr: Any) -> tuple[Any, list[Any]]:
     """
     jaxpr = closed_jaxpr.jaxpr
     constants = list(zip(jaxpr.constvars, closed_jaxpr.consts, strict=True))
-    captured = {var: value for var, value in constants if isinstance(value, jax.core.Tracer)}
+    captured = {var: value for var, value in constants if jax_compat.is_traced(value)}
     kept = [(var, value) for var, value in constants if var not in captured]
     lifted = make_program(dict(kept), [*captured, *jaxpr.invars], jaxpr.eqns, jaxpr.outvars)
     return lifted.closed_jaxpr, list(captured.values())

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from jax.extend import core as jex_core
-from jax.interpreters import partial_eval
 
+from ipu_pipeline.engine import jax_compat
 from ipu_pipeline.engine.jaxprs.flat import Atom, Equation, FlatJaxpr, Program, Var, fresh, make_program
 
 __all__ = ["any_equation", "can_reduce", "dependents", "extract", "reduce"]
@@ -44,12 +44,17 @@ def _reads(equation: Equation | None, variables: Collection[Var]) -> bool:
 
 def can_reduce(equation: Equation) -> bool:
     """Whether `reduce` can be asked for some of the equation's outputs."""
-    return equation.primitive in partial_eval.dce_rules
+    return equation.primitive in jax_compat.dce_rules
 
 
 def reduce(equation: Equation, places: Collection[int]) -> Equation | None:
-    """The equation without the outputs that are not at `places`, and without what only they need."""
-    rule = partial_eval.dce_rules[equation.primitive]
+    """The equation without the outputs that are not at `places`, and without what only they need.
+
+    Where it cannot be reduced, it stays as it is.
+    """
+    rule = jax_compat.dce_rules.get(equation.primitive)
+    if rule is None:
+        return equation
     _used_inputs, reduced = rule([place in places for place in range(len(equation.outvars))], equation)
     return reduced
 

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from jax.extend import core as jex_core
 
+from ipu_pipeline.engine import jax_compat
 from ipu_pipeline.engine.programs.accumulation import Reduction
 from ipu_pipeline.engine.programs.gradient_maps import GradientMap
 from ipu_pipeline.engine.tracing import frames
@@ -109,15 +110,15 @@ enqueue_p = jex_core.Primitive("enqueue")
 
 
 @minimize_p.def_abstract_eval  # type: ignore[untyped-decorator]  # jax.extend has no annotations
-def _minimize_abstract(*values: Any) -> jax.core.ShapedArray:
+def _minimize_abstract(*values: Any) -> Any:
     del values  # the loss, and what the optimizer captured
-    return jax.core.ShapedArray((), np.dtype(np.int32))  # nobody reads it; a marker needs a result
+    return jax_compat.shaped_array((), np.dtype(np.int32))  # nobody reads it; a marker needs a result
 
 
 @enqueue_p.def_abstract_eval  # type: ignore[untyped-decorator]  # jax.extend has no annotations
-def _enqueue_abstract(*leaves: Any, index: int) -> jax.core.ShapedArray:
+def _enqueue_abstract(*leaves: Any, index: int) -> Any:
     del leaves, index
-    return jax.core.ShapedArray((), np.dtype(np.int32))
+    return jax_compat.shaped_array((), np.dtype(np.int32))
 
 
 def current_recorder(what: str, advice_in_stage: str) -> tuple[frames.Frame, Recorder]:

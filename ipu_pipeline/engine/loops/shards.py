@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex_core
 
-from ipu_pipeline.engine import jaxprs
+from ipu_pipeline.engine import jax_compat, jaxprs
 from ipu_pipeline.engine.loops.recording import current_recorder
 from ipu_pipeline.engine.tracing import hoisting
 from ipu_pipeline.engine.tracing.specs import VariableSpec
@@ -79,8 +79,7 @@ def ipu_shard(index: int) -> Iterator[None]:
 
 def read_shard(equation: Any) -> int | None:
     """The shard whose scope an equation is in; None outside of all."""
-    for entry in reversed(equation.source_info.name_stack.stack):
-        name = getattr(entry, "name", "")
+    for name in reversed(jax_compat.scope_names(equation)):
         if name.startswith(_PREFIX):
             return int(name.removeprefix(_PREFIX))
     return None

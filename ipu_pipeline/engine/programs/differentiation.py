@@ -24,7 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ipu_pipeline.engine import jaxprs
+from ipu_pipeline.engine import jax_compat, jaxprs
 from ipu_pipeline.engine.programs import accumulation, recomputation, stage_programs
 from ipu_pipeline.engine.programs.accumulation import Reduction
 from ipu_pipeline.engine.programs.cutting import Joint, fuse, is_literal, split
@@ -272,7 +272,7 @@ def _trace_joint(joint: Callable[..., list[Any]], avals: Sequence[Any], place: s
     with contextlib.suppress(jax.errors.UnexpectedTracerError):
         closed_jaxpr = jax.make_jaxpr(joint)(*avals)
     # A derivative rule is run here, after the stage was traced: the stage's values are gone.
-    if closed_jaxpr is None or any(isinstance(c, jax.core.Tracer) for c in closed_jaxpr.consts):
+    if closed_jaxpr is None or any(map(jax_compat.is_traced, closed_jaxpr.consts)):
         raise ValueError(
             f"{place}: a function with custom derivatives (jax.custom_vjp, jax.custom_jvp, "
             "jax.custom_gradient) uses a value of the stage that is not among its arguments. Pass it as an "

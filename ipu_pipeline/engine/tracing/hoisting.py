@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import jax
 from jax.extend import core as jex_core
 
-from ipu_pipeline.engine import jaxprs
+from ipu_pipeline.engine import jax_compat, jaxprs
 from ipu_pipeline.engine.tracing import frames
 from ipu_pipeline.engine.tracing.keys import key_aval, micro_batch_key_p
 from ipu_pipeline.engine.tracing.specs import VariableSpec
@@ -119,7 +119,7 @@ def hoist(
 
 def variable_input(spec: VariableSpec) -> Any:
     """A new jaxpr variable for a variable's value."""
-    return jex_core.Var(jax.core.ShapedArray(spec.shape, spec.dtype))
+    return jex_core.Var(jax_compat.shaped_array(spec.shape, spec.dtype))
 
 
 def marker_rule(

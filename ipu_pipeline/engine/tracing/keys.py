@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jax.extend import core as jex_core
 
+from ipu_pipeline.engine import jax_compat
 from ipu_pipeline.engine.tracing import frames, scopes
 from ipu_pipeline.engine.tracing.specs import serial_numbers
 
@@ -49,7 +50,7 @@ def next_rng_key() -> jax.Array:
 
 def key_aval() -> Any:
     """Shape and dtype of a random key."""
-    return jax.core.ShapedArray((), jax.eval_shape(jax.random.key, 0).dtype)
+    return jax_compat.shaped_array((), jax.eval_shape(jax.random.key, 0).dtype)
 
 
 def micro_batch_key(key: jax.Array, execution_count: jax.Array, micro_batch: jax.Array) -> jax.Array:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ipu_pipeline.engine import jax_compat
 from ipu_pipeline.engine.tracing import scopes
 
 __all__ = ["Initializer", "VariableSpec", "fresh_trace", "initial_value", "make_spec", "serial_numbers"]
@@ -44,14 +45,12 @@ class VariableSpec:
 # JAX caches the traces of inner functions. A function that asks for variables or keys must be traced
 # again in every stage, so each stage is traced in a context of its own, which the caches respect. Within
 # one stage a trace that is used twice shows by the serial numbers of its markers.
-_stage_trace = jax.make_user_context(None)
 serial_numbers = itertools.count()
 
 
 def fresh_trace() -> contextlib.AbstractContextManager[None]:
     """A context in which inner functions are traced anew."""
-    context: contextlib.AbstractContextManager[None] = _stage_trace(next(serial_numbers))
-    return context
+    return jax_compat.fresh_trace(next(serial_numbers))
 
 
 def initial_value(spec: VariableSpec, key: jax.Array) -> jax.Array:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core as jex_core
 
-from ipu_pipeline.engine import jaxprs
+from ipu_pipeline.engine import jax_compat, jaxprs
 from ipu_pipeline.engine.jaxprs.shapes import describe
 from ipu_pipeline.engine.tracing import frames, hoisting
 from ipu_pipeline.engine.tracing.checkpoints import check_marks
@@ -327,7 +327,7 @@ def check_captures(
     Raises:
       ValueError: it does.
     """
-    captured = [value for value in constants if isinstance(value, jax.core.Tracer)]
+    captured = [value for value in constants if jax_compat.is_traced(value)]
     if captured:
         known = [describe_capture(value) if describe_capture else None for value in captured]
         described = ", ".join(

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex_core
 
+from ipu_pipeline.engine import jax_compat
 from ipu_pipeline.engine.tracing import frames, scopes
 from ipu_pipeline.engine.tracing.specs import VariableSpec, make_spec, serial_numbers
 
@@ -23,15 +24,15 @@ assign_variable_p = jex_core.Primitive("assign_variable")
 
 
 @read_variable_p.def_abstract_eval  # type: ignore[untyped-decorator]  # jax.extend has no annotations
-def _read_abstract(*, spec: VariableSpec, serial: int) -> jax.core.ShapedArray:
+def _read_abstract(*, spec: VariableSpec, serial: int) -> Any:
     del serial
-    return jax.core.ShapedArray(spec.shape, spec.dtype)
+    return jax_compat.shaped_array(spec.shape, spec.dtype)
 
 
 @assign_variable_p.def_abstract_eval  # type: ignore[untyped-decorator]  # jax.extend has no annotations
-def _assign_abstract(value: jax.core.ShapedArray, *, spec: VariableSpec) -> jax.core.ShapedArray:
+def _assign_abstract(value: Any, *, spec: VariableSpec) -> Any:
     del value, spec
-    return jax.core.ShapedArray((), np.dtype(np.int32))  # nobody reads it; a marker needs a result
+    return jax_compat.shaped_array((), np.dtype(np.int32))  # nobody reads it; a marker needs a result
 
 
 def get_variable(

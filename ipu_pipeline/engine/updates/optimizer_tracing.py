@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ipu_pipeline.engine import jaxprs
+from ipu_pipeline.engine import jax_compat, jaxprs
 from ipu_pipeline.engine.programs.accumulation import Reduction, count_dtype
 from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.engine.tracing.stages import as_arguments, check_captures
@@ -235,7 +235,7 @@ def lift_captures(traced: TracedOptimizer) -> tuple[TracedOptimizer, list[Any]]:
         constants = {}
         inputs = list(flat.inputs)
         for var, value in flat.constants.items():
-            if not isinstance(value, jax.core.Tracer):
+            if not jax_compat.is_traced(value):
                 constants[var] = value
                 continue
             if id(value) not in captured:

@@ -1,0 +1,294 @@
+"""Names of JAX and jaxlib that are not public, each with a public fallback.
+
+Only this module uses such names, and `NAMES` lists them. A name is public if JAX's reference documentation
+describes it. `jax.extend.core`, on which the engine is built, is public in this sense; `jax.core` is not,
+nor is anything in jaxlib. The names are looked up once, when this module is imported. If one is missing,
+everything still works, only more slowly: arrays are moved by `jax.device_put`, loops are not reduced to the
+outputs that are needed, and equal programs are compiled one by one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import io
+import pickle
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core as jex_core
+
+__all__ = [
+    "NAMES",
+    "WrittenExecutable",
+    "can_move_executables",
+    "dce_rules",
+    "fresh_trace",
+    "is_device_array",
+    "is_traced",
+    "make_copy",
+    "make_send",
+    "read_executable",
+    "reset_persistent_cache",
+    "scope_names",
+    "shaped_array",
+    "within_scopes",
+    "write_executable",
+]
+
+NAMES: list[str] = []  # each as "module:name"; `_find` adds them
+
+
+def _find(path: str) -> Any:
+    """What a name stands for; None if there is no such name."""
+    NAMES.append(path)
+    module, _, names = path.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for name in names.split("."):
+            found = getattr(found, name)
+    except (ImportError, AttributeError):
+        return None
+    return found
+
+
+# Moving arrays. jaxlib's functions are four to five times faster than `jax.device_put`.
+
+_ArrayCopySemantics = _find("jaxlib.xla_client:ArrayCopySemantics")
+_ArrayImpl = _find("jaxlib.xla_client:ArrayImpl")
+_DeviceList = _find("jaxlib.xla_client:DeviceList")
+_HostBufferSemantics = _find("jaxlib.xla_client:HostBufferSemantics")
+_batched_copy = _find("jaxlib.xla_client:batched_copy_array_to_devices_with_sharding")
+_batched_put = _find("jaxlib.xla_client:batched_device_put")
+
+
+def is_device_array(value: Any) -> bool:
+    """Whether it is an array of JAX with numbers in it: neither random keys nor traced."""
+    if _ArrayImpl is not None:
+        return type(value) is _ArrayImpl
+    if not isinstance(value, jax.Array) or is_traced(value):
+        return False
+    return not jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+
+
+def make_copy(devices: Sequence[Any], sharding: Any) -> Callable[[Sequence[Any]], list[Any]]:
+    """What copies arrays for which `is_device_array` holds to other devices of the same client."""
+    if _batched_copy is None or _DeviceList is None or _ArrayCopySemantics is None:
+
+        def put(arrays: Sequence[Any]) -> list[Any]:
+            copies: list[Any] = jax.device_put(list(arrays), sharding)
+            return copies
+
+        return put
+
+    listed, reuse = _DeviceList(tuple(devices)), _ArrayCopySemantics.REUSE_INPUT
+
+    def copy(arrays: Sequence[Any]) -> list[Any]:
+        number = len(arrays)
+        copies: list[Any] = _batched_copy(arrays, [listed] * number, [sharding] * number, [reuse] * number)
+        return copies
+
+    return copy
+
+
+def make_send(device: Any, sharding: Any) -> Callable[[np.ndarray[Any, Any] | np.generic, bool], Any]:
+    """What puts an array of NumPy on a device; with True, a copy that shares no memory with it."""
+    if _batched_put is None or _HostBufferSemantics is None:
+
+        def put(array: np.ndarray[Any, Any] | np.generic, is_copied: bool) -> Any:
+            return jax.device_put(np.array(array) if is_copied else array, sharding)
+
+        return put
+
+    during_call = _HostBufferSemantics.IMMUTABLE_ONLY_DURING_CALL
+
+    def send(array: np.ndarray[Any, Any] | np.generic, is_copied: bool) -> Any:
+        aval = _cached_shaped_array(array.shape, array.dtype)
+        given = (aval, sharding, [np.asarray(array)], [device], True)
+        if not is_copied:
+            return _batched_put(*given)
+        return _batched_put(*given, force_copy=True, host_buffer_semantics=during_call)
+
+    return send
+
+
+# Tracing.
+
+_ShapedArray = _find("jax.core:ShapedArray")
+_Tracer = _find("jax.core:Tracer")
+_make_user_context = _find("jax:make_user_context")
+_trace_number = None if _make_user_context is None else _make_user_context(None)
+
+
+def shaped_array(shape: Sequence[int], dtype: Any) -> Any:
+    """The abstract value of an array."""
+    if _ShapedArray is not None:
+        return _ShapedArray(tuple(shape), dtype)
+    (aval,) = jax.make_jaxpr(lambda x: x)(jax.ShapeDtypeStruct(tuple(shape), dtype)).in_avals
+    return aval
+
+
+_cached_shaped_array = functools.lru_cache(maxsize=256)(shaped_array)
+
+
+def is_traced(value: Any) -> bool:
+    """Whether a value only stands for an array, in a function that is being traced."""
+    if _Tracer is not None:
+        return isinstance(value, _Tracer)
+    if not isinstance(value, jax.Array):
+        return False
+    try:
+        value.devices()
+    except jax.errors.ConcretizationTypeError:
+        return True
+    except RuntimeError:  # its memory was donated
+        return False
+    return False
+
+
+@contextlib.contextmanager
+def fresh_trace(number: int) -> Iterator[None]:
+    """A context in which JAX traces inner functions anew, whatever its caches have.
+
+    Args:
+      number: a different one for each context.
+    """
+    if _trace_number is not None:
+        with _trace_number(number):
+            yield
+        return
+    jax.clear_caches()  # which drops compiled programs, too; they are compiled again when called
+    try:
+        yield
+    finally:
+        jax.clear_caches()
+
+
+# Names of scopes in equations.
+
+_has_name_stacks = None not in [
+    _find("jax.extend.source_info_util:SourceInfo.name_stack"),
+    _find("jax.extend.source_info_util:SourceInfo.replace"),
+    _find("jax.extend.source_info_util:NameStack.stack"),
+    _find("jax.extend.source_info_util:NameStack.__add__"),
+]
+
+
+def scope_names(equation: Any) -> list[str]:
+    """Names of the scopes (`jax.named_scope`) and transformations around an equation, outermost first."""
+    if _has_name_stacks:
+        return [entry.name for entry in equation.source_info.name_stack.stack]
+    bare = equation.replace(invars=[], outvars=[], params={}, effects=frozenset())
+    jaxpr = jex_core.Jaxpr([], [], [], [bare], frozenset(), _DEBUG_INFO)
+    text = jaxpr.pretty_print(name_stack=True, custom_pp_eqn_rules=False, use_color=False)
+    (stack,) = re.findall(r"# \[(.*)\]", text)
+    return [name for name in re.split("[/()]", stack) if name]
+
+
+_DEBUG_INFO = jex_core.DebugInfo("jit", "ipu_pipeline", None, None)
+
+
+def within_scopes(caller: Any, equation: Any) -> Any:
+    """The equation with the scopes of the call that it was inlined from around its own."""
+    info = equation.source_info
+    if _has_name_stacks:
+        stack = caller.source_info.name_stack + info.name_stack
+        return equation.replace(source_info=info.replace(name_stack=stack))
+    outer = scope_names(caller)
+    if not outer:
+        return equation
+
+    def trivial(x: Any) -> Any:
+        with contextlib.ExitStack() as scopes:
+            for name in (*outer, *scope_names(equation)):
+                scopes.enter_context(jax.named_scope(name))
+            return jax.lax.neg(x)
+
+    (traced,) = jax.make_jaxpr(trivial)(np.float32(0)).eqns
+    return equation.replace(source_info=traced.source_info)
+
+
+# How an equation is reduced to some of its outputs, by primitive: (which, equation) -> (inputs, equation).
+dce_rules: Mapping[Any, Callable[[list[bool], Any], tuple[Any, Any]]] = (
+    _find("jax.interpreters.partial_eval:dce_rules") or {}
+)
+
+# Executables: loaded for other devices than they were compiled for, and JAX's persistent cache.
+
+_find_cache = _find("jax._src.compilation_cache:_get_cache")
+_reset_cache = _find("jax.experimental.compilation_cache.compilation_cache:reset_cache")
+_serialize = _find("jax.experimental.serialize_executable:serialize")
+_deserialize = _find("jaxlib.xla_client:Client.deserialize_executable")
+_CompileOptions = _find("jaxlib.xla_client:CompileOptions")
+_DeviceAssignment = _find("jaxlib.xla_client:DeviceAssignment")
+
+
+def reset_persistent_cache() -> None:
+    """Makes JAX read the settings of its persistent cache again; by itself it reads them only once."""
+    if _reset_cache is not None:
+        _reset_cache()
+
+
+def can_move_executables(client: Any) -> bool:
+    """Whether what was compiled for one device of a client can be loaded for others.
+
+    Not with JAX's persistent compilation cache: what XLA's CPU client has itself loaded from there, and is
+    written out again, fails when it is called (jax 0.10.2).
+    """
+    needed = (_find_cache, _serialize, _deserialize, _CompileOptions, _DeviceAssignment)
+    return None not in needed and _find_cache(client) is None
+
+
+class WrittenExecutable(NamedTuple):
+    """A compiled program, written out."""
+
+    written: bytes
+    in_tree: Any
+    out_tree: Any
+
+
+def write_executable(compiled: jax.stages.Compiled) -> WrittenExecutable:
+    """Writes a compiled program out; only where `can_move_executables`.
+
+    Raises:
+      Exception: it cannot be written, as with callbacks; the types are JAX's.
+    """
+    return WrittenExecutable(*_serialize(compiled))
+
+
+def read_executable(executable: WrittenExecutable, device: Any) -> jax.stages.Compiled:
+    """The program for a device of the kind that it was compiled for.
+
+    Raises:
+      Exception: JAX or XLA does not take it; the types are theirs.
+    """
+    unloaded, leaves, no_kwargs = _Reader(executable.written, device).load()
+    arguments = executable.in_tree.unflatten(leaves)
+    return jax.stages.Compiled(unloaded.load(), [], arguments, executable.out_tree, no_kwargs=no_kwargs)
+
+
+class _Reader(pickle.Unpickler):
+    """Reads what JAX wrote for one device as for another; its own reader insists on the same device."""
+
+    def __init__(self, written: bytes, device: Any) -> None:
+        super().__init__(io.BytesIO(written))
+        self._device = device
+
+    def persistent_load(self, known: tuple[Any, ...]) -> Any:
+        """Finds what JAX does not write as an object: the device, its client, and XLA's executable."""
+        kind, *rest = known
+        if kind == "device":
+            return self._device
+        if kind == "client":
+            return self._device.client
+        if kind != "exec":
+            raise pickle.UnpicklingError(f"JAX wrote something unknown: {kind}.")
+        options = _CompileOptions()
+        options.num_replicas = options.num_partitions = 1
+        options.device_assignment = _DeviceAssignment.create(np.array([[self._device.id]]))
+        return _deserialize(self._device.client, rest[0], [self._device], options)
