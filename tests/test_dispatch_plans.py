@@ -14,7 +14,7 @@ import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline import engine, layers
-from ipu_pipeline.engine import reference
+from ipu_pipeline.engine import measuring, reference
 from ipu_pipeline.engine.planning import choosing
 from ipu_pipeline.errors import OutOfRangeError
 from ipu_pipeline.reports.live_bytes import LiveBytes
@@ -654,6 +654,65 @@ def test_stages_that_print_stay_programs_of_their_own():
     pipeline.trace(step[0], make_scale())
     reason = "stages print or call back into Python"
     assert pipeline.dispatch_plan == engine.DispatchPlan(reason=reason)
+
+
+@jax.custom_vjp
+def foreign(x):
+    return jax.ffi.ffi_call("foreign", jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+
+
+foreign.defvjp(lambda x: (foreign(x), None), lambda _kept, g: (foreign(g),))
+
+
+def calling(function, is_trained=True, **options):
+    def stage(scale, x, labels):
+        return second_stage(scale, function(kernel("first", x)[0]) + x, x, labels, labels % 2 == 0)
+
+    training = {"loss": lambda loss, **_others: loss, "optimizer": make_optimizer()} if is_trained else {}
+    pipeline = engine.Pipeline([stage, *STAGES[2:]], num_micro_batches=64, **training, **options)
+    (step,) = make_steps(num_steps=1)
+    pipeline.trace(step[0], make_scale())
+    return pipeline
+
+
+@pytest.mark.parametrize("is_trained", [True, False])
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (foreign, "ffi_call(foreign)"),
+        (jax.checkpoint(lambda x: jax.lax.map(foreign, x)), "ffi_call(foreign)"),
+        (lambda x: jax.pure_callback(np.sin, x, jax.lax.stop_gradient(x)), "pure_callback"),
+    ],
+)
+def test_programs_of_unknown_cost_stay_programs_of_their_own(function, name, is_trained):
+    reason = f"no cost is known of {name}; engine.measure_dispatch_plan measures"
+    assert calling(jnp.sin, is_trained).dispatch_plan.chunk_size > 2
+    assert calling(function, is_trained).dispatch_plan == engine.DispatchPlan(reason=reason)
+
+
+def test_programs_of_unknown_cost_may_be_measured(monkeypatch):
+    """What was measured counts, whatever is in the programs."""
+    seconds = {1: 0.4, 2: 0.3, 4: 0.1, 8: 0.2, 16: 0.5}
+    monkeypatch.setattr(
+        measuring,
+        "_time",
+        lambda pipeline, *_others: (
+            seconds[pipeline.dispatch_plan.chunk_size] + pipeline.dispatch_plan.is_fused
+        ),
+    )
+    (step,) = make_steps(count=64, num_steps=1)
+    plan = engine.measure_dispatch_plan(calling(foreign), None, step, make_scale())
+    assert (plan.chunk_size, plan.is_fused) == (4, False)
+    assert calling(foreign, dispatch_plan=plan).dispatch_plan is plan
+
+
+def test_the_summary_says_that_a_cost_is_not_known():
+    def first(rate, x, labels):
+        return front.first_stage(rate, jax.pure_callback(np.sin, x, x), labels)
+
+    summary = front.Model(computational_stages=[first, front.second_stage]).program.summary()
+    reason = "no cost is known of pure_callback"
+    assert f"one micro-batch per program, nothing is fused: {reason}" in summary
 
 
 def test_one_device_has_no_plan():

@@ -3,6 +3,10 @@
 XLA's own analysis (`cost_analysis` of a lowered or compiled program) counts the body of a loop once,
 whatever its number of turns: 524,290 flops for a scan of ten products of 64 x 64 matrices (jax 0.10.2,
 CPU), where there are ten times as many. Stages that scan over layers would look cheap.
+
+What a foreign function takes is not in its equation: `jax.ffi.ffi_call`, a Pallas kernel, a callback into
+Python, a factorization of LAPACK's, a primitive that JAX does not have. It may be anything, so it is named
+and not counted.
 """
 
 from __future__ import annotations
@@ -10,11 +14,39 @@ from __future__ import annotations
 import math
 from typing import Any
 
-__all__ = ["count_operations", "has_convolutions"]
+from jax.extend import core as jex_core
+
+__all__ = ["count_operations", "find_uncounted", "has_convolutions"]
 
 # A product of matrices does many operations per element that it reads; anything else is bound by memory,
 # where an element takes about as long as so many operations of a product.
 _PER_ELEMENT = 10.0
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# Of JAX's own primitives those whose work is not one of elements: most are calls of LAPACK on a CPU.
+_UNCOUNTED = _words(
+    "cholesky eig eigh hessenberg householder_product lu qr schur svd triangular_solve tridiagonal "
+    "tridiagonal_solve"
+)
+_PRIMITIVES = {
+    value
+    for value in vars(jex_core.primitives).values()
+    if isinstance(value, jex_core.Primitive) and value.name not in _UNCOUNTED
+}
+# JAX has these too, and `jax.extend.core.primitives` does not list them.
+_UNLISTED = _words(
+    "accum_grad_in_ref addupdate broadcast_to checkpoint closed_call composite core_closed_call "
+    "custom_jvp_call_jaxpr custom_vmap_call dce_sink dimension_size empty empty_ref freeze from_edtype "
+    "iota_2x32_shape jit layout_constraint linear_call lu_pivots_to_permutation mulhi new_ref "
+    "optimization_barrier pbroadcast philox2x32 philox4x32 pin pjit platform_index psum_invariant pvary "
+    "ragged_dot_general random_clone random_unwrap random_wrap reciprocal reduce_scatter remat remat2 "
+    "remat_opt reshard run_state scaled_dot scatter-sub shard_map split stack stage threefry4x32 tie tile "
+    "to_edtype unpin unstack with_memory_space_constraint zeros_like"
+)
 
 
 def count_operations(jaxpr: Any) -> float:
@@ -28,6 +60,27 @@ def count_operations(jaxpr: Any) -> float:
       jaxpr: a `Jaxpr`.
     """
     return sum(_count(equation) for equation in jaxpr.eqns)
+
+
+def find_uncounted(jaxpr: Any) -> frozenset[str]:
+    """What in a jaxpr, or in one within it, takes a time that `count_operations` does not know.
+
+    Args:
+      jaxpr: a `Jaxpr`.
+
+    Returns:
+      What people call it, such as "ffi_call(name)"; nothing if all of it is counted.
+    """
+    found: set[str] = set()
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        if equation.primitive in _PRIMITIVES or name in _UNLISTED:
+            for inner in _inner(equation):
+                found |= find_uncounted(getattr(inner, "jaxpr", inner))
+        else:
+            target = equation.params.get("target_name")
+            found.add(name if target is None else f"{name}({target})")
+    return frozenset(found)
 
 
 def has_convolutions(jaxpr: Any) -> bool:

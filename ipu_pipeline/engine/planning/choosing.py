@@ -4,6 +4,7 @@ Every dispatch costs the host and the device some time, however little it comput
 have fewer dispatches, but a pipeline of chunks takes longer to fill and to drain, and has more
 micro-batches in flight. Which is better is estimated from the programs' operations and the nominal figures
 below, so the choice depends on the pipeline and on the kind of device alone, and is the same everywhere.
+Foreign functions have no estimate: programs that call one stay as they are.
 
 Devices of their own are simulated. The virtual devices of a CPU share its cores, and XLA's programs use all
 cores that are idle: while one stage waits, the others are faster. So there a step takes what its programs
@@ -84,11 +85,13 @@ def choose_dispatch_plan(
       saves_memory: whether recomputation or offloading is on, which chunks would counter.
     """
     both = [program for own in programs for program in (own.forward, own.backward) if program is not None]
+    uncounted = ", ".join(sorted(frozenset().union(*(program.uncounted for program in both))))
     reasons = {
         "the number of micro-batches is known at run only": num_micro_batches is None,
         "the schedule was chosen for its order or its memory": not is_grouped,
         "recomputation or offloading is to save memory": saves_memory,
         "stages print or call back into Python": any(program.has_effects for program in both),
+        f"no cost is known of {uncounted}; engine.measure_dispatch_plan measures": bool(uncounted),
     }
     for reason, holds in reasons.items():
         if holds:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.extend import core as jex_core
 
 from ipu_pipeline.engine import jaxprs
-from ipu_pipeline.engine.jaxprs.costs import count_operations, has_convolutions
+from ipu_pipeline.engine.jaxprs.costs import count_operations, find_uncounted, has_convolutions
 
 __all__ = ["StageProgram", "StagePrograms", "Value", "ValueKind", "cut", "seed"]
 
@@ -55,6 +55,7 @@ class StageProgram:
       arguments: what they are; accumulators, which may be donated, come first.
       results: what they are. One result may stand for several values.
       num_operations: what it costs, see `costs.count_operations`.
+      uncounted: what it calls besides, whose cost is not known, see `costs.find_uncounted`.
       has_effects: whether it prints or calls back into Python.
       has_convolutions: whether it has convolutions.
     """
@@ -64,6 +65,7 @@ class StageProgram:
     arguments: tuple[Value, ...]
     results: tuple[tuple[Value, ...], ...]
     num_operations: float
+    uncounted: frozenset[str]
     has_effects: bool
     has_convolutions: bool
 
@@ -134,6 +136,7 @@ def cut(
         tuple(arguments),
         labelled,
         num_operations=count_operations(jaxpr),
+        uncounted=find_uncounted(jaxpr),
         has_effects=bool(jaxpr.effects),
         has_convolutions=has_convolutions(jaxpr),
     )
