@@ -37,6 +37,7 @@ BENCHMARKS = [
     "tutorial",
     "memory",
     "recomputation_memory",
+    "foreign_functions",
 ]
 _PACKAGES = ("jax", "jaxlib", "optax", "orbax-checkpoint", "torch")
 
