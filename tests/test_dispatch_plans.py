@@ -187,7 +187,7 @@ def test_accumulated_gradients(plan):
         del wanted
         return [executor.place_element(jax.tree.leaves(next(elements)))]
 
-    accumulated = pipeline.accumulate(state, take, [make_scale()])
+    accumulated = pipeline.accumulate(state, take, [make_scale()]).accumulated
     merged = pipeline.plan_accumulators().merge(
         accumulated.accumulators, executor.weight_update._add_to_home
     )
