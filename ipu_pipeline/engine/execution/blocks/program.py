@@ -28,7 +28,7 @@ from ipu_pipeline.engine.updates.cutting import UpdateProgram
 from ipu_pipeline.engine.updates.environment import UpdateEnvironment
 from ipu_pipeline.engine.updates.optimizer_tracing import UpdateKind, UpdateValue
 
-__all__ = ["BlockKind", "BlockProgram", "Carry", "Given", "Position", "Totals"]
+__all__ = ["BlockKind", "BlockProgram", "Given", "Left", "Position", "Totals"]
 
 
 @dataclass(frozen=True)
@@ -117,8 +117,8 @@ class Carry:
 
     Attributes:
       done: micro-batches that ran.
-      num_kept: weight updates whose sums are in the stacks; None where the block ends.
-      accumulated: micro-batches in the accumulators; None where the block ends.
+      num_kept: weight updates whose sums are in the stacks.
+      accumulated: micro-batches in the accumulators.
       totals: accumulators and sums.
       variables: by full name.
       state_leaves: of the optimizer's state.
@@ -132,10 +132,36 @@ class Carry:
     accumulated: Any
     totals: Totals
     variables: dict[str, Any]
+    state_leaves: list[Any]
+    carried: list[Any]
+    latest: dict[int, Any]
+    stacks: list[Any]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Left:
+    """What a block leaves: of its `Carry` what somebody reads; or the shardings of that.
+
+    JAX gives the memory of donated arguments to results of the same shape, in order, whatever memory they
+    are in. So what is taken comes first, in the order in which it is taken.
+
+    Attributes:
+      totals: accumulators and sums.
+      variables: those that it changed, by full name.
+      state_leaves: of the optimizer's state.
+      carried: of a loop.
+      stacks: what was collected, stacked over micro-batches, or the sums over weight updates; a stack may
+        be longer.
+      done: micro-batches that ran, int32 scalar; fewer than asked for if a loop's condition ended it.
+    """
+
+    totals: Totals
+    variables: dict[str, Any]
     state_leaves: Any
     carried: Any
-    latest: dict[int, Any]
     stacks: Any
+    done: Any
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,7 +216,7 @@ class BlockProgram:
         state_leaves: list[Any],
         carried: list[Any],
         given: Given,
-    ) -> Carry:
+    ) -> Left:
         """A block.
 
         Args:
@@ -242,7 +268,7 @@ class BlockProgram:
             return dataclasses.replace(carry, accumulated=jnp.where(is_full, 0, carry.accumulated))
 
         last = jax.lax.while_loop(lambda carry: goes_on(carry, position.count), until_update, first)
-        return dataclasses.replace(last, num_kept=None, accumulated=None, latest={})  # nobody reads these
+        return Left(last.totals, last.variables, last.state_leaves, last.carried, last.stacks, last.done)
 
     def _make_latest(self) -> dict[int, Any]:
         avals = self.residence.traced.output_avals

@@ -27,8 +27,8 @@ from ipu_pipeline.engine.execution.blocks.micro_batches import MicroBatches
 from ipu_pipeline.engine.execution.blocks.program import (
     BlockKind,
     BlockProgram,
-    Carry,
     Given,
+    Left,
     Position,
     Totals,
 )
@@ -143,7 +143,7 @@ class BlockRunner(Runner[PendingBlock]):
         # Python may raise within the program, so the state before it must outlive it.
         self._has_callbacks = any(jaxprs.has_callbacks(stage.flat) for stage in traced.stages)
         self._in_flight: collections.deque[Any] = collections.deque()
-        self._functions: dict[tuple[BlockKind, bool], Callable[..., Carry]] = {}
+        self._functions: dict[tuple[BlockKind, bool], Callable[..., Left]] = {}
         self._peek = jax.jit(self.program.peek, compiler_options=self._options)
         self._make_sums = jax.jit(self.program.make_sums, out_shardings=residence.rows[0].replicated)
 
@@ -240,14 +240,14 @@ class BlockRunner(Runner[PendingBlock]):
         )
         return Progress(after, result.carried, [*begun.collected, *self._collect(result, size)], count)
 
-    def _collect(self, result: Carry, size: int) -> list[Collected]:
+    def _collect(self, result: Left, size: int) -> list[Collected]:
         return [self._collecting.collect(result.stacks, size)]
 
     def _zero_sums(self) -> list[Any]:
         zeros: list[Any] = self._make_sums() if self._collecting.is_summed else []
         return zeros
 
-    def _call(self, state: RunState, state_leaves: list[Any], block: PendingBlock, updates: bool) -> Carry:
+    def _call(self, state: RunState, state_leaves: list[Any], block: PendingBlock, updates: bool) -> Left:
         """Runs a block. It takes the memory of accumulators and sums, and may take that of all state."""
         num_sums = 0
         if self._collecting.is_summed and updates:
@@ -292,8 +292,8 @@ class BlockRunner(Runner[PendingBlock]):
     def _place_carried(self, request: Request) -> list[Any]:
         return put_host_copies(list(request.carried), self.residence.rows[0])
 
-    def _jit(self, kind: BlockKind, donate: bool) -> Callable[..., Carry]:
-        def block(*arguments: Any) -> Carry:
+    def _jit(self, kind: BlockKind, donate: bool) -> Callable[..., Left]:
+        def block(*arguments: Any) -> Left:
             return self.program.run(kind, *arguments)
 
         # The carried values are not donated: the first ones are the caller's.
@@ -315,15 +315,12 @@ class BlockRunner(Runner[PendingBlock]):
         def sharding(is_offloaded: bool) -> Any:
             return row.host if is_offloaded else row.replicated
 
-        return Carry(
+        return Left(
             done=row.replicated,
-            num_kept=None,
-            accumulated=None,
             totals=Totals(sharding(residence.offloads_accumulators), row.replicated),
             variables={name: sharding(name in residence.offloaded) for name in self._changed(kind)},
             state_leaves=sharding(residence.offloads_state),
             carried=row.replicated,
-            latest={},
             stacks=row.replicated,
         )
 
