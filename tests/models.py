@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ipu_pipeline import engine
+from ipu_pipeline.engine.execution.contract import Request
 
 SIZES = (16, 16, 8, 10)  # outputs of the dense layers
 
@@ -67,3 +68,14 @@ def assert_trees_close(actual, expected, tolerance=1e-5):
 
 def on_one_device(tree):
     return jax.tree.map(lambda leaf: jax.device_put(leaf, jax.devices()[0]), tree)
+
+
+def run_loop(loop, state, elements, iteration=0):
+    """A state after iterations of a loop without carried values, on its devices."""
+    runner = loop.prepare(jax.devices())
+    taken = iter([runner.place_element(element) for element in elements])
+    for number in range(len(elements)):
+        request = Request([], loop.updated_every, limit=1, total=1, iteration=iteration + number)
+        pending = runner.fetch(state, request, lambda _wanted: [next(taken)])
+        state = runner.run(state, pending).state
+    return state

@@ -11,8 +11,8 @@ import pytest
 import ipu_pipeline as ipu
 from ipu_pipeline import engine
 from ipu_pipeline.engine import reference
-from ipu_pipeline.engine.devices.stacking import Stacker
-from ipu_pipeline.engine.execution.blocks.block_sizes import BlockSizes, block_sizes
+from ipu_pipeline.engine.devices.feeds import Feed
+from ipu_pipeline.engine.execution.blocks.sizes import BlockSizes, block_sizes
 from ipu_pipeline.errors import OutOfRangeError
 from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput
 from tests import front, models
@@ -40,20 +40,22 @@ def test_block_sizes(num_micro_batches, unit, limit, expected):
 
 
 def test_stacks():
-    stacker = Stacker()
-    stacker.set_capacity(3)
-    rows = [stacker.add([np.full(2, number), np.float32(number)]) for number in range(7)]
-    first = stacker.stack(rows[:3], 3)
+    feed = Feed(lambda arrays: arrays, is_block=True)
+    feed.set_size(3)
+    rows = [feed.add([np.full(2, number), np.float32(number)]) for number in range(7)]
+    first = feed.place(rows[:3], 3)
     np.testing.assert_array_equal(first[0], [[0, 0], [1, 1], [2, 2]])
-    assert first[0] is rows[0].stack[0]  # no copy
+    assert first[0] is rows[0].stack.arrays[0]  # no copy
     assert first[1].ctypes.data % 64 == 0
-    crossing = stacker.stack(rows[4:7], 3)  # from two stacks
+    crossing = feed.place(rows[4:7], 3)  # from two stacks
     np.testing.assert_array_equal(crossing[1], [4, 5, 6])
-    partial = stacker.stack(rows[6:], 3)  # the stack that is being filled
-    more = stacker.add([np.full(2, 9), np.float32(9)])
-    assert more.stack is not partial
+    partial = feed.place(rows[6:], 3)  # the stack that is being filled
+    more = feed.add([np.full(2, 9), np.float32(9)])
+    assert more.stack.arrays is not partial
     np.testing.assert_array_equal(partial[1][:1], [6])
-    assert stacker.stack([], 3) == []
+    ahead = feed.place_ahead(rows, 2, 3)  # two at once, in stacks with room for three
+    for first in range(0, 6, 2):
+        np.testing.assert_array_equal(feed.place(ahead[first : first + 2], 3)[1][:2], [first, first + 1])
 
 
 def stages_with_everything():
@@ -109,7 +111,7 @@ def test_equals_several_devices(donate, parts, reduction, optimizer, rng):
     states = [pipeline.init(jax.random.key(2), steps[0][0], rate) for pipeline in (one, two)]
     if parts > 1:
         capacity = -(-count // parts)
-        assert one.prepare().sizes(1, count) == BlockSizes(1, capacity, capacity)
+        assert one.prepare().sizes(count, count) == BlockSizes(1, capacity, capacity)
     for step in steps:
         results = [p.step(s, step, rate) for p, s in zip((one, two), states, strict=True)]
         if not donate:  # the old state can be read, and stepped from again

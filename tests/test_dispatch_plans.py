@@ -187,7 +187,7 @@ def test_accumulated_gradients(plan):
         del wanted
         return [executor.place_element(jax.tree.leaves(next(elements)))]
 
-    accumulated = pipeline.accumulate(state, take, [make_scale()])
+    accumulated = pipeline.accumulate(state, take, [make_scale()]).accumulated
     merged = pipeline.plan_accumulators().merge(
         accumulated.accumulators, executor.weight_update._add_to_home
     )
@@ -609,7 +609,7 @@ def test_the_chosen_plan_is_followed_and_can_be_given():
     for given in (None, traced().dispatch_plan):
         pipeline = make(given)
         check(pipeline)
-        assert pipeline.prepare().chunk_size == pipeline.dispatch_plan.chunk_size == 2
+        assert pipeline.prepare()._chunk_size == pipeline.dispatch_plan.chunk_size == 2
         assert pipeline.dispatch_plan == traced().dispatch_plan
 
 

@@ -816,7 +816,7 @@ def test_what_a_run_is_cut_into_changes_nothing(monkeypatch):
             session.run(infeed.initializer)
             rates = [session.run(program) for _run in range(2)]
             found.append((rates, *session.run(outfeed.dequeue()), session.variables))
-        capacities = [capacity for capacity, *_rest in program.calls[0].loop._runner._functions]
+        capacities = [kind.room for kind, _donate in program.calls[0].loop._runner._functions]
         assert capacities == [{2**26: 10, 1000: 3, 1: 1}[block_bytes]]
     assert len({mask.tobytes() for mask in found[0][2]}) == 20
     for other in found[1:]:

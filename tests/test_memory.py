@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from ipu_pipeline import engine
-from ipu_pipeline.engine.execution.blocks.one_program import OneProgram
+from ipu_pipeline.engine.execution.blocks.runner import BlockRunner
 from ipu_pipeline.engine.schedules.actions import ActionKind
 from ipu_pipeline.reports.live_bytes import LiveBytes
 from tests import models
@@ -141,7 +141,7 @@ def temp_bytes(mode, num_layers, num_stages):
     )
     state = pipeline.init(jax.random.key(0), micro_batch)
     found = []
-    original = OneProgram._jit
+    original = BlockRunner._jit
 
     def jit(self, *arguments):
         function = original(self, *arguments)
@@ -153,7 +153,7 @@ def temp_bytes(mode, num_layers, num_stages):
         return call
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(OneProgram, "_jit", jit)
+        patch.setattr(BlockRunner, "_jit", jit)
         pipeline.step(state, [micro_batch] * 2)
     return found[0]
 

@@ -10,7 +10,7 @@ import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline import engine
-from ipu_pipeline.engine.execution.blocks.one_program import OneProgram
+from ipu_pipeline.engine.execution.blocks.runner import BlockRunner
 from ipu_pipeline.engine.schedules.actions import ActionKind
 from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput, pipeline
 from tests import front, models
@@ -110,7 +110,7 @@ def test_activations_lie_in_host_memory_between_forward_and_backward():
 def test_host_memory_in_one_program(offload, monkeypatch):
     """Transfers stand in the compiled program, and what lies in host memory goes in and comes out there."""
     texts = []
-    original = OneProgram._jit
+    original = BlockRunner._jit
 
     def jit(self, *arguments):
         function = original(self, *arguments)
@@ -121,7 +121,7 @@ def test_host_memory_in_one_program(offload, monkeypatch):
 
         return call
 
-    monkeypatch.setattr(OneProgram, "_jit", jit)
+    monkeypatch.setattr(BlockRunner, "_jit", jit)
     run(make(offload, device_mapping=[0, 0, 0]), num_steps=1)
     (text,) = texts
     assert ("annotate_device_placement" in text) == bool(offload)

@@ -103,7 +103,7 @@ def test_a_mask_for_an_output_that_is_alone(unmasked):
 
 def block_jaxpr(made, state, element):
     """The jaxpr of a block."""
-    program = made.prepare()._program
+    program = made.prepare()
     jaxprs = []
     original = program._jit
 
@@ -159,6 +159,7 @@ def test_what_is_masked_is_not_collected():
         executor = made.prepare()
         assert isinstance(executor, Executor)
         pending = made.accumulate(state, lambda _wanted, e=executor, x=element: [e.place_element([x])], [])
+        pending = pending.accumulated
         assert [leaf.shape for part in pending.collected for leaf in part.outputs] == expected
         assert pending.last_outputs == pending.first_outputs == [None, None]
 

@@ -10,7 +10,7 @@ import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline.engine.loops.bodies import trace_body
-from ipu_pipeline.engine.loops.loop import Loop, LoopState
+from ipu_pipeline.engine.loops.loop import Loop
 from ipu_pipeline.engine.state import PipelineState
 from ipu_pipeline.engine.tracing import frames
 from ipu_pipeline.engine.tracing.specs import initial_value
@@ -43,11 +43,11 @@ def run(body, *element):
     key = jax.random.key(5)
     variables = {name: initial_value(spec, key) for name, spec in loop.variables.items()}
     start = jax.tree.map(np.asarray, variables)
-    state = loop.place(LoopState(PipelineState(variables, None, np.int32(0), np.int32(0), key), {}, 0))
-    result = loop.run(state, [], [], [loop.place_feed(element)], 0, 1)
-    assert result.state.num_accumulated == 0
-    new = jax.tree.map(np.asarray, result.state.pipeline.variables)
-    return loop, start, jax.tree.map(np.asarray, result.state.pipeline.optimizer_state.trace), new
+    state = loop.place(PipelineState(variables, None, np.int32(0), np.int32(0), key), {}, 0)
+    state = models.run_loop(loop, state, [element])
+    assert state.num_accumulated == 0
+    new = jax.tree.map(np.asarray, state.pipeline.variables)
+    return loop, start, jax.tree.map(np.asarray, state.pipeline.optimizer_state.trace), new
 
 
 def kernel(name, shape=(4, 4), **options):
@@ -301,10 +301,9 @@ def test_state_stays_where_its_shard_is(rng):
     loop.prepare(jax.devices())
     key = jax.random.key(0)
     variables = {name: initial_value(spec, key) for name, spec in loop.variables.items()}
-    state = loop.place(LoopState(PipelineState(variables, None, np.int32(0), np.int32(0), key), {}, 0))
+    state = loop.place(PipelineState(variables, None, np.int32(0), np.int32(0), key), {}, 0)
     x = rng.normal(size=SHAPE).astype("float32")
-    for iteration in range(2):
-        state = loop.run(state, [], [], [loop.place_feed([x])], iteration, 1).state
+    state = models.run_loop(loop, state, [[x]] * 2)
     for kept in (state.pipeline.variables, state.accumulators, state.pipeline.optimizer_state.trace):
         assert {name: list(value.devices()) for name, value in kept.items()} == {
             "a": [jax.devices()[2]],

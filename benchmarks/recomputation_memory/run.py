@@ -23,7 +23,7 @@ import optax
 from benchmarks import harness
 from benchmarks.harness import Row
 from ipu_pipeline import engine
-from ipu_pipeline.engine.execution.blocks.one_program import OneProgram
+from ipu_pipeline.engine.execution.blocks.runner import BlockRunner
 
 NUM_STAGES, NUM_LAYERS, WIDTH, BATCH_SIZE, NUM_MICRO_BATCHES = 4, 6, 64, 512, 8
 MODES = [None, "recompute_then_backpropagate", "recompute_and_backpropagate_interleaved"]
@@ -61,9 +61,9 @@ def temporary_bytes(mode: str | None, micro_batch: Any) -> int:
     pipeline = make_pipeline(mode, "grouped", [0] * NUM_STAGES)
     state = pipeline.init(jax.random.key(0), micro_batch)
     found = []
-    original = OneProgram._jit  # noqa: SLF001  # the compiled program itself is not public
+    original = BlockRunner._jit  # noqa: SLF001  # the compiled program itself is not public
 
-    def jit(self: OneProgram, *settings: Any) -> Any:
+    def jit(self: BlockRunner, *settings: Any) -> Any:
         function = original(self, *settings)
 
         def call(*values: Any) -> Any:
@@ -72,11 +72,11 @@ def temporary_bytes(mode: str | None, micro_batch: Any) -> int:
 
         return call
 
-    OneProgram._jit = jit  # noqa: SLF001  # likewise
+    BlockRunner._jit = jit  # noqa: SLF001  # likewise
     try:
         pipeline.step(state, [micro_batch] * NUM_MICRO_BATCHES)
     finally:
-        OneProgram._jit = original  # noqa: SLF001  # likewise
+        BlockRunner._jit = original  # noqa: SLF001  # likewise
     return int(found[0])
 
 

@@ -6,7 +6,6 @@ Over 700 lines, four in ten of them docstrings and signatures: it takes all that
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -24,7 +23,8 @@ from ipu_pipeline.engine.devices.offloading import Offload, parse_offload
 from ipu_pipeline.engine.devices.residence import Residence
 from ipu_pipeline.engine.devices.rows import make_rows
 from ipu_pipeline.engine.errors import OutOfRangeError
-from ipu_pipeline.engine.execution.blocks.blocks import BlockExecutor, PendingBlock
+from ipu_pipeline.engine.execution.blocks.runner import BlockRunner
+from ipu_pipeline.engine.execution.contract import Pending, Request, Runner
 from ipu_pipeline.engine.execution.executor import Executor
 from ipu_pipeline.engine.jaxprs.shapes import as_shape, check_like
 from ipu_pipeline.engine.planning.choosing import choose_dispatch_plan
@@ -35,7 +35,7 @@ from ipu_pipeline.engine.programs.collecting import Collecting
 from ipu_pipeline.engine.programs.gradient_maps import GradientMap
 from ipu_pipeline.engine.programs.recomputation import Recomputation
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms
-from ipu_pipeline.engine.state import Accumulated, Collected, PipelineState, StepOutputs
+from ipu_pipeline.engine.state import Collected, PipelineState, RunState, StepOutputs
 from ipu_pipeline.engine.tracing import frames, stage_lists
 from ipu_pipeline.engine.tracing.specs import VariableSpec, initial_value
 from ipu_pipeline.engine.tracing.stage_lists import StageEntry, flatten_stages
@@ -205,7 +205,7 @@ class Pipeline:
         self._block_bytes = block_bytes
         self._built: Built | None = None
         self._programs: tuple[StagePrograms, ...] = ()
-        self._executor: Executor | BlockExecutor | None = None
+        self._executor: Runner[Any] | None = None
         self._accumulators: dict[str, Any] | None = None  # the zeros that the last update left
         self._placed: weakref.ref[PipelineState] | None = None  # the last state that is known to be placed
         # A function by itself, so that what calls it does not hold the pipeline: an infeed holds the
@@ -405,15 +405,12 @@ class Pipeline:
         if self._built is not None:
             self._programs = self._built.make_programs(recompute)
 
-    def prepare(self, devices: Sequence[Any] | None = None) -> Executor | BlockExecutor:
+    def prepare(self, devices: Sequence[Any] | None = None) -> Runner[Any]:
         """What runs the pipeline; made at the first call, which starts JAX's backend.
 
         Args:
           devices: the JAX device of each IPU; by default those of the call before, or those given to the
             pipeline. With other devices than before everything is compiled again, for them.
-
-        Returns:
-          An `Executor`; with all stages on one device a `BlockExecutor`.
 
         Raises:
           ValueError: there are too few devices, or XLA refuses a compiler option.
@@ -436,7 +433,7 @@ class Pipeline:
         self._placed = self._accumulators = None
         residence = Residence(self.traced, self.updates, rows, self.plan_accumulators(), self._offload)
         if len(set(self._mapping)) == 1:
-            self._executor = BlockExecutor(
+            self._executor = BlockRunner(
                 residence,
                 self._programs,
                 self.collecting,
@@ -601,11 +598,8 @@ class Pipeline:
           num_updates: how many weight updates are to be done.
           num_micro_batches: as for `step`.
         """
-        executor = self.prepare()
-        if isinstance(executor, Executor):
-            # Of chunks some are fetched ahead, as the host takes several before devices are busy.
-            return executor.chunk_size if executor.chunk_size == 1 else 4 * executor.chunk_size
-        return executor.sizes(num_updates, self._updated_every(num_micro_batches)).capacity
+        every = self._updated_every(num_micro_batches)
+        return self.prepare().num_fetched(num_updates * every, every)
 
     def _updated_every(self, num_micro_batches: int | None) -> int:
         """How many micro-batches a step has, those of a group counted one by one."""
@@ -628,7 +622,7 @@ class Pipeline:
         num_updates: int = 1,
         num_total: int = 1,
         num_micro_batches: int | None = None,
-    ) -> Accumulated | PendingBlock:
+    ) -> Pending:
         """The first part of `step`: all that leaves the state as it is.
 
         Args:
@@ -644,63 +638,27 @@ class Pipeline:
           What `update` takes.
         """
         every = self._updated_every(num_micro_batches)
-        executor = self.prepare()
+        runner = self.prepare()
         accumulators, self._accumulators = self._accumulators, None
         if accumulators is None:
-            accumulators = executor.residence.make_accumulators(self.built.accumulator_dtypes)
-        known = (state.variables, state.key, int(state.execution_count), input_leaves)
-        optimizer_state = state.optimizer_state
-        leaves = None if optimizer_state is None else jax.tree.leaves(optimizer_state)
-        loss_scale = executor.residence.loss_scale(leaves)
-        if isinstance(executor, Executor):
-            return executor.accumulate(
-                *known, lambda: executor.take_chunk(take), accumulators, every, loss_scale=loss_scale
-            )
-        needs_outputs = (
-            self.updates is not None and state.optimizer_state is None and self.updates.init_needs_outputs
-        )
-        sizes = executor.sizes(num_total, every)
-        return executor.fetch(
-            *known, take, accumulators, num_updates, every, sizes, needs_outputs, loss_scale
-        )
+            accumulators = runner.residence.make_accumulators(self.built.accumulator_dtypes)
+        request = Request(input_leaves, every, limit=num_updates * every, total=num_total * every)
+        pending: Pending = runner.fetch(RunState(state, accumulators), request, take)
+        return pending
 
-    def update(
-        self, state: PipelineState, pending: Accumulated | PendingBlock
-    ) -> tuple[PipelineState, list[Collected]]:
+    def update(self, state: PipelineState, pending: Pending) -> tuple[PipelineState, list[Collected]]:
         """The second part of `step`: the new state. With `donate` it destroys the old one.
 
         Returns:
           The new state, and what the last stage gave.
         """
-        executor = self.prepare()
-        leaves: list[Any] = []
-        if self.updates is not None:
-            optimizer_state = state.optimizer_state
-            if optimizer_state is None:
-                optimizer_state = self.init_optimizer_state(state.variables, pending.first_outputs)
-            leaves = self._state_leaves(optimizer_state)
-        if isinstance(pending, Accumulated):
-            assert isinstance(executor, Executor)
-            count = pending.num_micro_batches
-            updated = executor.weight_update.run(state.variables, leaves, pending, count)
-            num_updates = 1
-        else:
-            assert isinstance(executor, BlockExecutor)
-            updated, num_updates = executor.update(leaves, pending), pending.num_updates
-        self._accumulators = updated.accumulators
-        new_state = dataclasses.replace(
-            state,
-            variables=updated.variables,
-            execution_count=np.int32(state.execution_count + num_updates),
-        )
-        if self.updates is not None:
-            new_state = dataclasses.replace(
-                new_state,
-                optimizer_state=self.updates.state_tree.unflatten(updated.state_leaves),
-                update_count=np.int32(state.update_count + num_updates),
-            )
+        self._check_optimizer_state(state)
+        # The accumulators went into what is pending.
+        progress = self.prepare().run(RunState(state, {}), pending)
+        self._accumulators = progress.state.accumulators
+        new_state = progress.state.pipeline
         self._placed = weakref.ref(new_state)
-        return new_state, updated.collected
+        return new_state, progress.collected
 
     def place(self, state: PipelineState) -> PipelineState:
         """The state with its leaves on the devices of their stages.
@@ -719,16 +677,8 @@ class Pipeline:
                     f"Variable {name} must be {spec.dtype.name}{list(spec.shape)}; the state has "
                     f"{value.dtype.name}{list(value.shape)}."
                 )
-        residence = self.prepare().residence
-        optimizer_state = state.optimizer_state
-        if self.updates is not None and optimizer_state is not None:
-            leaves = residence.place_optimizer_state(self._state_leaves(optimizer_state))
-            optimizer_state = self.updates.state_tree.unflatten(leaves)
-        return dataclasses.replace(
-            state,
-            variables=residence.place_variables(state.variables),
-            optimizer_state=optimizer_state,
-        )
+        self._check_optimizer_state(state)
+        return self.prepare().place_state(state)
 
     def check_element(self, element: Any, number: int) -> list[Any]:
         """The leaves of a micro-batch, checked against the first one.
@@ -742,15 +692,15 @@ class Pipeline:
         """The leaves of the inputs, checked likewise."""
         return check_like(tuple(inputs), self.traced.inputs, "The inputs")
 
-    def _state_leaves(self, optimizer_state: Any) -> list[Any]:
-        assert self.updates is not None
-        leaves, tree = jax.tree.flatten(optimizer_state)
+    def _check_optimizer_state(self, state: PipelineState) -> None:
+        if self.updates is None or state.optimizer_state is None:
+            return
+        tree = jax.tree.structure(state.optimizer_state)
         if tree != self.updates.state_tree:
             raise ValueError(
                 "The state's optimizer_state is of another optimizer or of other variables: it has the "
                 f"structure {tree}, and the pipeline's optimizer makes {self.updates.state_tree}."
             )
-        return leaves
 
 
 def _make_timetable(

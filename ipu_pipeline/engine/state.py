@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-__all__ = ["Accumulated", "Collected", "PipelineState", "StepOutputs", "Updated"]
+__all__ = ["Collected", "PipelineState", "Progress", "RunState", "StepOutputs"]
 
 
 @jax.tree_util.register_dataclass
@@ -87,42 +87,35 @@ class Collected:
 
 
 @dataclass(frozen=True, eq=False)
-class Accumulated:
-    """What micro-batches give before a weight update.
+class RunState:
+    """Everything that running changes, also between two weight updates.
 
     Attributes:
-      num_micro_batches: how many there were.
-      first_outputs: the leaves of what the last stage returned for the first one; None where the optimizer
-        does not read them.
-      last_outputs: likewise for the last one.
-      collected: what was to be collected, per micro-batch; or one entry, the sums.
-      assigned: new values of the variables that stages assign, by full name.
-      accumulators: by key; empty without training.
+      pipeline: variables, optimizer state, counts and key.
+      accumulators: sums or means of gradients, by key; empty without training.
+      num_accumulated: of how many micro-batches they are.
     """
 
-    num_micro_batches: int
-    first_outputs: list[Any]
-    last_outputs: list[Any]
-    collected: list[Collected]
-    assigned: dict[str, Any]
+    pipeline: PipelineState
     accumulators: dict[str, Any]
+    num_accumulated: int = 0
 
 
 @dataclass(frozen=True, eq=False)
-class Updated:
-    """What a weight update leaves, still being computed.
+class Progress:
+    """What some micro-batches leave, still being computed.
 
     Attributes:
-      variables: by full name.
-      state_leaves: of the optimizer's state.
-      accumulators: zeros by full name.
-      collected: what the micro-batches before it gave.
+      state: the new state.
+      carried: of a loop, the values that the next iteration takes.
+      collected: what was to be collected, in the order of the micro-batches.
+      count: how many micro-batches ran.
     """
 
-    variables: dict[str, Any]
-    state_leaves: list[Any]
-    accumulators: dict[str, Any]
+    state: RunState
+    carried: list[Any]
     collected: list[Collected]
+    count: int
 
 
 def _unstack(stack: Any, size: int) -> list[Any]:

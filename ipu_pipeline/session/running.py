@@ -17,6 +17,7 @@ from jax.extend import core as jex_core
 from ipu_pipeline import config
 from ipu_pipeline.engine.devices.feeds import Take, take_nothing
 from ipu_pipeline.engine.devices.rows import make_rows, put_host_copies
+from ipu_pipeline.engine.execution.contract import Request
 from ipu_pipeline.graph.placeholders import Placeholder
 from ipu_pipeline.program.calls import LoopCall, PipelineCall
 from ipu_pipeline.program.program import CallStep, Program, read_atom
@@ -100,12 +101,12 @@ def _run_pipeline(
         pipeline.set_recomputation(call.find_recomputation())
     platform = devices[0].platform
     resumption.before_run(call, platform)
-    executor = pipeline.prepare(devices)
+    runner = pipeline.prepare(devices)
     resumption.note_plan(call, platform)
     take: Take = take_nothing
     if call.infeed_queue is not None:
         num_fetched = pipeline.num_fetched(call.repeat_count, count)
-        take = call.infeed_queue.connect(executor.place_element, num_fetched)
+        take = call.infeed_queue.connect(runner.place_element, num_fetched)
     state = pipeline.place(store.make_pipeline_state(call))
     done, wanted = 0, call.repeat_count
     if limit.max_updates is not None:
@@ -146,26 +147,32 @@ def _run_loop(
     constant, changing = loop.split_carried(operands[num_captured:])
     inputs = [*operands[:num_captured], *constant]
     resumption.before_run(call, devices[0].platform)
-    loop.prepare(devices)
-    capacity = loop.block_size(_block_limit(call, count))
+    runner = loop.prepare(devices)
+    total = _block_limit(call, count)
+    every = loop.updated_every
+    num_fetched = runner.num_fetched(total, every)
     state = store.place_loop_state(call)
     take: Take = take_nothing
     if call.infeed_queue is not None and count != 0:
-        take = call.infeed_queue.connect(loop.place_feed, capacity, is_tentative=count is None)
+        take = call.infeed_queue.connect(runner.place_element, num_fetched, is_tentative=count is None)
     done = 0
     while (count is None or done < count) and loop.goes_on(inputs, changing):
-        elements = take(capacity if count is None else min(capacity, count - done))
+        limit = num_fetched if count is None else count - done
+        pending = runner.fetch(state, Request(inputs, every, limit, total, changing, done), take)
         with interrupts.deferred():  # see _run_pipeline
-            result = loop.run(state, inputs, changing, elements, done, capacity)
-            state, changing = result.state, result.changing
-            done += result.count
+            progress = runner.run(state, pending)
+            state, changing = progress.state, progress.carried
+            num_unneeded = pending.count - progress.count
+            done += progress.count
             store.keep_loop(call, state)
             if call.infeed_queue is not None:
-                call.infeed_queue.mark(len(elements) - result.count)
-            for (entry, _places), leaves in zip(body.enqueued, result.enqueued, strict=True):
-                entry.target.extend(leaves, result.size)
-        if call.infeed_queue is not None and result.count < len(elements):
-            call.infeed_queue.give_back(len(elements) - result.count)
+                call.infeed_queue.mark(num_unneeded)
+            for part in progress.collected:
+                enqueued = loop.split_enqueued(part)
+                for (entry, _places), leaves in zip(body.enqueued, enqueued, strict=True):
+                    entry.target.extend(leaves, part.size)
+        if call.infeed_queue is not None and num_unneeded:
+            call.infeed_queue.give_back(num_unneeded)
     jax.block_until_ready((state.pipeline.variables, state.pipeline.optimizer_state))
     return loop.join_carried(constant, changing)
 

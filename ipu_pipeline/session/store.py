@@ -10,8 +10,7 @@ import jax
 import numpy as np
 
 from ipu_pipeline.checkpointing.session_state import KeptGradients, KeptOptimizer, Record, SessionState
-from ipu_pipeline.engine.loops.loop import LoopState
-from ipu_pipeline.engine.state import PipelineState
+from ipu_pipeline.engine.state import PipelineState, RunState
 from ipu_pipeline.engine.tracing.specs import VariableSpec, initial_value
 from ipu_pipeline.graph.placeholders import cast_exactly
 from ipu_pipeline.program.calls import Call, LoopCall, PipelineCall
@@ -123,7 +122,7 @@ class Store:
             key=self.key,
         )
 
-    def place_loop_state(self, call: LoopCall) -> LoopState:
+    def place_loop_state(self, call: LoopCall) -> RunState:
         """The state of a loop on its devices; what an earlier run accumulated is in it."""
         kept = self.record(call.name).accumulated
         if not call.trains or (kept is not None and kept.count == 0):
@@ -136,7 +135,7 @@ class Store:
                 "another `name`."
             )
         accumulators, count = ({}, 0) if kept is None else (kept.accumulators, kept.count)
-        return call.loop.place(LoopState(self.make_pipeline_state(call), accumulators, count))
+        return call.loop.place(self.make_pipeline_state(call), accumulators, count)
 
     def keep(self, call: Call, state: PipelineState, accumulated: KeptGradients | None = None) -> None:
         """Takes the state that a pipeline left."""
@@ -155,7 +154,7 @@ class Store:
             {**self.state.pipelines, call.name: record},
         )
 
-    def keep_loop(self, call: LoopCall, state: LoopState) -> None:
+    def keep_loop(self, call: LoopCall, state: RunState) -> None:
         """Takes the state that iterations of a loop left."""
         # The count of runs goes up with the first iterations: a run that is broken off counts too.
         counted = dataclasses.replace(

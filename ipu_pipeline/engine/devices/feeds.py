@@ -1,8 +1,13 @@
-"""Micro-batches on their way to the devices: taken one by one, or stacked in chunks."""
+"""Micro-batches on their way to the devices: each an `Element`, stacked as the programs take them.
+
+Elements are made by the thread that fetches micro-batches, and placed together: as many as a program
+handles.
+"""
 
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,72 +15,156 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from ipu_pipeline.engine.devices.stacking import StackedElement, Stacker
-
-__all__ = ["ChunkFeed", "FedElement", "Take", "gather", "take_nothing"]
+__all__ = ["Element", "Feed", "PlacedMicroBatches", "Take", "gather", "take_nothing"]
 
 Take: TypeAlias = "Callable[[int], Sequence[Any]]"
 Place: TypeAlias = "Callable[[Sequence[Any]], list[Any]]"
 
+_ALIGNMENT = 64  # bytes; JAX shares the memory of such arrays on a CPU, and copies others
 
-@dataclass(frozen=True, eq=False)
-class FedElement:
-    """A micro-batch for a chunk.
+
+@dataclass(eq=False)
+class Stack:
+    """Micro-batches side by side.
 
     Attributes:
-      leaves: JAX arrays, which stay where they are until the chunk is made; or None.
-      stacked: else, where it lies in a stack on the host.
-      placed: of the last one of a stack: the stack on the devices.
+      arrays: on the host, with a first axis of rows; the leaves of micro-batches.
+      placed: the same on the devices; None if they are not there yet.
+      num_rows: how many there is room for.
     """
 
-    leaves: Sequence[Any] | None
-    stacked: StackedElement | None = None
-    placed: list[Any] | None = None
+    arrays: list[np.ndarray[Any, Any]]
+    placed: list[Any] | None
+    num_rows: int
 
 
-class ChunkFeed:
-    """Puts chunks of micro-batches on devices."""
+@dataclass(frozen=True, eq=False)
+class Element:
+    """A micro-batch: a row of a stack; or JAX arrays, which stay where they are until they are stacked.
 
-    def __init__(self, size: int, place: Place) -> None:
-        """Makes an empty one.
+    Attributes:
+      stack: None for JAX arrays.
+      row: in the stack.
+      arrays: the JAX arrays, with NumPy arrays beside them.
+    """
+
+    stack: Stack | None
+    row: int
+    arrays: Sequence[Any] = ()
+
+    @property
+    def leaves(self) -> Sequence[Any]:
+        """The micro-batch's leaves."""
+        return self.arrays if self.stack is None else [array[self.row] for array in self.stack.arrays]
+
+
+class Feed:
+    """Stacks micro-batches, and puts them on devices."""
+
+    def __init__(self, place: Place, size: int = 1, is_block: bool = False) -> None:
+        """Makes an empty feed.
 
         Args:
-          size: how many micro-batches a chunk has.
-          place: puts the stacked leaves of a chunk on the devices that read them.
+          place: puts stacked leaves on the devices that read them. Where stacks have one row, it is given
+            the leaves of a micro-batch as they are.
+          size: micro-batches in a stack.
+          is_block: whether stacks are large and of changing size (`set_size`): they have a first axis
+            always, JAX arrays are copied to them, and they are placed when they are asked for. Else that is
+            done as soon as one is full.
         """
-        self._size = size
         self._place = place
-        self._stacker = Stacker()
-        self._stacker.set_capacity(size)
+        self._size = size
+        self._is_block = is_block
+        self._stack: Stack | None = None  # the one that is being filled
+        self._row = 0
         self._lock = threading.Lock()
 
-    def add(self, leaves: Sequence[Any]) -> FedElement:
+    def set_size(self, size: int) -> None:
+        """Gives stacks that are begun from now on room for so many."""
+        with self._lock:
+            if size != self._size:
+                self._size, self._stack, self._row = size, None, 0
+
+    def add(self, leaves: Sequence[Any]) -> Element:
         """Takes a micro-batch. Safe to call from several threads; shares no memory with NumPy arrays."""
-        if any(isinstance(leaf, jax.Array) for leaf in leaves):
-            return FedElement(leaves)
-        with self._lock:  # a stack is placed when it is full, and not while another thread fills it
-            stacked = self._stacker.add(leaves)
-            is_full = bool(leaves) and stacked.row == self._size - 1
-            return FedElement(None, stacked, self._place(stacked.stack) if is_full else None)
+        if not self._is_block:
+            if self._size == 1:
+                return Element(Stack([], self._place(leaves), 1), 0)
+            if any(isinstance(leaf, jax.Array) for leaf in leaves):
+                return Element(None, 0, leaves)
+        arrays = [np.asarray(leaf) for leaf in leaves]
+        with self._lock:
+            if self._stack is None or self._row == self._stack.num_rows:
+                self._stack, self._row = _make_stack(arrays, self._size), 0
+            stack, row = self._stack, self._row
+            self._row += 1
+            if not self._is_block:  # a stack is placed when it is full, and not while a thread fills it
+                _fill(stack, row, arrays)
+                if row == stack.num_rows - 1 and arrays:
+                    stack.placed = self._place(stack.arrays)
+        if self._is_block:
+            _fill(stack, row, arrays)
+        return Element(stack, row)
 
-    def place_ahead(self, elements: Sequence[FedElement]) -> list[FedElement]:
-        """A chunk of micro-batches for `stack`, on their devices already."""
-        placed = self.stack(elements)
-        no_memory: list[Any] = []
-        return [FedElement(None, StackedElement(no_memory, row), placed) for row in range(len(elements))]
+    def place(self, elements: Sequence[Element], size: int | None = None) -> list[Any]:
+        """Micro-batches from `add` on the devices, stacked in their order.
 
-    def stack(self, elements: Sequence[FedElement]) -> list[Any]:
-        """A chunk of micro-batches from `add`, on its devices."""
-        stacked = [element.stacked for element in elements if element.stacked is not None]
-        if len(stacked) == len(elements):
-            last = elements[-1]
-            is_whole = all(e.stack is stacked[0].stack and e.row == row for row, e in enumerate(stacked))
-            if last.placed is not None and is_whole:
-                return last.placed
-            return self._place(self._stacker.stack(stacked, self._size))
-        leaves = [e.stacked.leaves if e.stacked is not None else e.leaves or () for e in elements]
-        return self._place([_stack_on_device(parts) for parts in zip(*leaves, strict=True)])
+        Args:
+          elements: as many as a stack has, or fewer.
+          size: of the stack; what is beyond the micro-batches means nothing. None: that of the feed's.
+        """
+        size = self._size if size is None else size
+        stack = elements[0].stack
+        is_whole = stack is not None and all(
+            e.stack is stack and e.row == n for n, e in enumerate(elements)
+        )
+        if stack is not None and is_whole and stack.num_rows == size:
+            if stack.placed is None:
+                with self._lock:
+                    if stack is self._stack:  # what follows must not be written into it
+                        self._stack = None
+                return self._place(stack.arrays)
+            return stack.placed
+        if any(element.stack is None for element in elements):
+            leaves = [element.leaves for element in elements]
+            return self._place([_stack_on_device(parts) for parts in zip(*leaves, strict=True)])
+        gathered = _make_stack(elements[0].leaves, size)
+        for row, element in enumerate(elements):
+            _fill(gathered, row, element.leaves)
+        return self._place(gathered.arrays)
+
+    def place_ahead(self, elements: Sequence[Element], count: int, size: int) -> list[Element]:
+        """Elements for `place` that are on their devices already.
+
+        Args:
+          elements: from `add`.
+          count: how many `place` will be given at once.
+          size: of the stacks.
+        """
+        ahead = []
+        for first in range(0, len(elements), count):
+            some = elements[first : first + count]
+            stack = Stack([], self.place(some, size), size)
+            ahead += [Element(stack, row) for row in range(len(some))]
+        return ahead
+
+
+def _make_stack(arrays: Sequence[Any], num_rows: int) -> Stack:
+    return Stack([_empty((num_rows, *array.shape), array.dtype) for array in arrays], None, num_rows)
+
+
+def _fill(stack: Stack, row: int, leaves: Sequence[Any]) -> None:
+    for array, leaf in zip(stack.arrays, leaves, strict=True):
+        array[row] = leaf
+
+
+def _empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    num_bytes = math.prod(shape) * dtype.itemsize
+    memory = np.empty(num_bytes + _ALIGNMENT, np.uint8)
+    first = -memory.ctypes.data % _ALIGNMENT
+    return memory[first : first + num_bytes].view(dtype).reshape(shape)
 
 
 def _stack_on_device(parts: Sequence[Any]) -> Any:

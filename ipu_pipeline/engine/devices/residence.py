@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -14,36 +13,14 @@ from ipu_pipeline.engine.devices.rows import Row, put, put_host_copies
 from ipu_pipeline.engine.tracing.traced import TracedPipeline
 from ipu_pipeline.engine.updates.accumulators import Accumulator, AccumulatorPlan, variable_of
 from ipu_pipeline.engine.updates.cutting import UpdateProgram, Updates
+from ipu_pipeline.engine.updates.environment import UpdateEnvironment
 from ipu_pipeline.engine.updates.optimizer_tracing import UpdateKind, UpdateValue
 
-__all__ = ["NO_LOSS_SCALE", "Residence", "UpdateValues"]
+__all__ = ["NO_LOSS_SCALE", "Residence"]
 
 
 NO_LOSS_SCALE = np.float32(1)
 _MAX_CONSTANTS = 4096  # per row; loops count their iterations without end
-
-
-@dataclass(frozen=True, eq=False)
-class UpdateValues:
-    """What the programs of one weight update read.
-
-    Attributes:
-      variables: by full name.
-      accumulators: by full name.
-      state_leaves: of the optimizer's state.
-      outputs: the leaves of the last stage's outputs, for one micro-batch.
-      count: micro-batches per weight update.
-      sent: what its programs have made for each other so far, by number.
-      copies: what was copied to another IPU than its own, by value and that IPU.
-    """
-
-    variables: Mapping[str, Any]
-    accumulators: Mapping[str, Any]
-    state_leaves: Sequence[Any]
-    outputs: Sequence[Any]
-    count: int
-    sent: dict[int, Any] = field(default_factory=dict)
-    copies: dict[tuple[UpdateValue, int], Any] = field(default_factory=dict)
 
 
 class Residence:
@@ -166,44 +143,41 @@ class Residence:
         """
         updates = self.updates
         assert updates is not None
-        leaves: list[Any] = [None] * len(updates.state_leaves)
-        values = UpdateValues(variables, {}, (), outputs or (), 0)
-        for program, function in zip(updates.inits, self._init_functions, strict=True):
-            arguments = self.update_arguments(program, values)
-            for value, result in zip(program.results, function(*arguments), strict=True):
-                if value.kind == UpdateKind.SENT:
-                    values.sent[value.key] = result
-                else:
-                    leaves[value.key] = result
-        return self.place_optimizer_state(leaves)
+        nothing = [None] * len(updates.state_leaves)
+        environment = UpdateEnvironment(variables, {}, nothing, outputs or (), 0)
+        self.run_update(updates.inits, self._init_functions, environment)
+        return self.place_optimizer_state(environment.state_leaves)
 
-    def update_arguments(self, program: UpdateProgram, values: UpdateValues) -> list[Any]:
-        """The arguments of an update program, on the row of its stage.
+    def run_update(
+        self,
+        programs: Sequence[UpdateProgram],
+        functions: Sequence[Callable[..., list[Any]]],
+        environment: UpdateEnvironment,
+    ) -> None:
+        """Runs the programs of an update, each on the row of its stage.
 
         Args:
-          program: the program.
-          values: what it can read; what is copied is entered there.
+          programs: in order.
+          functions: the same, jitted.
+          environment: what they read; what they make is entered there.
         """
-        row = self.rows[program.stage]
-        known: Mapping[str, Mapping[Any, Any] | Sequence[Any]] = {
-            UpdateKind.PARAMETER: values.variables,
-            UpdateKind.GRADIENT: values.accumulators,
-            UpdateKind.STATE: values.state_leaves,
-            UpdateKind.OUTPUT: values.outputs,
-            UpdateKind.SENT: values.sent,
-        }
-
-        def find(value: UpdateValue) -> Any:
-            if value.kind == UpdateKind.COUNT:
-                return self.constant(values.count, row)
-            return values.copies.get((value, row.ipu), known[value.kind][value.key])
-
-        found = [find(value) for value in program.arguments]
-        placed = put(found, row)
-        for value, before, after in zip(program.arguments, found, placed, strict=True):
-            if after is not before:
-                values.copies[value, row.ipu] = after
-        return placed
+        copies: dict[tuple[UpdateValue, int], Any] = {}  # on another IPU than the value's own
+        for program, function in zip(programs, functions, strict=True):
+            row = self.rows[program.stage]
+            found = [
+                self.constant(environment[value], row)
+                if value.kind == UpdateKind.COUNT
+                else copies.get((value, row.ipu), environment[value])
+                for value in program.arguments
+            ]
+            arguments = put(found, row)
+            for value, before, after in zip(program.arguments, found, arguments, strict=True):
+                if after is not before:
+                    copies[value, row.ipu] = after
+            for value, result in zip(program.results, function(*arguments), strict=True):
+                if self.offloads_anything and self.is_offloaded(value):
+                    (result,) = put([result], row, offloaded=True)
+                environment[value] = result
 
     @property
     def offloads_in_micro_batches(self) -> bool:

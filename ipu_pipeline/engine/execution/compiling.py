@@ -24,6 +24,7 @@ from ipu_pipeline.engine.devices.rows import Row
 from ipu_pipeline.engine.execution.dispatches import Dispatch, Plan
 from ipu_pipeline.engine.execution.executables import Executable, is_portable
 from ipu_pipeline.engine.schedules.actions import ActionKind
+from ipu_pipeline.engine.updates.environment import UpdateEnvironment
 from ipu_pipeline.engine.updates.optimizer_tracing import UpdateKind
 
 __all__ = ["compile_ahead"]
@@ -200,30 +201,17 @@ def _start_updates(
 ) -> None:
     updates = residence.updates
     assert updates is not None
-    sent: dict[int, Any] = {}
+    leaves = [leaf.aval for leaf in updates.state_leaves]
+    count = jax.ShapeDtypeStruct((), np.int32)
+    known = UpdateEnvironment(residence.traced.variables, accumulators, leaves, outputs, count)
     for number, (program, function) in enumerate(zip(updates.updates, functions, strict=True)):
         row = residence.rows[program.stage]
-        arguments = []
-        for value in program.arguments:
-            if value.kind == UpdateKind.COUNT:
-                arguments.append(_struct((), np.int32, row))
-                continue
-            if value.kind == UpdateKind.PARAMETER:
-                known: Any = residence.traced.variables[value.key]
-            elif value.kind == UpdateKind.GRADIENT:
-                known = accumulators[value.key]
-            elif value.kind == UpdateKind.STATE:
-                known = updates.state_leaves[value.key].aval
-            elif value.kind == UpdateKind.OUTPUT:
-                known = outputs[value.key]
-            else:
-                known = sent[value.key]
-            arguments.append(_struct(known.shape, known.dtype, row))
+        arguments = [_struct(known[value].shape, known[value].dtype, row) for value in program.arguments]
         install = functools.partial(functions.__setitem__, number)
         programs.start(function, arguments, row, options, install)
         for value, result in zip(program.results, jax.eval_shape(function, *arguments), strict=True):
             if value.kind == UpdateKind.SENT:
-                sent[value.key] = result
+                known[value] = result
 
 
 def _struct(shape: Sequence[int], dtype: Any, row: Row) -> jax.ShapeDtypeStruct:

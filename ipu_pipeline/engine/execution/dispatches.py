@@ -24,12 +24,12 @@ from ipu_pipeline.engine.execution.templates import (
     Part,
     SlotNumbers,
     Template,
+    TemplateMaker,
     Work,
     jit,
-    make_template,
-    row_of,
-    slot_key,
+    slot_of,
 )
+from ipu_pipeline.engine.programs.bindings import Binding, BindingKind, Bindings
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms
 from ipu_pipeline.engine.schedules.actions import ActionKind
 from ipu_pipeline.engine.schedules.checking import Timetable
@@ -123,27 +123,27 @@ def make_plan(
     for index, stage in reversed(list(enumerate(programs))):
         if stage.backward is not None:
             order.append(Work(ActionKind.BACKWARD, index, stage.backward))
-    slots = SlotNumbers()
+    slots, bindings = SlotNumbers(), Bindings(traced, accumulator_keys)
 
     # Who reads which value where. Within a micro-batch the programs run in this order, whatever the
     # schedule, so a slot is free after the last program here that reads it.
     last_use: dict[int, int] = {}
     for number, work in enumerate(order):
-        for value in work.program.arguments:
-            key = slot_key(traced, rows, work.stage, value)
-            if key is not None:
-                last_use[slots[key]] = number
+        for binding in bindings.arguments(work.stage, work.program):
+            read = slot_of(binding, rows[work.stage])
+            if read is not None:
+                last_use[slots[read]] = number
     last_stage = len(programs) - 1
     collected: list[tuple[str, int]] = []
     for source in [*traced.outputs, *([] if traced.loss is None else [traced.loss])]:
         if source.kind == "input":
             collected.append(("input", source.index))
             continue
-        slot = slots["value", source, rows[last_stage]]
+        slot = slots[Binding(BindingKind.VALUE, source), rows[last_stage]]
         collected.append(("slot", slot))
         last_use[slot] = max(last_use.get(slot, 0), last_stage)
 
-    make = functools.partial(make_template, traced, rows, slots, accumulator_keys)
+    make = TemplateMaker(bindings, rows, slots).make
     jitted = functools.partial(jit, donate_accumulators=donate_accumulators)
     templates: dict[tuple[tuple[ActionKind, ...], int], Template] = {}
     for work in order:
@@ -171,11 +171,11 @@ def make_plan(
         last_forward=last_forward,
         collected=tuple(collected),
         feed_slots=tuple(
-            FeedSlot(source.index, row, number)
-            for (kind, source, row), number in slots.numbers.items()
-            if kind == "value" and source.kind == "element"
+            FeedSlot(binding.key.index, row, number)
+            for (binding, row), number in slots.numbers.items()
+            if binding.kind is BindingKind.VALUE and binding.key.kind == "element"
         ),
-        slot_rows=tuple(row_of(rows, key) for key in slots.numbers),
+        slot_rows=tuple(row for _binding, row in slots.numbers),
         is_fused=is_fused,
         levels=traced.levels,
     )

@@ -1,4 +1,4 @@
-"""Follows a plan of dispatches: starts stage programs and transfers, and nothing else.
+"""Follows a plan of dispatches over several devices: starts stage programs and transfers, and nothing else.
 
 Dispatch is asynchronous: the host runs ahead of the devices, which wait for data only.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import jax
@@ -15,10 +16,11 @@ import numpy as np
 
 from ipu_pipeline.engine import jaxprs
 from ipu_pipeline.engine.devices.compiler_options import NO_OPTIONS, CompilerOptions
-from ipu_pipeline.engine.devices.feeds import ChunkFeed, FedElement, Take, gather
-from ipu_pipeline.engine.devices.residence import NO_LOSS_SCALE, Residence
+from ipu_pipeline.engine.devices.feeds import Element, Feed, Take, gather
+from ipu_pipeline.engine.devices.residence import Residence
 from ipu_pipeline.engine.devices.rows import Row, copy_to, put, put_host_copies
 from ipu_pipeline.engine.execution.compiling import compile_ahead
+from ipu_pipeline.engine.execution.contract import Iterated, Request, Runner
 from ipu_pipeline.engine.execution.dispatches import Dispatch, make_plan
 from ipu_pipeline.engine.execution.templates import Part, Template
 from ipu_pipeline.engine.execution.weight_updates import WeightUpdate
@@ -27,7 +29,7 @@ from ipu_pipeline.engine.programs.chunks import chunk_programs
 from ipu_pipeline.engine.programs.collecting import Collecting
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms
 from ipu_pipeline.engine.schedules.checking import Timetable
-from ipu_pipeline.engine.state import Accumulated, Collected
+from ipu_pipeline.engine.state import Collected, Progress, RunState
 
 __all__ = ["Executor", "Observer"]
 
@@ -38,13 +40,50 @@ _MAX_ORDERS = 8  # of dispatches that are kept, where the number of micro-batche
 Observer: TypeAlias = "Callable[[Template, tuple[int, ...], Sequence[Sequence[Any] | None]], None]"
 
 
-class Executor:
-    """Runs micro-batches and weight updates of one traced pipeline on given devices.
+@dataclass(frozen=True, eq=False)
+class Accumulated:
+    """What micro-batches give before a weight update.
 
     Attributes:
-      residence: where the pipeline's state lives.
+      first_outputs: the leaves of what the last stage returned for the first one; None where the optimizer
+        does not read them.
+      last_outputs: likewise for the last one.
+      carried: of a loop, what the next iteration takes.
+      collected: what was to be collected, per micro-batch or chunk; or one entry, the sums.
+      assigned: new values of the variables that stages assign, by full name.
+      accumulators: by key; empty without training.
+    """
+
+    first_outputs: list[Any]
+    last_outputs: list[Any]
+    carried: list[Any]
+    collected: list[Collected]
+    assigned: dict[str, Any]
+    accumulators: dict[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class PendingStep:
+    """Micro-batches that have run, or of a loop the one that will.
+
+    Attributes:
+      request: what they are a part of.
+      count: how many there are.
+      accumulated: what they gave; None of a loop, whose accumulators are part of its state.
+      chunk: of a loop, the placed leaves of the feed.
+    """
+
+    request: Request
+    count: int
+    accumulated: Accumulated | None
+    chunk: Sequence[Any]
+
+
+class Executor(Runner[PendingStep]):
+    """Runs a pipeline or loop over several devices.
+
+    Attributes:
       plan: its programs, and what they exchange.
-      weight_update: what follows the micro-batches.
       observer: told what is held after each dispatch; None for nobody.
     """
 
@@ -57,6 +96,7 @@ class Executor:
         collecting: Collecting,
         options: CompilerOptions = NO_OPTIONS,
         dispatch_plan: DispatchPlan = ONE_BY_ONE,
+        iterated: Iterated | None = None,
     ) -> None:
         """Jits the programs; XLA compiles each at its first call.
 
@@ -68,25 +108,27 @@ class Executor:
           collecting: what is wanted of the last stage.
           options: XLA's, per program.
           dispatch_plan: how many micro-batches a program handles, and what is fused.
+          iterated: for the body of a loop, of which one iteration runs at a time.
         """
-        self.residence = residence
+        super().__init__(residence, iterated)
         self.observer: Observer | None = None
         self._collecting = collecting
-        keys = residence.accumulator_plan.keys
         # Python may raise within a program, so what goes into a step must outlive it.
-        stages = residence.traced.stages
-        self._has_callbacks = any(jaxprs.has_callbacks(stage.flat) for stage in stages)
-        self.chunk_size = chunk_size = dispatch_plan.chunk_size
+        traced = residence.traced
+        self._has_callbacks = any(jaxprs.has_callbacks(stage.flat) for stage in traced.stages)
+        self._chunk_size = dispatch_plan.chunk_size
         self.plan = make_plan(
-            residence.traced,
-            chunk_programs(residence.traced, programs, chunk_size),
+            traced,
+            chunk_programs(traced, programs, self._chunk_size),
             residence.rows,
-            keys,
+            residence.accumulator_plan.keys,
             options,
             not self._has_callbacks,
             dispatch_plan.is_fused,
         )
-        self._feed = ChunkFeed(chunk_size, self.place_leaves)
+        carried = () if iterated is None else iterated.carried
+        self._carried_places = [traced.outputs.index(source) for source in carried]
+        self._feed = Feed(functools.partial(self._place_leaves, len(carried)), self._chunk_size)
         self._is_compiled = False
         self._options = options
         self._make_timetable = make_timetable
@@ -108,48 +150,82 @@ class Executor:
             lambda: [jnp.zeros(aval.shape, aval.dtype) for aval in collecting.avals],
             out_shardings=last_row.replicated,
         )
-        self.weight_update = WeightUpdate(residence, donate, options.update)
+        self._weight_update = WeightUpdate(residence, donate, options.update)
 
-    def place_element(self, leaves: Sequence[Any]) -> Sequence[Any] | FedElement:
-        """A micro-batch for `take_chunk` or `place_ahead`.
+    @property
+    def weight_update(self) -> WeightUpdate:
+        """What follows the micro-batches."""
+        return self._weight_update
 
-        Safe to call from another thread; shares no memory with NumPy arrays that are given.
+    def place_element(self, leaves: Sequence[Any]) -> Element:
+        """A micro-batch, on the devices that read it; of a chunk, when that is whole."""
+        return self._feed.add(leaves)
+
+    def place_ahead(self, elements: Sequence[Element]) -> list[Element]:
+        """Micro-batches on the devices that read them.
+
+        Raises:
+          ValueError: they do not make whole chunks.
         """
-        return self.place_leaves(leaves) if self.chunk_size == 1 else self._feed.add(leaves)
-
-    def take_chunk(self, take: Take) -> Sequence[Any]:
-        """The leaves of the next chunk where they are needed, in the order of the plan's `feed_slots`.
-
-        Args:
-          take: returns up to so many micro-batches, as `place_element` left them.
-        """
-        if self.chunk_size == 1:
-            element: Sequence[Any] = take(1)[0]
-            return element
-        elements = gather(take, self.chunk_size, self.chunk_size)
-        return self._feed.stack(elements) if self.plan.feed_slots else []
-
-    def place_ahead(self, elements: Sequence[Any]) -> list[Any]:
-        """Micro-batches, as `place_element` left them, on the devices that read them."""
-        if self.chunk_size == 1:
-            return list(elements)
-        size = self.chunk_size
+        size = self._chunk_size
         if len(elements) % size:
             raise ValueError(
                 f"place_micro_batches: programs handle {size} micro-batches each, by the pipeline's "
                 f"dispatch_plan; {len(elements)} do not make whole ones."
             )
-        if not self.plan.feed_slots:
-            return list(elements)
-        chunks = [elements[first : first + size] for first in range(0, len(elements), size)]
-        return [element for chunk in chunks for element in self._feed.place_ahead(chunk)]
+        return self._feed.place_ahead(elements, size, size) if self.plan.feed_slots else list(elements)
 
-    def place_leaves(self, leaves: Sequence[Any], first: int = 0) -> list[Any]:
-        """The leaves of a micro-batch or chunk where they are needed, in the order of `feed_slots`.
+    def num_fetched(self, total: int, every: int) -> int:
+        """A micro-batch; of chunks four, as the host takes several before devices are busy."""
+        del total, every
+        return self._chunk_size if self._chunk_size == 1 else 4 * self._chunk_size
+
+    def fetch(self, state: RunState, request: Request, take: Take) -> PendingStep:
+        """Runs the micro-batches of an update; of a loop, only gets that of an iteration."""
+
+        def next_chunk() -> Sequence[Any]:
+            elements = gather(take, self._chunk_size, self._chunk_size)
+            return self._feed.place(elements) if self.plan.feed_slots else []
+
+        if self.iterated is not None:
+            elements = take(1)
+            return PendingStep(request, 1, None, self._feed.place(elements) if self._is_fed else [])
+        accumulated = self._accumulate(state, request, next_chunk, request.every)
+        return PendingStep(request, request.every, accumulated, ())
+
+    @property
+    def _is_fed(self) -> bool:
+        num_carried = len(self._carried_places)
+        return any(feed_slot.leaf >= num_carried for feed_slot in self.plan.feed_slots)
+
+    def run(self, state: RunState, pending: PendingStep) -> Progress:
+        """Runs the weight update, and of a loop the iteration before."""
+        request, accumulated = pending.request, pending.accumulated
+        if accumulated is None:
+            carried = iter(self._place_leaves(0, request.carried))
+            fed = iter(pending.chunk)
+            num_carried = len(request.carried)
+            chunk = [next(carried if slot.leaf < num_carried else fed) for slot in self.plan.feed_slots]
+            accumulated = self._accumulate(state, request, lambda: chunk, pending.count)
+        state = self.with_optimizer(state, accumulated.first_outputs)
+        before = state.pipeline
+        leaves = jax.tree.leaves(before.optimizer_state)
+        variables, accumulators = accumulated.assigned, accumulated.accumulators
+        is_full = state.num_accumulated + pending.count == request.every
+        if is_full and self.residence.updates is not None:
+            updated, leaves, accumulators = self._weight_update.run(
+                before.variables, leaves, accumulators, accumulated.last_outputs, request.every
+            )
+            variables = {**variables, **updated}
+        after = self.advance(state, variables, leaves, accumulators, pending.count, request.every)
+        return Progress(after, accumulated.carried, accumulated.collected, pending.count)
+
+    def _place_leaves(self, first: int, leaves: Sequence[Any]) -> list[Any]:
+        """Leaves of a micro-batch or chunk where they are needed, in the order of `feed_slots`.
 
         Args:
-          leaves: all leaves, or some in a row.
           first: the number of the first one that is given.
+          leaves: all that follow, or some.
         """
         places = range(first, first + len(leaves))
         feed_slots = [feed_slot for feed_slot in self.plan.feed_slots if feed_slot.leaf in places]
@@ -162,51 +238,39 @@ class Executor:
                     placed[p] = array
         return placed
 
-    def accumulate(
+    def _accumulate(
         self,
-        variables: Mapping[str, Any],
-        key: Any,
-        execution_count: int,
-        inputs: Sequence[Any],
+        state: RunState,
+        request: Request,
         next_chunk: Callable[[], Sequence[Any]],
-        accumulators: dict[str, Any],
-        num_micro_batches: int,
-        first_micro_batch: int = 0,
-        num_accumulated: int = 0,
-        loss_scale: Any = NO_LOSS_SCALE,
+        count: int,
     ) -> Accumulated:
-        """Runs the micro-batches of the schedule.
+        """Runs micro-batches by the schedule. It takes the memory of the accumulators.
 
         Args:
-          variables: placed variables by full name.
-          key: the session's random key.
-          execution_count: how often the pipeline was executed before.
-          inputs: the leaves of the inputs that are constant during the step.
-          next_chunk: returns the placed leaves of the next micro-batch or chunk (see `take_chunk`). What it
-            raises ends the step; the variables then have not changed.
-          accumulators: placed, by key; their memory is reused.
-          num_micro_batches: how many to run, a multiple of the chunks' size.
-          first_micro_batch: the index of the first one.
-          num_accumulated: how many micro-batches the accumulators have taken in.
-          loss_scale: of an optimizer with loss scaling, the scale.
+          state: before them.
+          request: what they are a part of.
+          next_chunk: returns the placed leaves of the next micro-batch or chunk, in the order of
+            `feed_slots`. What it raises ends the step; the variables then have not changed.
+          count: how many micro-batches to run, a multiple of the chunks' size.
 
         Returns:
           What the micro-batches gave, still being computed.
         """
-        accumulators = dict(accumulators)
-        prepared, placed_inputs = self._prepare(variables, key, execution_count, inputs, loss_scale)
-        chunk_size = self.chunk_size
-        num_chunks = num_micro_batches // chunk_size
+        accumulators = dict(state.accumulators)
+        variables = state.pipeline.variables
+        prepared, placed_inputs = self._prepare(state, request.inputs)
+        chunk_size = self._chunk_size
+        num_chunks = count // chunk_size
         order = self._order(num_chunks)
         if not self._is_compiled:
-            functions = self.weight_update.functions
             compile_ahead(
                 self.plan,
                 order,
                 prepared,
                 accumulators,
                 self.residence,
-                functions,
+                self._weight_update.functions,
                 chunk_size,
                 self._options,
                 is_shared=not self._has_callbacks,
@@ -215,6 +279,7 @@ class Executor:
         values: list[Any] = [None] * num_chunks
         first_outputs: list[Any] = []
         last_outputs: list[Any] = []
+        carried: list[Any] = []
         collecting = self._collecting
         collected: list[Collected] = []
         sums = self._zero_sums() if collecting.is_summed else []
@@ -223,9 +288,11 @@ class Executor:
         constant = residence.constant
         offloads = residence.offloads_in_micro_batches
         num_outputs = len(residence.traced.outputs)
+        read_first, read_last = self._weight_update.read
         last_forward = self.plan.last_forward
         feed_slots = [feed_slot.slot for feed_slot in self.plan.feed_slots]
         num_slots = self.plan.num_slots
+        first_number, num_accumulated = request.iteration, state.num_accumulated
         for template, chunks in order:
             arguments = prepared[template.index].copy()
             names = template.accumulators
@@ -240,7 +307,7 @@ class Executor:
                 for place, slot in part.loads:
                     arguments[place] = slots[slot]
                 for place in part.micro_batches:
-                    arguments[place] = constant(first_micro_batch + chunk * chunk_size, template.row)
+                    arguments[place] = constant(first_number + chunk * chunk_size, template.row)
                 for place in part.accumulated:
                     arguments[place] = constant(num_accumulated + chunk * chunk_size, template.row)
             if offloads:
@@ -266,9 +333,10 @@ class Executor:
                 if template is last_forward:
                     leaves = self._find_collected(slots, placed_inputs)
                     if chunk == 0:
-                        first_outputs = self._only(leaves[:num_outputs], self.weight_update.read[0], 0)
+                        first_outputs = self._only(leaves[:num_outputs], read_first, 0)
                     if chunk == num_chunks - 1:
-                        last_outputs = self._only(leaves[:num_outputs], self.weight_update.read[1], -1)
+                        last_outputs = self._only(leaves[:num_outputs], read_last, -1)
+                        carried = [leaves[place] for place in self._carried_places]
                     wanted = self._wanted(leaves)
                     if collecting.is_summed:
                         sums = _add(sums, wanted)
@@ -287,9 +355,7 @@ class Executor:
         if self._has_callbacks:
             made = [(part.outputs, part.loss) for part in collected]
             jax.block_until_ready((made, last_outputs, assigned, accumulators))
-        return Accumulated(
-            num_micro_batches, first_outputs, last_outputs, collected, assigned, accumulators
-        )
+        return Accumulated(first_outputs, last_outputs, carried, collected, assigned, accumulators)
 
     def _order(self, num_chunks: int) -> list[Dispatch]:
         known = self._dispatches.get(num_chunks)
@@ -321,19 +387,19 @@ class Executor:
         """The leaves of one micro-batch of a chunk, None in other places."""
         only: list[Any] = [None] * len(leaves)
         for place in places:
-            is_stacked = self.chunk_size > 1 and self.plan.collected[place][0] == "slot"
+            is_stacked = self._chunk_size > 1 and self.plan.collected[place][0] == "slot"
             only[place] = _pick(leaves[place], number) if is_stacked else leaves[place]
         return only
 
     def _wanted(self, leaves: Sequence[Any]) -> list[Any]:
         """The leaves that are collected, of a chunk stacked."""
         places = [*self._collecting.places, *([-1] if self._collecting.has_loss else [])]
-        if self.chunk_size == 1:
+        if self._chunk_size == 1:
             return [leaves[place] for place in places]
         return [
             leaves[place]
             if self.plan.collected[place][0] == "slot"
-            else _repeat(leaves[place], self.chunk_size)
+            else _repeat(leaves[place], self._chunk_size)
             for place in places
         ]
 
@@ -346,12 +412,7 @@ class Executor:
                 slots[slot] = value
 
     def _prepare(
-        self,
-        variables: Mapping[str, Any],
-        key: Any,
-        execution_count: int,
-        inputs: Sequence[Any],
-        loss_scale: Any,
+        self, state: RunState, inputs: Sequence[Any]
     ) -> tuple[list[list[Any]], dict[tuple[Row, int], Any]]:
         """What stays the same during a step.
 
@@ -359,6 +420,8 @@ class Executor:
           Per template its arguments, None where they differ by micro-batch; and the inputs by row and
           position, where they are needed.
         """
+        pipeline = state.pipeline
+        loss_scale = self.find_loss_scale(state)
         templates = self.plan.templates.values()
         wanted = {(t.row, position): None for t in templates for _place, position in t.inputs}
         last_row = self.plan.last_forward.row
@@ -372,17 +435,17 @@ class Executor:
             arguments: list[Any] = [None] * template.num_arguments
             here = [(p, name) for p, name in template.variables if name not in self.residence.offloaded]
             # A shared variable is copied from its home once per step.
-            read = put([variables[name] for _place, name in here], row)
+            read = put([pipeline.variables[name] for _place, name in here], row)
             for (place, _name), value in zip(here, read, strict=True):
                 arguments[place] = value
             for place, position in template.inputs:
                 arguments[place] = placed[row, position]
             for place in template.keys:
-                arguments[place] = self.residence.place_key(key, row)
+                arguments[place] = self.residence.place_key(pipeline.key, row)
             for place in template.loss_scales:
                 (arguments[place],) = put([loss_scale], row)
             for place in template.execution_counts:
-                (arguments[place],) = put([np.int32(execution_count)], row)
+                (arguments[place],) = put([np.int32(pipeline.execution_count)], row)
             prepared.append(arguments)
         return prepared, placed
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 
 from ipu_pipeline.engine.devices.compiler_options import Options
 from ipu_pipeline.engine.devices.rows import Row
-from ipu_pipeline.engine.programs.stage_programs import StageProgram, Value, ValueKind
+from ipu_pipeline.engine.programs.bindings import Binding, BindingKind, Bindings
+from ipu_pipeline.engine.programs.stage_programs import StageProgram, ValueKind
 from ipu_pipeline.engine.schedules.actions import ActionKind
-from ipu_pipeline.engine.tracing.traced import Source, TracedPipeline
 from ipu_pipeline.engine.updates.cutting import UpdateProgram
 from ipu_pipeline.engine.updates.optimizer_tracing import UpdateKind, UpdateValue
 
@@ -20,12 +20,11 @@ __all__ = [
     "Part",
     "SlotNumbers",
     "Template",
+    "TemplateMaker",
     "Work",
     "jit",
     "jit_update",
-    "make_template",
-    "row_of",
-    "slot_key",
+    "slot_of",
 ]
 
 
@@ -97,161 +96,143 @@ class Work(NamedTuple):
     program: StageProgram
 
 
+Slot: TypeAlias = "tuple[Binding, Row]"  # a value of a micro-batch, on the row where it is read
+
+
 class SlotNumbers:
     """Numbers for slots, given out as they are asked for."""
 
     def __init__(self) -> None:
-        self.numbers: dict[Any, int] = {}
+        self.numbers: dict[Slot, int] = {}
 
-    def __getitem__(self, key: Any) -> int:
-        return self.numbers.setdefault(key, len(self.numbers))
+    def __getitem__(self, slot: Slot) -> int:
+        return self.numbers.setdefault(slot, len(self.numbers))
 
-    def __contains__(self, key: Any) -> bool:
-        return key in self.numbers
-
-
-def slot_key(traced: TracedPipeline, rows: Sequence[Row], index: int, value: Value) -> Any:
-    """What names the slot of an argument of stage `index`; None if it is in no slot."""
-    stage = traced.stages[index]
-    if value.kind is ValueKind.INPUT and stage.inputs[value.index].kind != "input":
-        return ("value", stage.inputs[value.index], rows[index])
-    if value.kind is ValueKind.RESIDUAL:
-        return ("residual", index, value.index)
-    if value.kind is ValueKind.COTANGENT:
-        return ("cotangent", stage.outputs[value.index], value.consumer)
-    return None
+    def __contains__(self, slot: Slot) -> bool:
+        return slot in self.numbers
 
 
-def row_of(rows: Sequence[Row], key: tuple[str, Any, Any]) -> Row:
-    """The row of the slot with a name, see `slot_key`."""
-    kind, of, third = key
-    if kind == "value":
-        assert isinstance(third, Row)
-        return third
-    index: int = of if kind == "residual" else of.stage
-    return rows[index]
+def slot_of(binding: Binding, row: Row) -> Slot | None:
+    """What names the slot of a value on a row; None if it is in no slot."""
+    return (binding, row) if binding.is_of_micro_batch else None
 
 
-def make_template(
-    traced: TracedPipeline,
-    rows: Sequence[Row],
-    slots: SlotNumbers,
-    accumulator_keys: Mapping[tuple[int, str], str],
-    works: Sequence[Work],
-    jit: Callable[..., Callable[..., list[Any]]],
-) -> Template:
-    """The template of one program, or of two of the same stage as one."""
-    index = works[0].stage
-    stage, row = traced.stages[index], rows[index]
-    names = [spec.name for spec in stage.variables]
+@dataclass(frozen=True, eq=False)
+class TemplateMaker:
+    """Makes templates of the programs of a pipeline.
 
-    # An argument that is the same for all micro-batches is given once.
-    labels: list[Value] = []
-    places_of: list[list[int]] = []
-    for work in works:
-        own = []
-        for value in work.program.arguments:
-            differs = value.kind in _DIFFERENT or slot_key(traced, rows, index, value) is not None
-            if not differs and value in labels:
-                own.append(labels.index(value))
-            else:
-                own.append(len(labels))
-                labels.append(value)
-        places_of.append(own)
+    Attributes:
+      bindings: what the programs' values stand for.
+      rows: where the stages live.
+      slots: the numbers of the slots that somebody reads.
+    """
 
-    parts = []
-    assigned: list[tuple[int, str]] = []
-    first_result = 0
-    for work, own in zip(works, places_of, strict=True):
-        stores, transfers, now_assigned = _results(traced, rows, slots, work, first_result)
-        assigned += [(place, names[position]) for place, position in now_assigned]
-        arguments = list(zip(own, work.program.arguments, strict=True))
-        loads = [(place, slot_key(traced, rows, index, value)) for place, value in arguments]
-        parts.append(
-            Part(
+    bindings: Bindings
+    rows: Sequence[Row]
+    slots: SlotNumbers
+
+    def make(self, works: Sequence[Work], jit: Callable[..., Callable[..., list[Any]]]) -> Template:
+        """The template of one program, or of two of the same stage as one."""
+        index = works[0].stage
+        row = self.rows[index]
+
+        # An argument that is the same for all micro-batches is given once.
+        given: list[Binding] = []
+        places_of: list[list[int]] = []
+        parts = []
+        assigned: list[tuple[int, str]] = []
+        first_result = 0
+        for work in works:
+            own = []
+            for binding in self.bindings.arguments(index, work.program):
+                if binding in given and not _differs(binding):
+                    own.append(given.index(binding))
+                else:
+                    own.append(len(given))
+                    given.append(binding)
+            places_of.append(own)
+            arguments = [(place, given[place]) for place in own]
+            loads = [(place, slot_of(binding, row)) for place, binding in arguments]
+            part = Part(
                 kind=work.kind,
                 stage=index,
-                micro_batches=tuple(p for p, v in arguments if v.kind is ValueKind.MICRO_BATCH),
-                accumulated=tuple(p for p, v in arguments if v.kind is ValueKind.ACCUMULATED),
-                loads=tuple((place, slots[key]) for place, key in loads if key is not None),
-                stores=stores,
-                transfers=transfers,
+                micro_batches=tuple(p for p, binding in arguments if binding == _MICRO_BATCH),
+                accumulated=tuple(p for p, binding in arguments if binding == _ACCUMULATED),
+                loads=tuple((place, self.slots[slot]) for place, slot in loads if slot is not None),
             )
+            assigned += self._add_results(part, work, first_result)
+            parts.append(part)
+            first_result += len(work.program.results)
+
+        def named(kind: BindingKind) -> tuple[tuple[int, Any], ...]:
+            return tuple(
+                (place, binding.key) for place, binding in enumerate(given) if binding.kind is kind
+            )
+
+        def scalars(kind: ValueKind) -> tuple[int, ...]:
+            return tuple(place for place, key in named(BindingKind.SCALAR) if key is kind)
+
+        accumulators = named(BindingKind.ACCUMULATOR)
+        assert [place for place, _key in accumulators] == list(range(len(accumulators)))
+        return Template(
+            index=-1,
+            function=jit(works, places_of, row, len(accumulators)),
+            row=row,
+            num_arguments=len(given),
+            parts=tuple(parts),
+            accumulators=tuple(key for _place, key in accumulators),
+            variables=named(BindingKind.VARIABLE),
+            inputs=named(BindingKind.INPUT),
+            keys=scalars(ValueKind.KEY),
+            execution_counts=scalars(ValueKind.EXECUTION_COUNT),
+            loss_scales=scalars(ValueKind.LOSS_SCALE),
+            assigned=tuple(assigned),
         )
-        first_result += len(work.program.results)
 
-    def places(kind: ValueKind) -> tuple[int, ...]:
-        return tuple(place for place, value in enumerate(labels) if value.kind is kind)
+    def _add_results(self, part: Part, work: Work, first: int) -> list[tuple[int, str]]:
+        """Enters where a program's results go.
 
-    inputs = [(place, stage.inputs[labels[place].index]) for place in places(ValueKind.INPUT)]
-    accumulators = places(ValueKind.ACCUMULATOR)
-    assert accumulators == tuple(range(len(accumulators)))
-    return Template(
-        index=-1,
-        function=jit(works, places_of, row, len(accumulators)),
-        row=row,
-        num_arguments=len(labels),
-        parts=tuple(parts),
-        accumulators=tuple(accumulator_keys[index, names[labels[place].index]] for place in accumulators),
-        variables=tuple((place, names[labels[place].index]) for place in places(ValueKind.VARIABLE)),
-        inputs=tuple((place, source.index) for place, source in inputs if source.kind == "input"),
-        keys=places(ValueKind.KEY),
-        execution_counts=places(ValueKind.EXECUTION_COUNT),
-        loss_scales=places(ValueKind.LOSS_SCALE),
-        assigned=tuple(assigned),
-    )
+        Args:
+          part: it.
+          work: the program.
+          first: the number of its first result.
+
+        Returns:
+          (result, full name) of the variables that are assigned.
+        """
+        row = self.rows[work.stage]
+        stores: list[tuple[int, int]] = []
+        assigned: list[tuple[int, str]] = []
+        transfers: dict[Row, list[tuple[int, int]]] = {}
+        for place, bound in enumerate(self.bindings.results(work.stage, work.program), first):
+            for binding in bound:
+                if binding.kind is BindingKind.ASSIGNED:
+                    assigned.append((place, binding.key))
+                if not binding.is_of_micro_batch:
+                    continue
+                for target in dict.fromkeys(self.rows):
+                    if (binding, target) not in self.slots:
+                        continue
+                    slot = self.slots[binding, target]
+                    if target is row:
+                        stores.append((place, slot))
+                    else:
+                        transfers.setdefault(target, []).append((place, slot))
+        part.stores = tuple(stores)
+        part.transfers = tuple(
+            (target, tuple(place for place, _slot in pairs), tuple(slot for _place, slot in pairs))
+            for target, pairs in transfers.items()
+        )
+        return assigned
 
 
-_DIFFERENT = (ValueKind.MICRO_BATCH, ValueKind.ACCUMULATED)
+_MICRO_BATCH = Binding(BindingKind.SCALAR, ValueKind.MICRO_BATCH)
+_ACCUMULATED = Binding(BindingKind.SCALAR, ValueKind.ACCUMULATED)
 
 
-def _results(
-    traced: TracedPipeline, rows: Sequence[Row], slots: SlotNumbers, work: Work, first: int
-) -> tuple[tuple[tuple[int, int], ...], tuple[Any, ...], list[tuple[int, int]]]:
-    """Where a program's results go.
-
-    Args:
-      traced: the pipeline.
-      rows: where its stages live.
-      slots: the numbers of those that somebody reads.
-      work: the program.
-      first: the number of its first result.
-
-    Returns:
-      `Part.stores`, `Part.transfers`, and (result, position among the stage's variables) of those assigned.
-    """
-    index = work.stage
-    stage, row = traced.stages[index], rows[index]
-    stores: list[tuple[int, int]] = []
-    assigned: list[tuple[int, int]] = []
-    transfers: dict[Row, list[tuple[int, int]]] = {}
-
-    def send(place: int, slot: int, target: Row) -> None:
-        if target is row:
-            stores.append((place, slot))
-        else:
-            transfers.setdefault(target, []).append((place, slot))
-
-    for place, values in enumerate(work.program.results, first):
-        for value in values:
-            if value.kind is ValueKind.ASSIGNED:
-                assigned.append((place, value.index))
-            elif value.kind is ValueKind.RESIDUAL:
-                send(place, slots["residual", index, value.index], row)
-            elif value.kind is ValueKind.OUTPUT:
-                source = Source("output", value.index, index)
-                for target in dict.fromkeys(rows):
-                    if ("value", source, target) in slots:
-                        send(place, slots["value", source, target], target)
-            elif value.kind is ValueKind.INPUT_COTANGENT:
-                source = stage.inputs[value.index]
-                if ("cotangent", source, index) in slots:
-                    send(place, slots["cotangent", source, index], rows[source.stage])
-    moved = tuple(
-        (target, tuple(place for place, _slot in pairs), tuple(slot for _place, slot in pairs))
-        for target, pairs in transfers.items()
-    )
-    return tuple(stores), moved, assigned
+def _differs(binding: Binding) -> bool:
+    """Whether a fused program's two micro-batches have different values of it."""
+    return binding.is_of_micro_batch or binding in (_MICRO_BATCH, _ACCUMULATED)
 
 
 def jit(

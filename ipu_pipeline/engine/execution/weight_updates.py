@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 
 from ipu_pipeline.engine.devices.compiler_options import Options
-from ipu_pipeline.engine.devices.residence import Residence, UpdateValues
+from ipu_pipeline.engine.devices.residence import Residence
 from ipu_pipeline.engine.devices.rows import put
 from ipu_pipeline.engine.execution.templates import jit_update
-from ipu_pipeline.engine.state import Accumulated, Updated
 from ipu_pipeline.engine.updates.accumulators import Accumulator
 from ipu_pipeline.engine.updates.cutting import UpdateProgram
+from ipu_pipeline.engine.updates.environment import UpdateEnvironment
 from ipu_pipeline.engine.updates.optimizer_tracing import UpdateKind
 
 __all__ = ["WeightUpdate"]
@@ -54,47 +54,30 @@ class WeightUpdate:
         self,
         variables: Mapping[str, Any],
         state_leaves: Sequence[Any],
-        accumulated: Accumulated,
-        updated_every: int,
-    ) -> Updated:
+        accumulators: Mapping[str, Any],
+        outputs: Sequence[Any],
+        count: int,
+    ) -> tuple[dict[str, Any], list[Any], dict[str, Any]]:
         """Runs the weight update.
 
         Args:
           variables: by full name, as they were before the micro-batches.
           state_leaves: placed leaves of the optimizer's state.
-          accumulated: what the micro-batches gave.
-          updated_every: micro-batches per weight update.
+          accumulators: by key.
+          outputs: the leaves of the last stage's outputs for the last micro-batch.
+          count: micro-batches per weight update.
+
+        Returns:
+          The new values of those variables that it updates, the optimizer's state, and zeroed accumulators.
         """
-        updates = self.residence.updates
-        new_variables = {**variables, **accumulated.assigned}
-        if updates is None:
-            return Updated(new_variables, [], {}, accumulated.collected)
-        new_leaves = list(state_leaves)
-        plan = self.residence.accumulator_plan
-        merged = plan.merge(accumulated.accumulators, self._add_to_home)
-        zeros = {key: self._clear(key, accumulated.accumulators[key]) for key in plan.extra}
-        values = UpdateValues(
-            variables,
-            merged,
-            state_leaves,
-            accumulated.last_outputs,
-            updated_every,
-        )
         residence = self.residence
-        offloads = residence.offloads_anything
-        made = {
-            UpdateKind.PARAMETER: new_variables,
-            UpdateKind.GRADIENT: zeros,
-            UpdateKind.STATE: new_leaves,
-            UpdateKind.SENT: values.sent,
-        }
-        for program, function in zip(updates.updates, self.functions, strict=True):
-            arguments = self.residence.update_arguments(program, values)
-            for value, result in zip(program.results, function(*arguments), strict=True):
-                if offloads and residence.is_offloaded(value):
-                    (result,) = put([result], residence.rows[program.stage], offloaded=True)
-                made[value.kind][value.key] = result  # type: ignore[index]  # a dict or a list
-        return Updated(new_variables, new_leaves, zeros, accumulated.collected)
+        assert residence.updates is not None
+        plan = residence.accumulator_plan
+        merged = plan.merge(accumulators, self._add_to_home)
+        zeros = {key: self._clear(key, accumulators[key]) for key in plan.extra}
+        environment = UpdateEnvironment(variables, merged, state_leaves, outputs, count)
+        residence.run_update(residence.updates.updates, self.functions, environment)
+        return environment.variables, environment.state_leaves, {**environment.accumulators, **zeros}
 
     def _add_to_home(self, accumulator: Accumulator, total: Any, part: Any) -> Any:
         home = self.residence.rows[self.residence.traced.owners[accumulator.variable]]

@@ -1,0 +1,445 @@
+"""What the single program of a block computes: micro-batches, accumulation and weight updates, traced.
+
+Loops run until the next weight update, then update, then start over. The update stands in a loop of one
+turn or none, which works in place; a conditional would copy what it may change.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ipu_pipeline.engine import jaxprs
+from ipu_pipeline.engine.devices.offloading import load, store
+from ipu_pipeline.engine.devices.residence import Residence
+from ipu_pipeline.engine.execution.blocks.micro_batches import Environment, MicroBatches
+from ipu_pipeline.engine.programs.bindings import Binding, BindingKind
+from ipu_pipeline.engine.programs.collecting import Collecting
+from ipu_pipeline.engine.programs.stage_programs import ValueKind
+from ipu_pipeline.engine.tracing.traced import Source
+from ipu_pipeline.engine.updates.cutting import UpdateProgram
+from ipu_pipeline.engine.updates.environment import UpdateEnvironment
+from ipu_pipeline.engine.updates.optimizer_tracing import UpdateKind, UpdateValue
+
+__all__ = ["BlockKind", "BlockProgram", "Given", "Left", "Position", "Totals"]
+
+
+@dataclass(frozen=True)
+class BlockKind:
+    """What a compilation is for.
+
+    Attributes:
+      room: the size of the block's stacks.
+      num_sums: the size of the stacks of sums; 0 where none are kept.
+      updates: whether weight updates may fall into the block.
+    """
+
+    room: int
+    num_sums: int
+    updates: bool
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a block is, all int32.
+
+    Attributes:
+      accumulated: micro-batches in the accumulators where it begins.
+      execution: executions of the pipeline before; of a loop, runs.
+      iteration: of a loop, iterations of the run before.
+      count: micro-batches to run.
+      every: micro-batches per weight update.
+    """
+
+    accumulated: int
+    execution: int
+    iteration: int
+    count: int
+    every: int
+
+    def pack(self) -> np.ndarray[Any, Any]:
+        """The numbers as one array, which is one argument to transfer."""
+        return np.array(dataclasses.astuple(self), np.int32)
+
+    @classmethod
+    def unpack(cls, numbers: Any) -> Position:
+        """The inverse of `pack`, also of a traced array."""
+        return cls(*(numbers[place] for place in range(len(dataclasses.fields(cls)))))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Totals:
+    """What grows with each micro-batch until the next weight update.
+
+    Attributes:
+      accumulators: by key, a dict.
+      sums: of what is collected in sums, a list.
+    """
+
+    accumulators: Any
+    sums: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Given:
+    """What stays the same during a block.
+
+    Attributes:
+      variables: those that the block does not change, by full name.
+      inputs: the leaves of the pipeline's inputs.
+      loss_scale: what the backward starts from, unless it is in the optimizer's state.
+      key: the session's random key.
+      position: packed.
+      feed: stacked micro-batches.
+    """
+
+    variables: dict[str, Any]
+    inputs: list[Any]
+    loss_scale: Any
+    key: Any
+    position: Any
+    feed: list[Any]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Carry:
+    """What a block changes; the state of its loops.
+
+    Attributes:
+      done: micro-batches that ran.
+      num_kept: weight updates whose sums are in the stacks.
+      accumulated: micro-batches in the accumulators.
+      totals: accumulators and sums.
+      variables: by full name.
+      state_leaves: of the optimizer's state.
+      carried: of a loop, the values that the next iteration takes.
+      latest: the outputs of the last micro-batch that the update reads, by their number.
+      stacks: what was collected.
+    """
+
+    done: Any
+    num_kept: Any
+    accumulated: Any
+    totals: Totals
+    variables: dict[str, Any]
+    state_leaves: list[Any]
+    carried: list[Any]
+    latest: dict[int, Any]
+    stacks: list[Any]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Left:
+    """What a block leaves: of its `Carry` what somebody reads; or the shardings of that.
+
+    JAX gives the memory of donated arguments to results of the same shape, in order, whatever memory they
+    are in. So what is taken comes first, in the order in which it is taken.
+
+    Attributes:
+      totals: accumulators and sums.
+      variables: those that it changed, by full name.
+      state_leaves: of the optimizer's state.
+      carried: of a loop.
+      stacks: what was collected, stacked over micro-batches, or the sums over weight updates; a stack may
+        be longer.
+      done: micro-batches that ran, int32 scalar; fewer than asked for if a loop's condition ended it.
+    """
+
+    totals: Totals
+    variables: dict[str, Any]
+    state_leaves: Any
+    carried: Any
+    stacks: Any
+    done: Any
+
+
+@dataclass(frozen=True, eq=False)
+class BlockProgram:
+    """The functions that a block's runner compiles.
+
+    Attributes:
+      micro_batches: forwards and backwards.
+      collecting: what is wanted of the last stage.
+      num_serialized: how many micro-batches each stage handles before the next one starts.
+      carried: of a loop, the values that are the first leaves of the next micro-batch. None: a pipeline,
+        whose micro-batches are counted from each weight update.
+      condition: of a loop that ends by itself, whether it goes on, from the inputs' leaves and the carried
+        values.
+    """
+
+    micro_batches: MicroBatches
+    collecting: Collecting
+    num_serialized: int = 1
+    carried: Sequence[Source] | None = None
+    condition: Callable[[list[Any], list[Any]], Any] | None = None
+
+    @property
+    def residence(self) -> Residence:
+        """Where state lies."""
+        return self.micro_batches.residence
+
+    @functools.cached_property
+    def update(self) -> UpdateProgram | None:
+        """The weight update; None without training."""
+        updates = self.residence.updates
+        return None if updates is None else updates.updates[0]
+
+    @functools.cached_property
+    def read(self) -> dict[int, Source]:
+        """The outputs that the update reads, by their number."""
+        wanted = () if self.update is None else self.update.arguments
+        outputs = self.residence.traced.outputs
+        return {value.key: outputs[value.key] for value in wanted if value.kind == UpdateKind.OUTPUT}
+
+    def make_sums(self, axes: tuple[int, ...] = ()) -> list[Any]:
+        """Zeros for sums, stacked over some axes."""
+        if not self.collecting.is_summed:
+            return []
+        return [jnp.zeros((*axes, *aval.shape), aval.dtype) for aval in self.collecting.avals]
+
+    def run(
+        self,
+        kind: BlockKind,
+        totals: Totals,
+        variables: dict[str, Any],
+        state_leaves: list[Any],
+        carried: list[Any],
+        given: Given,
+    ) -> Left:
+        """A block.
+
+        Args:
+          kind: what is compiled for.
+          totals: what it begins with.
+          variables: those that it changes, by full name.
+          state_leaves: of the optimizer's state.
+          carried: of a loop.
+          given: all else.
+        """
+        position = Position.unpack(given.position)
+        zero = jnp.int32(0)
+        first = Carry(
+            zero,
+            zero,
+            position.accumulated,
+            totals,
+            variables,
+            state_leaves,
+            carried,
+            self._make_latest(),
+            self._make_stacks(kind),
+        )
+
+        def goes_on(carry: Carry, end: Any) -> Any:
+            is_wanted = True if self.condition is None else self.condition(given.inputs, carry.carried)
+            return (carry.done < end) & is_wanted
+
+        def until_update(carry: Carry) -> Carry:
+            left = jnp.minimum(position.count - carry.done, position.every - carry.accumulated)
+            end = carry.done + left
+            loss_scale = self._find_loss_scale(kind, carry, given)
+            carry = jax.lax.while_loop(
+                lambda carry: goes_on(carry, end),
+                functools.partial(self._run_micro_batches, given, position, loss_scale),
+                carry,
+            )
+            is_full = carry.accumulated == position.every
+            num_turns = is_full.astype(jnp.int32)
+            if self.update is not None and kind.updates:
+                carry = jax.lax.fori_loop(
+                    0,
+                    num_turns,
+                    lambda _turn, carry: self._update(self.update, position.every, carry),
+                    carry,
+                )
+            if kind.num_sums:
+                carry = jax.lax.fori_loop(0, num_turns, lambda _turn, carry: _keep_sums(carry), carry)
+            return dataclasses.replace(carry, accumulated=jnp.where(is_full, 0, carry.accumulated))
+
+        last = jax.lax.while_loop(lambda carry: goes_on(carry, position.count), until_update, first)
+        return Left(last.totals, last.variables, last.state_leaves, last.carried, last.stacks, last.done)
+
+    def _make_latest(self) -> dict[int, Any]:
+        avals = self.residence.traced.output_avals
+        return {number: jnp.zeros(avals[number].shape, avals[number].dtype) for number in self.read}
+
+    def _make_stacks(self, kind: BlockKind) -> list[Any]:
+        if self.collecting.is_summed:
+            return self.make_sums((kind.num_sums,)) if kind.num_sums else []
+        return [jnp.zeros((kind.room, *aval.shape), aval.dtype) for aval in self.collecting.avals]
+
+    def _find_loss_scale(self, kind: BlockKind, carry: Carry, given: Given) -> Any:
+        updates = self.residence.updates
+        known = None if updates is None else updates.loss_scale
+        if known is None or not kind.updates:
+            return given.loss_scale
+        scale = carry.state_leaves[known.leaf]
+        return load(scale, self.residence.rows[0]) if self.residence.offloads_state else scale
+
+    def _run_micro_batches(self, given: Given, position: Position, loss_scale: Any, carry: Carry) -> Carry:
+        """One micro-batch, or as many as are serialized."""
+        size = self.num_serialized
+        execution, index = position.execution, position.iteration + carry.done
+        if self.carried is None:
+            execution = execution + (position.accumulated + carry.done) // position.every
+            index = carry.accumulated
+        if size == 1:
+            fed = [jax.lax.dynamic_index_in_dim(leaf, carry.done, 0, False) for leaf in given.feed]
+        else:
+            fed = [jax.lax.dynamic_slice_in_dim(leaf, carry.done, size) for leaf in given.feed]
+        found = self.micro_batches.run(
+            self._make_environment(
+                {**given.variables, **carry.variables},
+                carry.totals.accumulators,
+                (given.key, execution, index, carry.accumulated, loss_scale),
+                given.inputs,
+                [*carry.carried, *fed],
+            ),
+            size,
+        )
+
+        def find(source: Source) -> Any:
+            return self.micro_batches.find(found, source, size)
+
+        def last(source: Source) -> Any:
+            return find(source) if size == 1 else find(source)[-1]
+
+        def stacked(source: Source) -> Any:
+            return jnp.expand_dims(find(source), 0) if size == 1 else find(source)
+
+        stacks, sums = carry.stacks, carry.totals.sums
+        collected = [stacked(source) for source in self.collecting.sources]
+        if self.collecting.is_summed:
+            sums = [
+                total + jnp.sum(value, axis=0, dtype=total.dtype)
+                for total, value in zip(sums, collected, strict=True)
+            ]
+        else:
+            stacks = [
+                jax.lax.dynamic_update_slice_in_dim(stack, value, carry.done, 0)
+                for stack, value in zip(stacks, collected, strict=True)
+            ]
+        keys = carry.totals.accumulators
+        assigned = {
+            binding.key: value for binding, value in found.items() if binding.kind is BindingKind.ASSIGNED
+        }
+        return dataclasses.replace(
+            carry,
+            done=carry.done + size,
+            accumulated=carry.accumulated + size,
+            totals=Totals({key: found[Binding(BindingKind.ACCUMULATOR, key)] for key in keys}, sums),
+            variables={**carry.variables, **assigned},
+            carried=[last(source) for source in self.carried or ()],
+            latest={number: last(source) for number, source in self.read.items()},
+            stacks=stacks,
+        )
+
+    def _make_environment(
+        self,
+        variables: dict[str, Any],
+        accumulators: dict[str, Any],
+        scalars: tuple[Any, Any, Any, Any, Any],
+        inputs: Sequence[Any],
+        element: Sequence[Any],
+    ) -> Environment:
+        """What `MicroBatches.run` takes; `scalars` in the order of `_SCALARS`."""
+        known = {Binding(BindingKind.VARIABLE, name): value for name, value in variables.items()}
+        known |= {Binding(BindingKind.ACCUMULATOR, key): value for key, value in accumulators.items()}
+        known |= {
+            Binding(BindingKind.SCALAR, kind): value for kind, value in zip(_SCALARS, scalars, strict=True)
+        }
+        known |= {Binding(BindingKind.INPUT, number): value for number, value in enumerate(inputs)}
+        known |= {
+            Binding(BindingKind.VALUE, Source("element", number)): value
+            for number, value in enumerate(element)
+        }
+        return known
+
+    def _update(self, program: UpdateProgram, every: Any, carry: Carry) -> Carry:
+        residence = self.residence
+        row, plan = residence.rows[0], residence.accumulator_plan
+        accumulators = carry.totals.accumulators
+        if residence.offloads_accumulators:
+            accumulators = {key: load(value, row) for key, value in accumulators.items()}
+        merged = plan.merge(accumulators, lambda _accumulator, total, part: total + part)
+        environment = UpdateEnvironment(carry.variables, merged, carry.state_leaves, carry.latest, every)
+
+        def read(value: UpdateValue) -> Any:
+            is_away = residence.is_offloaded(value) and value.kind != UpdateKind.GRADIENT
+            return load(environment[value], row) if is_away else environment[value]
+
+        results = program.function(*map(read, program.arguments))
+        for value, result in zip(program.results, results, strict=True):
+            environment[value] = store(result, row) if residence.is_offloaded(value) else result
+        zeros = {key: jnp.zeros_like(accumulators[key]) for key in plan.extra}
+        if residence.offloads_accumulators:
+            zeros = {key: store(value, row) for key, value in zeros.items()}
+        return dataclasses.replace(
+            carry,
+            totals=dataclasses.replace(carry.totals, accumulators={**environment.accumulators, **zeros}),
+            variables={**carry.variables, **environment.variables},
+            state_leaves=environment.state_leaves,
+        )
+
+    def peek(self, variables: dict[str, Any], carried: list[Any], given: Given) -> list[Any]:
+        """What the last stage returns for the first micro-batch of a block, without any effects.
+
+        Args:
+          variables: all, by full name.
+          carried: of a loop.
+          given: as for `run`, with a feed of the first micro-batch at least.
+        """
+        position = Position.unpack(given.position)
+        index = position.accumulated if self.carried is None else position.iteration
+        traced = self.residence.traced
+        specs = traced.variables
+        keys = {name: name for name in specs}
+        extra = self.residence.accumulator_plan.extra
+        keys |= {key: accumulator.variable for key, accumulator in extra.items()}
+        accumulators = {key: jnp.zeros(specs[name].shape, specs[name].dtype) for key, name in keys.items()}
+        scalars = (given.key, position.execution, index, position.accumulated, jnp.float32(1))
+        environment = self._make_environment(
+            variables, accumulators, scalars, given.inputs, [*carried, *(leaf[0] for leaf in given.feed)]
+        )
+        places, values = list(environment), list(environment.values())
+
+        def outputs(values: list[Any]) -> list[Any]:
+            found = self.micro_batches.run(dict(zip(places, values, strict=True)))
+            return [self.micro_batches.find(found, source) for source in traced.outputs]
+
+        flat = jaxprs.flatten(jax.make_jaxpr(outputs)(values))
+        program = jaxprs.extract(flat, flat.outputs)  # prints and the like run with the block
+        known = dict(zip(flat.inputs, values, strict=True))
+        return program(*(known[var] for var in program.inputs))
+
+
+_SCALARS = (
+    ValueKind.KEY,
+    ValueKind.EXECUTION_COUNT,
+    ValueKind.MICRO_BATCH,
+    ValueKind.ACCUMULATED,
+    ValueKind.LOSS_SCALE,
+)
+
+
+def _keep_sums(carry: Carry) -> Carry:
+    """Puts the sums of a weight update into the stacks."""
+    sums = carry.totals.sums
+    stacks = [
+        jax.lax.dynamic_update_index_in_dim(stack, total, carry.num_kept, 0)
+        for stack, total in zip(carry.stacks, sums, strict=True)
+    ]
+    zeros = [jnp.zeros_like(total) for total in sums]
+    totals = dataclasses.replace(carry.totals, sums=zeros)
+    return dataclasses.replace(carry, num_kept=carry.num_kept + 1, totals=totals, stacks=stacks)

@@ -1,0 +1,330 @@
+"""Everything on one device as a single jitted program, block by block.
+
+The stage programs of a micro-batch are called one after another within it, so there is no dispatch per
+micro-batch, and XLA sees them together. A call handles a block, a stack of micro-batches. A block of a
+pipeline is as many whole weight updates as fit a given size. An update that does not fit by itself is
+cut: the parts before its last one leave the state as it is, so that it can still be dropped. A block of a
+loop may begin and end anywhere.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from ipu_pipeline.engine import jaxprs
+from ipu_pipeline.engine.devices.compiler_options import Options
+from ipu_pipeline.engine.devices.feeds import Element, Feed, Take, gather
+from ipu_pipeline.engine.devices.residence import NO_LOSS_SCALE, Residence
+from ipu_pipeline.engine.devices.rows import put, put_host_copies
+from ipu_pipeline.engine.execution.blocks.micro_batches import MicroBatches
+from ipu_pipeline.engine.execution.blocks.program import (
+    BlockKind,
+    BlockProgram,
+    Given,
+    Left,
+    Position,
+    Totals,
+)
+from ipu_pipeline.engine.execution.blocks.sizes import BlockSizes, block_sizes
+from ipu_pipeline.engine.execution.contract import Iterated, Request, Runner
+from ipu_pipeline.engine.jaxprs.shapes import num_bytes
+from ipu_pipeline.engine.programs.collecting import Collecting
+from ipu_pipeline.engine.programs.stage_programs import StagePrograms
+from ipu_pipeline.engine.state import Collected, Progress, RunState
+from ipu_pipeline.engine.updates.optimizer_tracing import UpdateKind
+
+__all__ = ["BlockRunner", "PendingBlock"]
+
+# Blocks that the host runs ahead; XLA's CPU client has no more in flight than the most.
+_LEAST_IN_FLIGHT, _MOST_IN_FLIGHT = 2, 32
+_IN_FLIGHT_BYTES = 64 * 2**20  # of their feeds, where they are more than the least
+
+
+@dataclass(frozen=True, eq=False)
+class Begun:
+    """What the parts of an update before this one left.
+
+    Attributes:
+      totals: accumulators and sums; the next part will take their memory.
+      assigned: values that stages assigned, by full name.
+      collected: what was collected.
+      count: how many micro-batches ran.
+      first_outputs: what the last stage returns for the first micro-batch, if that is needed.
+    """
+
+    totals: Totals
+    assigned: Mapping[str, Any]
+    collected: list[Collected]
+    count: int = 0
+    first_outputs: list[Any] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class PendingBlock:
+    """A block, or the last part of an update that does not fit one, that is ready to run.
+
+    Attributes:
+      request: what it is a part of.
+      begun: what is before it.
+      position: where it begins.
+      room: the size of its stacks.
+      feed: its micro-batches, stacked, on the device.
+    """
+
+    request: Request
+    begun: Begun
+    position: Position
+    room: int
+    feed: list[Any]
+
+    @property
+    def count(self) -> int:
+        """How many micro-batches there are, those of earlier parts included."""
+        return self.begun.count + self.position.count
+
+
+class BlockRunner(Runner[PendingBlock]):
+    """Runs a pipeline or loop whose stages are all on one device."""
+
+    def __init__(
+        self,
+        residence: Residence,
+        programs: Sequence[StagePrograms],
+        collecting: Collecting,
+        *,
+        donate: bool,
+        block_bytes: int,
+        num_serialized: int = 1,
+        has_fixed_room: bool = False,
+        iterated: Iterated | None = None,
+        options: Options | None = None,
+    ) -> None:
+        """Nothing is compiled yet.
+
+        Args:
+          residence: where the state lives, one row.
+          programs: the programs of the stages.
+          collecting: what is wanted of the last stage.
+          donate: whether an update may reuse the memory of the state before it.
+          block_bytes: how much of the device a block's feed and outputs may take.
+          num_serialized: how many micro-batches each stage handles before the next one starts.
+          has_fixed_room: whether blocks have one size however many micro-batches an update has.
+          iterated: for the body of a loop.
+          options: XLA's.
+        """
+        super().__init__(residence, iterated)
+        self._collecting = collecting
+        self._donate = donate
+        self._block_bytes = block_bytes
+        self._has_fixed_room = has_fixed_room
+        self._options = dict(options or {})
+        self.program = BlockProgram(
+            MicroBatches(residence, tuple(programs)),
+            collecting,
+            num_serialized,
+            None if iterated is None else iterated.carried,
+            None if iterated is None else iterated.condition,
+        )
+        traced = residence.traced
+        num_carried = 0 if iterated is None else len(iterated.carried)
+        self._fed = jax.tree.leaves(traced.element)[num_carried:]
+        self._bytes_each = num_bytes([*collecting.avals, *self._fed])
+        update = self.program.update
+        results = () if update is None else update.results
+        self._trained = {value.key for value in results if value.kind == UpdateKind.PARAMETER}
+        self._feed = Feed(functools.partial(put, row=residence.rows[0]), is_block=True)
+        # Python may raise within the program, so the state before it must outlive it.
+        self._has_callbacks = any(jaxprs.has_callbacks(stage.flat) for stage in traced.stages)
+        self._in_flight: collections.deque[Any] = collections.deque()
+        self._functions: dict[tuple[BlockKind, bool], Callable[..., Left]] = {}
+        self._peek = jax.jit(self.program.peek, compiler_options=self._options)
+        self._make_sums = jax.jit(self.program.make_sums, out_shardings=residence.rows[0].replicated)
+
+    def place_element(self, leaves: Sequence[Any]) -> Element:
+        """A micro-batch on the host."""
+        return self._feed.add(leaves)
+
+    def place_ahead(self, elements: Sequence[Element]) -> list[Element]:
+        """The micro-batches of one update on the device."""
+        if not self._fed:
+            return list(elements)
+        sizes = self.sizes(len(elements), len(elements))
+        return self._feed.place_ahead(elements, sizes.capacity, sizes.room)
+
+    def num_fetched(self, total: int, every: int) -> int:
+        """A block."""
+        return self.sizes(total, every).capacity
+
+    def sizes(self, total: int, every: int) -> BlockSizes:
+        """The blocks into which so many micro-batches are cut."""
+        sizes = block_sizes(
+            max(total, 1),
+            every if self.iterated is None else 1,
+            self._bytes_each,
+            self._block_bytes,
+            self.program.num_serialized,
+            self._has_fixed_room,
+        )
+        self._feed.set_size(sizes.room)
+        return sizes
+
+    def fetch(self, state: RunState, request: Request, take: Take) -> PendingBlock:
+        """Gets a block's micro-batches; of an update that does not fit a block, runs all but the last."""
+        every, sizes = request.every, self.sizes(request.total, request.every)
+        wanted = min(request.limit, sizes.capacity)
+        begun = Begun(Totals(state.accumulators, self._zero_sums()), {}, [])
+        if self.iterated is not None:
+            return self._make_block(state, request, begun, take(wanted), sizes.room)
+        if sizes.unit == every:
+            elements = gather(take, wanted, every)
+            elements = elements[: len(elements) // every * every]  # the rest is of an update that ends
+            return self._make_block(state, request, begun, elements, sizes.room)
+        while True:
+            size = min(sizes.capacity, every - begun.count)
+            part = self._make_block(state, request, begun, gather(take, size, size), sizes.room)
+            if part.count == every:
+                return part
+            result = self._call(state, [], part, updates=False)
+            assigned = {name: result.variables[name] for name in self.assigned}
+            collected = [] if self._collecting.is_summed else self._collect(result, size)
+            begun = dataclasses.replace(
+                part.begun,
+                totals=result.totals,
+                assigned={**begun.assigned, **assigned},
+                collected=[*begun.collected, *collected],
+                count=part.count,
+            )
+
+    def _make_block(
+        self, state: RunState, request: Request, begun: Begun, elements: Sequence[Any], room: int
+    ) -> PendingBlock:
+        pipeline = state.pipeline
+        position = Position(
+            accumulated=state.num_accumulated + begun.count,
+            execution=int(pipeline.execution_count),
+            iteration=request.iteration,
+            count=len(elements),
+            every=request.every,
+        )
+        feed = self._feed.place(elements, room) if self._fed else []
+        block = PendingBlock(request, begun, position, room, feed)
+        if begun.count or pipeline.optimizer_state is not None or not self.needs_outputs:
+            return block
+        carried, given = self._place_carried(request), self._make_given(state, {}, block, NO_LOSS_SCALE)
+        outputs: list[Any] = self._peek(dict(pipeline.variables), carried, given)
+        return dataclasses.replace(block, begun=dataclasses.replace(begun, first_outputs=outputs))
+
+    def run(self, state: RunState, pending: PendingBlock) -> Progress:
+        """Runs what `fetch` returned."""
+        begun, every = pending.begun, pending.request.every
+        state = self.with_optimizer(state, begun.first_outputs)
+        result = self._call(state, jax.tree.leaves(state.pipeline.optimizer_state), pending, updates=True)
+        count = pending.count
+        if self.iterated is not None and self.iterated.condition is not None:
+            count = int(result.done)
+        size = count // every if self._collecting.is_summed else count - begun.count
+        after = self.advance(
+            state,
+            {**begun.assigned, **result.variables},
+            result.state_leaves,
+            result.totals.accumulators,
+            count,
+            every,
+        )
+        return Progress(after, result.carried, [*begun.collected, *self._collect(result, size)], count)
+
+    def _collect(self, result: Left, size: int) -> list[Collected]:
+        return [self._collecting.collect(result.stacks, size)]
+
+    def _zero_sums(self) -> list[Any]:
+        zeros: list[Any] = self._make_sums() if self._collecting.is_summed else []
+        return zeros
+
+    def _call(self, state: RunState, state_leaves: list[Any], block: PendingBlock, updates: bool) -> Left:
+        """Runs a block. It takes the memory of accumulators and sums, and may take that of all state."""
+        num_sums = 0
+        if self._collecting.is_summed and updates:
+            # With a fixed room an update may be as short as a group.
+            shortest = self.program.num_serialized if self._has_fixed_room else block.request.every
+            num_sums = max(1, block.room // shortest)
+        kind = BlockKind(block.room, num_sums, updates)
+        donate = self._donate and updates
+        function = self._functions.get((kind, donate))
+        if function is None:
+            function = self._functions[kind, donate] = self._jit(kind, donate)
+        changed = self._changed(kind)
+        variables = {**state.pipeline.variables, **block.begun.assigned}
+        kept = {name: value for name, value in variables.items() if name not in changed}
+        # With updates the scale is in the optimizer's state, and changes with it.
+        loss_scale = NO_LOSS_SCALE if updates else self.find_loss_scale(state)
+        made = function(
+            block.begun.totals,
+            {name: variables[name] for name in changed},
+            state_leaves,
+            self._place_carried(block.request),
+            self._make_given(state, kept, block, loss_scale),
+        )
+        self._in_flight.append(made.done)
+        limit = 0 if self._has_callbacks else _max_in_flight(block.feed)
+        while len(self._in_flight) > limit:
+            jax.block_until_ready(self._in_flight.popleft())
+        return made
+
+    def _changed(self, kind: BlockKind) -> set[str]:
+        """Full names of the variables that a block changes."""
+        return {*self.assigned, *(self._trained if kind.updates else ())}
+
+    def _make_given(
+        self, state: RunState, variables: dict[str, Any], block: PendingBlock, loss_scale: Any
+    ) -> Given:
+        row = self.residence.rows[0]
+        *inputs, loss_scale = put_host_copies([*block.request.inputs, loss_scale], row)
+        key = self.residence.place_key(state.pipeline.key, row)
+        return Given(variables, inputs, loss_scale, key, block.position.pack(), block.feed)
+
+    def _place_carried(self, request: Request) -> list[Any]:
+        return put_host_copies(list(request.carried), self.residence.rows[0])
+
+    def _jit(self, kind: BlockKind, donate: bool) -> Callable[..., Left]:
+        def block(*arguments: Any) -> Left:
+            return self.program.run(kind, *arguments)
+
+        # The carried values are not donated: the first ones are the caller's.
+        donated = () if self._has_callbacks else (0, 1, 2) if donate else (0,)
+        return jax.jit(
+            block,
+            donate_argnums=donated,
+            out_shardings=self._out_shardings(kind),
+            compiler_options=self._options,
+        )
+
+    def _out_shardings(self, kind: BlockKind) -> Any:
+        """Where what a block returns goes."""
+        residence = self.residence
+        row = residence.rows[0]
+        if not residence.offloads_anything:
+            return row.replicated
+
+        def sharding(is_offloaded: bool) -> Any:
+            return row.host if is_offloaded else row.replicated
+
+        return Left(
+            done=row.replicated,
+            totals=Totals(sharding(residence.offloads_accumulators), row.replicated),
+            variables={name: sharding(name in residence.offloaded) for name in self._changed(kind)},
+            state_leaves=sharding(residence.offloads_state),
+            carried=row.replicated,
+            stacks=row.replicated,
+        )
+
+
+def _max_in_flight(feed: Sequence[Any]) -> int:
+    feed_bytes: int = sum(leaf.nbytes for leaf in feed)
+    return max(_LEAST_IN_FLIGHT, min(_MOST_IN_FLIGHT, _IN_FLIGHT_BYTES // max(1, feed_bytes)))

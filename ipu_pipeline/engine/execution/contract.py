@@ -1,0 +1,212 @@
+"""The contract of runners: what `Pipeline`, `Loop` and the session know of whatever runs a step.
+
+A runner is made for one traced pipeline or loop and its devices. It takes a state and gives a new one, in
+two calls: `fetch` gets micro-batches and does all that leaves the state as it is, `run` does the rest.
+Whoever has a state that must survive an interrupt lets interrupts wait during the second.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+import jax
+import numpy as np
+
+from ipu_pipeline.engine.devices.feeds import Take
+from ipu_pipeline.engine.devices.residence import Residence
+from ipu_pipeline.engine.state import PipelineState, Progress, RunState
+from ipu_pipeline.engine.tracing.traced import Source
+
+__all__ = ["Iterated", "Pending", "Request", "Runner"]
+
+
+@dataclass(frozen=True, eq=False)
+class Iterated:
+    """What makes a pipeline the body of a loop.
+
+    Its micro-batches are iterations; their first leaves are carried from one to the next. Accumulators stay
+    from run to run.
+
+    Attributes:
+      carried: where the carried values of the next iteration come from.
+      condition: whether the loop goes on, from the inputs' leaves and the carried values; None: always.
+    """
+
+    carried: tuple[Source, ...]
+    condition: Callable[[list[Any], list[Any]], Any] | None
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """What is to be run.
+
+    Attributes:
+      inputs: the leaves of the inputs that stay the same.
+      every: micro-batches per weight update.
+      limit: micro-batches to run in this call at most; of a pipeline those of whole updates.
+      total: micro-batches of the run, which the sizes of blocks depend on.
+      carried: of a loop, the values that the first iteration takes.
+      iteration: of a loop, iterations of the run before.
+    """
+
+    inputs: Sequence[Any]
+    every: int
+    limit: int
+    total: int
+    carried: Sequence[Any] = ()
+    iteration: int = 0
+
+
+class Pending(Protocol):
+    """What `Runner.fetch` returns and `Runner.run` takes; each kind of runner has its own."""
+
+    @property
+    def count(self) -> int:
+        """How many micro-batches will run, unless a condition ends the loop before."""
+
+
+PendingT = TypeVar("PendingT", bound=Pending)
+
+
+class Runner(abc.ABC, Generic[PendingT]):
+    """Runs micro-batches and weight updates.
+
+    Attributes:
+      residence: where the state lives.
+      iterated: for the body of a loop; None for a pipeline.
+      assigned: full names of the variables that stages assign.
+      needs_outputs: whether the optimizer's state at the start depends on the last stage's outputs.
+    """
+
+    def __init__(self, residence: Residence, iterated: Iterated | None) -> None:
+        """Takes what all kinds have."""
+        self.residence = residence
+        self.iterated = iterated
+        stages, updates = residence.traced.stages, residence.updates
+        self.assigned = frozenset(spec.name for stage in stages for spec in stage.assigned)
+        self.needs_outputs = updates is not None and updates.init_needs_outputs
+
+    @abc.abstractmethod
+    def place_element(self, leaves: Sequence[Any]) -> Any:
+        """Makes a micro-batch what `fetch` takes. Of a loop, the leaves behind the carried ones.
+
+        Safe to call from another thread; shares no memory with NumPy arrays that are given.
+        """
+
+    @abc.abstractmethod
+    def place_ahead(self, elements: Sequence[Any]) -> list[Any]:
+        """The micro-batches of one update, from `place_element`, on the devices that read them."""
+
+    @abc.abstractmethod
+    def num_fetched(self, total: int, every: int) -> int:
+        """How many micro-batches to fetch ahead at least; `fetch` takes no more at once.
+
+        Args:
+          total: micro-batches of the run.
+          every: micro-batches per weight update.
+        """
+
+    @abc.abstractmethod
+    def fetch(self, state: RunState, request: Request, take: Take) -> PendingT:
+        """Gets micro-batches, and does all that leaves the state as it is.
+
+        Args:
+          state: placed, see `place`.
+          request: what is to be run.
+          take: returns up to so many micro-batches, from `place_element`, and at least one; what it raises
+            ends the run.
+        """
+
+    @abc.abstractmethod
+    def run(self, state: RunState, pending: PendingT) -> Progress:
+        """The rest. It takes the memory of accumulators, and if that was allowed of all the state."""
+
+    def place(
+        self,
+        state: PipelineState,
+        dtypes: Mapping[str, Any],
+        accumulators: Mapping[str, Any],
+        num_accumulated: int,
+    ) -> RunState:
+        """A state with its leaves on the devices of their stages.
+
+        Args:
+          state: variables, optimizer state, counts and key.
+          dtypes: of each trained variable's accumulators, by full name.
+          accumulators: by key; those that are missing are zeros.
+          num_accumulated: of how many micro-batches they are.
+        """
+        is_trained = self.residence.updates is not None
+        made = self.residence.make_accumulators(dtypes, accumulators) if is_trained else {}
+        return RunState(self.place_state(state), made, num_accumulated)
+
+    def place_state(self, state: PipelineState) -> PipelineState:
+        """Variables and optimizer state on the devices of their stages."""
+        residence, updates = self.residence, self.residence.updates
+        optimizer_state = state.optimizer_state
+        if updates is not None and optimizer_state is not None:
+            leaves = residence.place_optimizer_state(jax.tree.leaves(optimizer_state))
+            optimizer_state = updates.state_tree.unflatten(leaves)
+        return dataclasses.replace(
+            state,
+            variables=residence.place_variables(state.variables),
+            optimizer_state=optimizer_state,
+        )
+
+    def with_optimizer(self, state: RunState, outputs: Sequence[Any] | None) -> RunState:
+        """The state with an optimizer's state.
+
+        Args:
+          state: placed.
+          outputs: the leaves of the last stage's outputs for the first micro-batch, where they are needed.
+        """
+        pipeline, updates = state.pipeline, self.residence.updates
+        if updates is None or pipeline.optimizer_state is not None:
+            return state
+        leaves = self.residence.init_optimizer_state(pipeline.variables, outputs)
+        pipeline = dataclasses.replace(pipeline, optimizer_state=updates.state_tree.unflatten(leaves))
+        return dataclasses.replace(state, pipeline=pipeline)
+
+    def find_loss_scale(self, state: RunState) -> Any:
+        """The scale that the backward starts from; 1 without loss scaling."""
+        known = state.pipeline.optimizer_state
+        return self.residence.loss_scale(None if known is None else jax.tree.leaves(known))
+
+    def advance(
+        self,
+        state: RunState,
+        variables: Mapping[str, Any],
+        state_leaves: Sequence[Any],
+        accumulators: Mapping[str, Any],
+        count: int,
+        every: int,
+    ) -> RunState:
+        """The state after some micro-batches.
+
+        Args:
+          state: before them.
+          variables: those that changed, by full name.
+          state_leaves: of the optimizer's state.
+          accumulators: by key.
+          count: how many micro-batches ran.
+          every: micro-batches per weight update.
+        """
+        pipeline, updates = state.pipeline, self.residence.updates
+        num_updates, num_accumulated = divmod(state.num_accumulated + count, every)
+        pipeline = dataclasses.replace(pipeline, variables={**pipeline.variables, **variables})
+        if self.iterated is None:  # of a loop, whole runs are counted
+            pipeline = dataclasses.replace(
+                pipeline, execution_count=np.int32(pipeline.execution_count + num_updates)
+            )
+        if updates is None:
+            return RunState(pipeline, {})
+        pipeline = dataclasses.replace(
+            pipeline,
+            optimizer_state=updates.state_tree.unflatten(state_leaves),
+            update_count=np.int32(pipeline.update_count + num_updates),
+        )
+        return RunState(pipeline, dict(accumulators), num_accumulated)

@@ -1,0 +1,68 @@
+"""What the programs of a weight update read and make, by what it stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ipu_pipeline.engine.updates.optimizer_tracing import UpdateKind, UpdateValue
+
+__all__ = ["UpdateEnvironment"]
+
+
+class UpdateEnvironment:
+    """The values of one weight update: arrays, traced values, or shapes and dtypes.
+
+    Programs read what there was before the update, and what they make for each other.
+
+    Attributes:
+      variables: those that were updated, by full name.
+      accumulators: the zeroed ones, by full name.
+      state_leaves: of the optimizer's state; those that no program makes are as they were.
+    """
+
+    def __init__(
+        self,
+        variables: Mapping[str, Any],
+        accumulators: Mapping[str, Any],
+        state_leaves: Sequence[Any],
+        outputs: Mapping[int, Any] | Sequence[Any],
+        count: Any,
+    ) -> None:
+        """Before the update.
+
+        Args:
+          variables: by full name.
+          accumulators: by full name.
+          state_leaves: of the optimizer's state.
+          outputs: the leaves of the last stage's outputs, for one micro-batch.
+          count: micro-batches per weight update.
+        """
+        self._sent: dict[int, Any] = {}
+        self._count = count
+        self._known: dict[str, Any] = {
+            UpdateKind.PARAMETER: variables,
+            UpdateKind.GRADIENT: accumulators,
+            UpdateKind.STATE: state_leaves,
+            UpdateKind.OUTPUT: outputs,
+            UpdateKind.SENT: self._sent,
+        }
+        self.variables: dict[str, Any] = {}
+        self.accumulators: dict[str, Any] = {}
+        self.state_leaves: list[Any] = list(state_leaves)
+        self._made: dict[str, Any] = {
+            UpdateKind.PARAMETER: self.variables,
+            UpdateKind.GRADIENT: self.accumulators,
+            UpdateKind.STATE: self.state_leaves,
+            UpdateKind.SENT: self._sent,
+        }
+
+    def __getitem__(self, value: UpdateValue) -> Any:
+        """What a program reads."""
+        if value.kind == UpdateKind.COUNT:
+            return self._count
+        return self._known[value.kind][value.key]
+
+    def __setitem__(self, value: UpdateValue, result: Any) -> None:
+        """Takes what a program made."""
+        self._made[value.kind][value.key] = result
