@@ -10,17 +10,21 @@ EXAMPLES ?= 5000
 KILLS ?= 50
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
-.PHONY: tutorial test quick random soak bench lint clean
+.PHONY: tutorial test thorough tests random soak bench lint clean
 
 tutorial: $(VENV)/installed
 	$(BIN)/python answers/step4_configurable_stages.py --dataset digits --steps 30 \
 	    --splits dense256 dense128 dense64
 
-test: $(VENV)/installed-dev lint
-	$(PYTEST)
+# Lint and types beside the tests: they would hold up one processor while the other is idle.
+test: $(VENV)/installed-dev
+	$(MAKE) --no-print-directory --jobs 2 tests lint
 
-quick: $(VENV)/installed-dev
-	$(PYTEST) -m "not long"
+tests: $(VENV)/installed-dev
+	$(PYTEST) -m "not thorough"
+
+thorough: $(VENV)/installed-dev
+	$(PYTEST) -m thorough
 
 random: $(VENV)/installed-dev
 	RANDOM_PIPELINES=$(EXAMPLES) $(PYTEST) tests/test_random_pipelines.py
