@@ -313,3 +313,24 @@ def test_one_compilation(caplog):
         with jax.log_compiles():
             model.run(session)
     assert [record.message for record in caplog.records if "Compiling" in record.message] == []
+
+
+def test_placed_micro_batches_of_an_update_in_parts():
+    """They used to be one stack with room for a part of them only."""
+
+    def stage(x):
+        return jnp.sum((x @ engine.get_variable("kernel", (4, 4))) ** 2)
+
+    step = [np.full((2, 4), number, "float32") for number in range(6)]
+    found = []
+    for block_bytes in (2**26, 200):
+        pipeline = engine.Pipeline(
+            [stage],
+            num_micro_batches=6,
+            loss=lambda loss: loss,
+            optimizer=optax.sgd(0.1),
+            block_bytes=block_bytes,
+        )
+        state = pipeline.init(jax.random.key(0), step[0])
+        found.append(pipeline.step(state, pipeline.place_micro_batches(step))[0].variables)
+    models.assert_trees_close(found[1], found[0])
