@@ -1,7 +1,6 @@
 """CPU devices, strict dtype promotion, little optimization, one compilation cache for the whole run."""
 
 import gc
-import itertools
 import os
 import pathlib
 import tempfile
@@ -89,14 +88,13 @@ def rng():
 
 
 def pytest_collection_modifyitems(items):
-    """Leaves to `make thorough` those cases of a test marked `pairs` that add no pair of arguments."""
+    """Leaves to `make thorough` those cases of a test marked `each_value` that have no new argument."""
     cases = {}
     for item in items:
-        if item.get_closest_marker("pairs") is not None:
+        if item.get_closest_marker("each_value") is not None:
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for of_test in cases.values():
-        arguments = [name_arguments(item.callspec) for item in of_test]
-        kept = cover_pairs(arguments)
+        kept = cover_values([name_arguments(item.callspec) for item in of_test])
         for number, item in enumerate(of_test):
             if number not in kept:
                 item.add_marker(pytest.mark.thorough)
@@ -111,19 +109,19 @@ def name_arguments(callspec):
     }
 
 
-def cover_pairs(cases):
-    """The numbers of some cases in which all pairs of arguments stand that stand in any.
+def cover_values(cases):
+    """The numbers of some cases in which every value of each argument stands.
 
-    Greedy: again and again the case with most pairs that have not been seen, of several the first.
+    Greedy: again and again the case with most values that have not been seen, of several the first.
 
     Args:
       cases: argument -> its value as text, for each case.
     """
-    pairs = [set(itertools.combinations(sorted(case.items()), 2)) or set(case.items()) for case in cases]
-    left = set().union(*pairs)
+    values = [set(case.items()) for case in cases]
+    left = set().union(*values)
     kept = set()
     while left:
-        number = max(range(len(pairs)), key=lambda n: len(pairs[n] & left))
+        number = max(range(len(values)), key=lambda n: len(values[n] & left))
         kept.add(number)
-        left -= pairs[number]
+        left -= values[number]
     return kept

@@ -88,7 +88,7 @@ def assert_equals_reference(made, counts, rng, reduction, factor=1, **options):
         ([0, 1], "running_mean"),
     ],
 )
-@pytest.mark.pairs
+@pytest.mark.each_value
 def test_counts_that_are_given_at_each_step(mapping, reduction, rng):
     made = make(mapping, reduction, num_micro_batches=None)
     assert_equals_reference(made, [3, 5, 1], rng, reduction, given=True)
@@ -180,6 +180,7 @@ def counting_model(as_placeholder, **options):
         (True, [0, 1], "sum"),
     ],
 )
+@pytest.mark.each_value
 def test_traced_counts(as_placeholder, mapping, method, caplog):
     infeed, run = counting_model(
         as_placeholder, device_mapping=mapping, repeat_count=2, reduction_method=method
@@ -470,7 +471,7 @@ def test_reduction_methods_in_every_form():
         ("mean", 2100, None),
     ],
 )
-@pytest.mark.pairs
+@pytest.mark.each_value
 def test_groups_equal_the_reference(reduction, block_bytes, count, rng):
     """Whole updates in a block, parts of two groups, and of one."""
     made = make(
@@ -494,6 +495,7 @@ def test_groups_equal_the_reference(reduction, block_bytes, count, rng):
         {"offload": ["activations", "gradient_accumulation_buffers"]},
     ],
 )
+@pytest.mark.each_value
 def test_groups_with_recomputation_and_offloading(options, rng):
     made = make([0, 0], "mean", num_micro_batches=2, num_serialized=3, schedule="sequential", **options)
     assert_equals_reference(made, [2, 2], rng, "mean", factor=3)

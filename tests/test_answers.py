@@ -1,5 +1,6 @@
 """The tutorial's programs as a reader runs them, and on real MNIST."""
 
+import json
 import os
 import re
 
@@ -31,6 +32,7 @@ def test_output_of_step_3():
     assert lines[7:] == ["Program ran successfully"]
 
 
+@pytest.mark.thorough
 def test_the_estimator_trains_as_step_3_and_goes_on(tmp_path):
     common = ("--dataset", "digits", "--batches-to-accumulate", "4", "--seed", "3")
     expected = run(STEP3, *common, "--steps", "31")
@@ -52,7 +54,7 @@ def test_the_estimator_trains_as_step_3_and_goes_on(tmp_path):
     assert "another model" not in run(ESTIMATOR, "--dataset", "mnist", code=1)
 
 
-@pytest.mark.parametrize("program", [STEP1, STEP2])
+@pytest.mark.parametrize("program", [pytest.param(STEP1, marks=pytest.mark.thorough), STEP2])
 def test_the_repeat_count_is_rounded_up(program):
     options = ("--dataset", "digits", "--steps", "1", "--repeat-count", "17")
     lines = run(program, *options).splitlines()
@@ -91,21 +93,41 @@ def test_output_of_step_4_with_four_stages():
     assert lines[-1] == "Program ran successfully"
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--splits", "dense128", "dense32"], "could not find an IPU device with 3 IPUs"),
-        (["--splits", "dense99"], "there is no layer 'dense99'; the layers are flatten, dense256"),
-        (["--splits", "dense32", "dense64"], "is out of order"),
-        (["--splits", "flatten"], "leaves stage 0 empty"),
-        (["--splits", "dense32", "dense32"], "leaves stage 1 empty"),
-        (["--dataset", "mnist"], "--dataset mnist: no folder was given"),
-        (["--data-dir", "nowhere"], "the folder nowhere has no train-images-idx3-ubyte.gz"),
-        (["--dataset", "digits", "--batch-size", "2000"], "batch_size must be from 1 to .* 1437; got 2000"),
-    ],
-)
-def test_errors_exit_with_1(options, message):
-    assert re.search(message, run(STEP4, *options, code=1))
+ERRORS = [
+    (["--splits", "dense128", "dense32"], "could not find an IPU device with 3 IPUs"),
+    (["--splits", "dense99"], "there is no layer 'dense99'; the layers are flatten, dense256"),
+    (["--splits", "dense32", "dense64"], "is out of order"),
+    (["--splits", "flatten"], "leaves stage 0 empty"),
+    (["--splits", "dense32", "dense32"], "leaves stage 1 empty"),
+    (["--dataset", "mnist"], "--dataset mnist: no folder was given"),
+    (["--data-dir", "nowhere"], "the folder nowhere has no train-images-idx3-ubyte.gz"),
+    (["--dataset", "digits", "--batch-size", "2000"], "batch_size must be from 1 to .* 1437; got 2000"),
+]
+# One process for all, since starting it takes longer than they do.
+_RUN_ALL = """
+import contextlib, io, json, runpy, sys
+program, *cases = sys.argv[1:]
+found = []
+for case in cases:
+    sys.argv = [program, *json.loads(case)]
+    errors = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()):
+            runpy.run_path(program, run_name="__main__")
+        code = 0
+    except SystemExit as exit:
+        code = exit.code
+    found.append((code, errors.getvalue()))
+print(json.dumps(found))
+"""
+
+
+def test_errors_exit_with_1():
+    output = run("-c", _RUN_ALL, STEP4, *(json.dumps(options) for options, _message in ERRORS))
+    for (options, message), (code, errors) in zip(ERRORS, json.loads(output), strict=True):
+        assert code == 1, options
+        assert re.search(message, errors), (options, errors)
+    assert "is out of order" in run(STEP4, *ERRORS[2][0], code=1)
 
 
 def test_arguments():

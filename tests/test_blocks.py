@@ -99,7 +99,7 @@ def injected(rate, loss, labels):
 @pytest.mark.parametrize("optimizer", [sgd, injected])
 @pytest.mark.parametrize("reduction", ["sum", "mean", "running_mean"])
 @pytest.mark.parametrize(("donate", "parts"), [(False, 1), (True, 2), (False, 3)])
-@pytest.mark.pairs
+@pytest.mark.each_value
 def test_equals_several_devices(donate, parts, reduction, optimizer, rng):
     """Also where a weight update is cut into parts: with the same random keys, statistics and outputs."""
     count = 5

@@ -37,7 +37,7 @@ def trained(tmp_path_factory):
 
 @pytest.mark.parametrize("schedule", PipelineSchedule)
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
-@pytest.mark.pairs
+@pytest.mark.each_value
 def test_training_goes_on_exactly_in_any_split(trained, num_stages, schedule):
     path, expected, losses = trained
     training = Training(num_stages, pipeline_schedule=schedule)
@@ -205,6 +205,7 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("num_stages", [1, 2])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.each_value
 def test_resuming_is_exact(optimizer, num_stages, tmp_path):
     def make():
         return Training(num_stages, optimizer=OPTIMIZERS[optimizer](), repeat_count=3)

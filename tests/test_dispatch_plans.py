@@ -159,7 +159,7 @@ REDUCTIONS = ("sum", "mean", "running_mean")
     [(*run, REDUCTIONS[number % 3]) for number, run in enumerate(RUNS)],
     ids=name_of,
 )
-@pytest.mark.pairs
+@pytest.mark.each_value
 def test_equals_a_plain_loop(schedule, mapping, plan, reduction):
     pipeline = make(plan, schedule=schedule, device_mapping=mapping, reduction=reduction)
     check(pipeline, reduction)
@@ -170,12 +170,13 @@ def test_equals_a_plain_loop(schedule, mapping, plan, reduction):
 
 @pytest.mark.parametrize("reduction", ["sum", "running_mean"])
 @pytest.mark.parametrize("plan", [CHUNKS[0], *FUSED[:2]], ids=name_of)
-@pytest.mark.pairs
+@pytest.mark.each_value
 def test_float64(plan, reduction):
     check(make(plan, reduction=reduction), reduction, "float64")
 
 
 @pytest.mark.parametrize("plan", [CHUNKS[0], *FUSED[:2]], ids=name_of)
+@pytest.mark.each_value
 def test_accumulated_gradients(plan):
     (step,) = make_steps(num_steps=1)
     pipeline = make(plan)
@@ -219,7 +220,7 @@ def as_jax_elsewhere(step):
 
 @pytest.mark.parametrize("as_feed", [as_jax, as_half_jax, as_jax_elsewhere, overwritten])
 @pytest.mark.parametrize("plan", [CHUNKS[1], *FUSED[:2]], ids=name_of)
-@pytest.mark.pairs
+@pytest.mark.each_value
 def test_feeds(plan, as_feed):
     check(make(plan), as_feed=as_feed)
 
@@ -243,21 +244,21 @@ def test_feeds(plan, as_feed):
     ],
     ids=str,
 )
-@pytest.mark.pairs
+@pytest.mark.each_value
 def test_with_what_saves_memory(options, mapping, plan):
     check(make(plan, device_mapping=mapping, **options))
 
 
 @pytest.mark.parametrize("schedule", ["grouped", "interleaved", "sequential"])
 @pytest.mark.parametrize("plan", [engine.DispatchPlan(), *CHUNKS], ids=name_of)
-@pytest.mark.pairs
+@pytest.mark.each_value
 def test_inference(plan, schedule):
     check(make(plan, loss=None, optimizer=None, schedule=schedule))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("plan", [engine.DispatchPlan(), CHUNKS[0], *FUSED[:2]], ids=name_of)
-@pytest.mark.pairs
+@pytest.mark.each_value
 def test_sums_and_some_of_the_outputs(plan, dtype):
     """Sums keep their dtypes, those of integers too."""
     _state, losses, outputs = expected(dtype=dtype)[0]
@@ -274,6 +275,7 @@ def test_sums_and_some_of_the_outputs(plan, dtype):
 
 
 @pytest.mark.parametrize("plan", [CHUNKS[1], *FUSED[:2]], ids=name_of)
+@pytest.mark.each_value
 def test_an_optimizer_from_outputs_reads_one_micro_batch(plan):
     """The state at the start depends on the first one, the updates on the last one."""
 
@@ -299,6 +301,7 @@ def test_an_optimizer_from_outputs_reads_one_micro_batch(plan):
 
 
 @pytest.mark.parametrize("plan", [CHUNKS[0], *FUSED[:2]], ids=name_of)
+@pytest.mark.each_value
 def test_parallel_stages(plan, rng):
     def first(x, labels):
         return {"x": models.dense("first", 16, x), "labels": labels}
@@ -409,7 +412,7 @@ def test_data_that_end_within_a_chunk_leave_the_state(plan):
     ],
     ids=name_of,
 )
-@pytest.mark.pairs
+@pytest.mark.each_value
 def test_placed_micro_batches_serve_twice(mapping, plan, as_feed):
     step, _other = make_steps(num_steps=2)
     pipeline = make(plan, device_mapping=mapping)
@@ -809,7 +812,7 @@ def compilations():
 
 @pytest.mark.parametrize("as_feed", [list, as_jax])
 @pytest.mark.parametrize("plan", [engine.DispatchPlan(), CHUNKS[0], *FUSED[:2], None], ids=name_of)
-@pytest.mark.pairs
+@pytest.mark.each_value
 def test_nothing_compiles_after_the_first_step(plan, as_feed):
     first, second, third = (as_feed(step) for step in make_steps())
     pipeline = make(plan)
@@ -842,7 +845,7 @@ def wide_stages(num_stages):
 
 @pytest.mark.parametrize("mapping", [[0, 1, 2], [0, 1, 0]])
 @pytest.mark.parametrize("plan", [engine.DispatchPlan(), CHUNKS[0], *FUSED[:2]], ids=name_of)
-@pytest.mark.pairs
+@pytest.mark.each_value
 def test_micro_batches_make_no_arrays_of_the_weights_size(plan, mapping):
     found = {}
     for count in (8, 16):
@@ -878,7 +881,7 @@ def test_micro_batches_make_no_arrays_of_the_weights_size(plan, mapping):
 
 @pytest.mark.parametrize("plan", [*CHUNKS, *FUSED], ids=name_of)
 @pytest.mark.parametrize("mapping", [[0, 1, 2, 3], [0, 1, 0, 1]])
-@pytest.mark.pairs
+@pytest.mark.each_value
 def test_chunks_hold_what_the_plan_says(plan, mapping):
     (step,) = make_steps(num_steps=1, count=16)
     pipeline = make(plan, num_micro_batches=16, device_mapping=mapping)
@@ -891,7 +894,7 @@ def test_chunks_hold_what_the_plan_says(plan, mapping):
 
 
 @pytest.mark.parametrize("plan", [engine.DispatchPlan(), CHUNKS[0], *FUSED[:2]], ids=name_of)
-@pytest.mark.pairs
+@pytest.mark.each_value
 def test_nothing_is_held_after_its_last_reader(plan):
     (step,) = make_steps(num_steps=1)
     pipeline = make(plan)

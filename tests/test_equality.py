@@ -67,7 +67,7 @@ def expected(num_micro_batches, reduction, optimizer):
     # One stage is one program, whatever the schedule.
     [("grouped", 1), *itertools.product(["grouped", "interleaved", "sequential"], [2, 3, 4])],
 )
-@pytest.mark.pairs
+@pytest.mark.each_value
 def test_equals_reference(schedule, num_stages, num_micro_batches, reduction, optimizer):
     pipeline = make(num_stages, num_micro_batches, reduction, optimizer, schedule)
     steps = batches(num_micro_batches)
@@ -126,7 +126,7 @@ def test_gradients_on_one_device_equal_a_plain_loop(rng):
 
 @pytest.mark.parametrize("reduction", ["sum", "mean", "running_mean"])
 @pytest.mark.parametrize("schedule", ["grouped", "interleaved", "sequential"])
-@pytest.mark.pairs
+@pytest.mark.each_value
 def test_float64(schedule, reduction, rng):
     def stage(index, is_last):
         def call(x, labels):
@@ -161,7 +161,7 @@ def test_float64(schedule, reduction, rng):
 
 @pytest.mark.parametrize("schedule", ["grouped", "interleaved", "sequential"])
 @pytest.mark.parametrize("mapping", [(0, 1, 0, 1), (0, 0, 0, 0), (2, 1, 0, 3)])
-@pytest.mark.pairs
+@pytest.mark.each_value
 def test_device_mappings(schedule, mapping):
     pipeline = make(4, 5, "sum", "adam", schedule, device_mapping=mapping)
     steps = batches(5)

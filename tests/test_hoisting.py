@@ -105,7 +105,7 @@ def in_vmap_and_grad(x):
         in_vmap_and_grad,
     ],
 )
-@pytest.mark.pairs
+@pytest.mark.each_value
 def test_equals_reference_and_values_reach_the_body(stage, rng):
     micro_batches = [rng.normal(size=(3, WIDTH)).astype("float32") for _ in range(4)]
     for _second_program in range(2):  # what JAX has cached by then must not matter

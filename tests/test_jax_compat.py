@@ -129,6 +129,7 @@ def expected(tmp_path_factory):
     return train(importlib.import_module, tmp_path_factory.mktemp("with") / "checkpoint")
 
 
+@pytest.mark.thorough  # all at once are taken away below
 @pytest.mark.parametrize("name", NAMES)
 def test_training_and_checkpoints_without(name, expected, tmp_path):
     with without(name) as import_module:

@@ -30,7 +30,7 @@ def images(rng, height=7, width=6, channels=4, dtype="float32"):
     ],
     ids=str,
 )
-@pytest.mark.pairs
+@pytest.mark.each_value
 def test_conv2d_equals_flax(rng, options, padding):
     options = {"kernel_size": (3, 2), **options}
     layer = layers.Conv2D(8, padding=padding, bias_initializer="normal", **options)

@@ -144,7 +144,7 @@ def test_outside_of_a_program():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", [(4,), (2, 3), (2, 3, 2)])
-@pytest.mark.pairs
+@pytest.mark.each_value
 def test_embedding_equals_flax(rng, shape, dtype):
     x = rng.integers(0, 7, shape).astype("int32")  # numbers that occur twice add their gradients
     module = linen.Embed(7, 5, dtype=dtype)

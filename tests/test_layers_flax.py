@@ -163,7 +163,7 @@ def reference(kind, blocks, variables):
         (2, {"device_mapping": [0, 0]}),
     ],
 )
-@pytest.mark.pairs
+@pytest.mark.each_value
 def test_losses_gradients_and_batch_statistics_are_flaxs(kind, num_stages, options):
     blocks = make(kind)
     pipeline = pipeline_of(cut(blocks, num_stages), **options)

@@ -54,7 +54,7 @@ def flax_variables(variables):
     ],
     ids=str,
 )
-@pytest.mark.pairs
+@pytest.mark.each_value
 def test_batch_normalization_equals_flax(rng, shape, options, training):
     axis = options.get("axis", -1)
     module = linen.BatchNorm(
@@ -247,7 +247,7 @@ def test_batch_normalization_in_a_pipeline(schedule):
     ],
     ids=str,
 )
-@pytest.mark.pairs
+@pytest.mark.each_value
 def test_layer_normalization_equals_flax(rng, shape, options):
     axes = options.get("axis", -1)
     axes = (axes,) if isinstance(axes, int) else tuple(sorted(axis % len(shape) for axis in axes))
@@ -290,7 +290,7 @@ def test_variables_have_the_axes_in_the_order_of_the_inputs(rng):
     ],
     ids=str,
 )
-@pytest.mark.pairs
+@pytest.mark.each_value
 def test_group_normalization_equals_flax(rng, shape, options):
     axis = options.get("axis", -1)
     groups = options.get("groups", 32)
@@ -339,7 +339,7 @@ def in_float32(axes, groups=None):
     ],
     ids=["batch", "layer", "group"],
 )
-@pytest.mark.pairs
+@pytest.mark.each_value
 def test_statistics_of_half_precision_are_float32(rng, make, reference, training, dtype):
     """Far from 0, the mean itself cannot be told in the dtype of the inputs."""
     far = {"bfloat16": 100, "float16": 1000}[dtype]

@@ -25,7 +25,7 @@ def images(rng, height=7, width=6, dtype="float32"):
     ],
     ids=str,
 )
-@pytest.mark.pairs
+@pytest.mark.each_value
 def test_pooling_equals_flax(rng, kind, padding, options):
     kinds = {"max": layers.MaxPooling2D, "average": layers.AveragePooling2D}
     layer = kinds[kind](padding=padding, **options)

@@ -97,7 +97,7 @@ def start_of(model):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("reduction", ["SUM", "MEAN", "RUNNING_MEAN"])
 @pytest.mark.parametrize(("count", "every"), [(6, 3), (7, 3), (2, 5), (3, 1)])
-@pytest.mark.pairs
+@pytest.mark.each_value
 def test_equals_a_plain_loop(count, every, reduction, optimizer, sharded):
     """Also where the count is no multiple: the next run goes on with what was accumulated."""
     model = LoopModel(count, every, optimizer, sharded, reduction_method=reduction)

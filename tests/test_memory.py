@@ -76,7 +76,7 @@ def held(mode):
     ("schedule", "num_stages"),
     list(itertools.product(["grouped", "interleaved", "sequential"], [2, 4])),
 )
-@pytest.mark.pairs
+@pytest.mark.each_value
 def test_live_bytes_are_those_of_the_formula(schedule, num_stages, mode):
     pipeline = make(num_stages, schedule, mode, dispatch_plan=engine.DispatchPlan())
     step = make_step()

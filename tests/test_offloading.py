@@ -65,7 +65,7 @@ def memory_kinds(tree):
         ((0, 0, 0), "sequential", "auto"),
     ],
 )
-@pytest.mark.pairs
+@pytest.mark.each_value
 def test_results_are_the_same_to_the_last_bit(mapping, schedule, recompute):
     options = {"device_mapping": mapping, "schedule": schedule, "recompute": recompute}
     _state, expected = run(make((), **options))
@@ -234,6 +234,7 @@ def build(trains=True, mapping=None, **arguments):
 
 
 @pytest.mark.parametrize("mapping", [None, [0, 0, 0]])
+@pytest.mark.each_value
 def test_arguments_of_pipeline(mapping):
     found = []
     for value in (None, False, True):

@@ -74,6 +74,7 @@ def close(actual, expected):
 
 
 @pytest.mark.parametrize("mapping", [[0, 0], [0, 1]])
+@pytest.mark.each_value
 def test_masks(mapping, unmasked):
     options = {"repeat_count": 3, "device_mapping": mapping}
     for kind in ("tuple", "list"):  # a tuple is dequeued as a list
@@ -169,7 +170,7 @@ def test_what_is_masked_is_not_collected():
 
 @pytest.mark.parametrize("mapping", [[0, 0], [0, 1]])
 @pytest.mark.parametrize("method", ["sum", "mean", "running_mean"])
-@pytest.mark.pairs
+@pytest.mark.each_value
 def test_the_sum_of_losses(mapping, method):
     options = {"repeat_count": 3, "device_mapping": mapping, "reduction_method": method}
     losses = Model(outfeed_loss=True, **options).run()
@@ -180,6 +181,7 @@ def test_the_sum_of_losses(mapping, method):
 
 @pytest.mark.parametrize("mapping", [[0, 0], [0, 1]])
 @pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.each_value
 def test_the_sums_of_outputs(mapping, trains):
     options = {"repeat_count": 3, "device_mapping": mapping, "trains": trains}
     losses, logits, right = Model(**options).run()
@@ -211,7 +213,7 @@ def test_masked_sums(mapping, unmasked):
 
 @pytest.mark.parametrize("block_bytes", [2**20, 1300])
 @pytest.mark.parametrize("options", [{}, {"num_serialized": 2}, {"count": None}])
-@pytest.mark.pairs
+@pytest.mark.each_value
 def test_sums_survive_between_the_parts_of_an_update(block_bytes, options, rng):
     """Also of groups, and with a count that is known at run."""
     group = options.get("num_serialized", 1)

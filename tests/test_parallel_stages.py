@@ -51,7 +51,7 @@ def run(stages, mapping, schedule, rng, loss=lambda loss: loss, training=True):
 
 @pytest.mark.parametrize("schedule", ["grouped", "interleaved", "sequential"])
 @pytest.mark.parametrize("mapping", [None, [0, [1, 0], 1], [0, [0, 0], 0]])
-@pytest.mark.pairs
+@pytest.mark.each_value
 def test_equal_the_reference(mapping, schedule, rng):
     run([first, [left, right], join], mapping, schedule, rng)
 

@@ -46,7 +46,7 @@ def arrays(rng, count, *shapes):
 
 @pytest.mark.parametrize("schedule", ["grouped", "interleaved", "sequential"])
 @pytest.mark.parametrize("mapping", [(0, 1, 2, 3), (0, 1, 0, 1), (0, 0, 0, 0)])
-@pytest.mark.pairs
+@pytest.mark.each_value
 def test_skips_and_values_used_by_several_stages(schedule, mapping, rng):
     def stage0(x):
         return models.dense("a", 6, x), models.dense("b", 6, x)

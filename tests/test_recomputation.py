@@ -55,7 +55,7 @@ def make(mode, **options):
         ("sequential", (0, 0, 0)),  # one program, whatever the schedule
     ],
 )
-@pytest.mark.pairs
+@pytest.mark.each_value
 def test_equals_the_reference(mode, schedule, mapping, rng):
     pipeline = make(mode, schedule=schedule, device_mapping=mapping)
     steps = [models.mlp_batches(rng, 4) for _ in range(2)]
@@ -80,7 +80,7 @@ def test_what_is_kept(mode, num_marks, rng):
 
 @pytest.mark.parametrize("mode", [None, *MODES])
 @pytest.mark.parametrize("mapping", [(0, 1, 2), (0, 0, 0)])
-@pytest.mark.pairs
+@pytest.mark.each_value
 def test_prints_come_once(mode, mapping, rng, capfd):
     pipeline = make(mode, device_mapping=mapping, prints=True)
     step = models.mlp_batches(rng, 4)
@@ -261,7 +261,7 @@ def test_modes_that_have_no_effect_warn():
 
 @pytest.mark.parametrize("mode", [None, *MODES])
 @pytest.mark.parametrize("mapping", [(0, 1), (0, 0)])
-@pytest.mark.pairs
+@pytest.mark.each_value
 def test_effects_with_results_come_once(mode, mapping, rng):
     calls = []
 

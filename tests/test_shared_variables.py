@@ -58,7 +58,7 @@ def make(
 @pytest.mark.parametrize("reduction", ["sum", "mean", "running_mean"])
 @pytest.mark.parametrize("schedule", ["grouped", "interleaved", "sequential"])
 @pytest.mark.parametrize("mapping", [(0, 1, 2), (1, 0, 1), (0, 0, 0)])
-@pytest.mark.pairs
+@pytest.mark.each_value
 def test_equal_the_reference(mapping, schedule, reduction, rng):
     pipeline = make(schedule, mapping, reduction)
     steps = make_steps(rng)
@@ -122,7 +122,7 @@ def test_one_accumulator_on_one_ipu(rng):
 
 @pytest.mark.parametrize("mapping", [(0, 1, 2), (0, 1, 0), (0, 0, 0)])
 @pytest.mark.parametrize("reduction", ["sum", "running_mean"])
-@pytest.mark.pairs
+@pytest.mark.each_value
 def test_gradient_maps_see_the_whole_gradient(mapping, reduction, rng):
     def clip(gradient, variable):
         return jnp.clip(gradient, -0.05, 0.05) + 0.01 * variable

@@ -110,7 +110,9 @@ def test_killed_at_random_moments(tmp_path, uninterrupted):
     assert resumed > 0
 
 
-@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGINT", 130)])
+@pytest.mark.parametrize(
+    ("name", "code"), [("SIGTERM", 143), pytest.param("SIGINT", 130, marks=pytest.mark.thorough)]
+)
 def test_a_signal_ends_training_after_the_update(name, code, tmp_path, uninterrupted):
     process = start(tmp_path, 400, "every=400", "pause=0.05", "loop=40")
     assert process.stdout.readline() == "created\n"
@@ -179,6 +181,7 @@ def small_disk(tmp_path):
     subprocess.run([shutil.which("umount"), "-l", str(path)], check=True)
 
 
+@pytest.mark.thorough
 def test_a_full_disk(small_disk, uninterrupted):
     make_estimator(small_disk, save_checkpoints_steps=8, keep_checkpoint_max=1).train(input_fn, steps=16)
     good = CheckpointSeries(small_disk / "checkpoints").latest()

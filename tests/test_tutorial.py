@@ -123,6 +123,7 @@ def test_letters_are_in_order():
     assert changing == [letter for letter in headings if letter[0] != "1"]  # step 1 is only quoted
 
 
+@pytest.mark.thorough
 def test_programs_lose_alike(tmp_path):
     found = {}
     for step in PROGRAMS:

@@ -139,7 +139,7 @@ def test_equals_reference(optimizer):
         (2, {"devices": "one", "donate": True}),  # two IPUs on one device
     ],
 )
-@pytest.mark.pairs
+@pytest.mark.each_value
 def test_splits_schedules_and_mappings(optimizer, num_stages, options):
     if options.get("devices") == "one":
         options = {**options, "devices": jax.devices()[:1] * 2}

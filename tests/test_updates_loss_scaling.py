@@ -102,7 +102,7 @@ def optimizer(**options):
         ((0, 0, 0), {"block_bytes": 1, "offload": ["weight_update_variables"]}),
     ],
 )
-@pytest.mark.pairs
+@pytest.mark.each_value
 def test_a_pipeline_equals_a_loop_by_hand(dtype, dynamic, mapping, options):
     scale = np.float32(2.0**16 if dynamic else 2.0**17)
     pipeline = engine.Pipeline(

@@ -75,7 +75,7 @@ def as_float32(tree):
         ("bfloat16", "bfloat16", "bfloat16"),
     ],
 )
-@pytest.mark.pairs
+@pytest.mark.each_value
 def test_equals_reference(dtype, accumulator_dtype, wide, reduction, rng):
     elements = models.mlp_batches(rng, 2 * COUNT, dtype=dtype)
     for state, expected, accumulators in run(dtype, accumulator_dtype, reduction, elements):
