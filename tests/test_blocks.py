@@ -333,4 +333,6 @@ def test_placed_micro_batches_of_an_update_in_parts():
         )
         state = pipeline.init(jax.random.key(0), step[0])
         found.append(pipeline.step(state, pipeline.place_micro_batches(step))[0].variables)
+        with pytest.raises(ValueError, match="0 were placed, but a step has 6"):
+            pipeline.step(state, pipeline.place_micro_batches([]))
     models.assert_trees_close(found[1], found[0])

@@ -381,3 +381,25 @@ def test_evaluating_with_a_loaded_program(exported):
     losses = [loss_of(one, other) for one, other in zip(predictions, targets, strict=True)]
     assert np.all(np.isfinite(losses))
     assert len(losses) == 12
+
+
+def test_before_any_run_it_makes_as_many_devices_as_the_program_needs(tmp_path):
+    script = f"""
+import numpy as np
+import ipu_pipeline as ipu
+infeed = ipu.ipu_infeed_queue.IPUInfeedQueue([np.zeros(3, np.float32)] * 8)
+outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
+def model():
+    return ipu.pipelining_ops.pipeline(
+        [lambda x: x * 2, lambda x: x + 1], 2, infeed_queue=infeed, outfeed_queue=outfeed
+    )
+with ipu.scopes.ipu_scope("/device:IPU:0"):
+    program = ipu.ipu_compiler.compile(model)
+with ipu.Session(seed=1) as session:
+    session.export({str(tmp_path / "program")!r}, program)
+print(ipu.load_program({str(tmp_path / "program")!r}).num_ipus)
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert (result.returncode, result.stdout) == (0, "2\n"), result.stderr

@@ -40,13 +40,13 @@ class Exported:
 
     Attributes:
       variable: gives the value of a variable.
-      key: the random key that all others are folded from.
+      key: gives the random key that all others are folded from, and starts JAX's backend.
       seed: what that was made from.
       execution_count: says how often the pipelines of a name have run.
     """
 
     variable: Callable[[VariableSpec], Any]
-    key: Any
+    key: Callable[[], Any]
     seed: int
     execution_count: Callable[[str], int]
 
@@ -83,8 +83,8 @@ def export(
             f"{', '.join(given_names)}. "
             "Give each another `name`."
         )
-    key = jax.random.key_data(exported.key)
-    implementation = str(jax.random.key_impl(exported.key))
+    key = jax.random.key_data(exported.key())
+    implementation = str(jax.random.key_impl(exported.key()))
     files: dict[str, bytes] = {}
     stages = []
     for number, (stage, own) in enumerate(zip(traced.stages, pipeline.programs, strict=True)):

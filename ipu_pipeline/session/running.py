@@ -6,6 +6,7 @@ iterations.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -157,9 +158,11 @@ def _run_loop(
         take = call.infeed_queue.connect(runner.place_element, num_fetched, is_tentative=count is None)
     done = 0
     while (count is None or done < count) and loop.goes_on(inputs, changing):
-        limit = num_fetched if count is None else count - done
-        pending = runner.fetch(state, Request(inputs, every, limit, total, changing, done), take)
+        limit = num_fetched if count is None else min(num_fetched, count - done)
+        elements = take(limit)  # an interrupt may end this; what has been taken is run
         with interrupts.deferred():  # see _run_pipeline
+            request = Request(inputs, every, limit, total, changing, done)
+            pending = runner.fetch(state, request, functools.partial(_give, elements))
             progress = runner.run(state, pending)
             state, changing = progress.state, progress.carried
             num_unneeded = pending.count - progress.count
@@ -175,6 +178,12 @@ def _run_loop(
             call.infeed_queue.give_back(num_unneeded)
     jax.block_until_ready((state.pipeline.variables, state.pipeline.optimizer_state))
     return loop.join_carried(constant, changing)
+
+
+def _give(elements: Sequence[Any], wanted: int) -> Sequence[Any]:
+    """A `Take` of elements that have been taken already."""
+    assert len(elements) <= wanted
+    return elements
 
 
 def _block_limit(call: LoopCall, count: int | None) -> int:

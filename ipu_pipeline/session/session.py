@@ -177,7 +177,7 @@ class Session:
             path,
             program,
             dict(inputs or {}),
-            exporting.Exported(self._store.variable, self.key, self.seed, self.execution_count),
+            exporting.Exported(self._store.variable, lambda: self.key, self.seed, self.execution_count),
         )
 
     def restore(

@@ -139,7 +139,7 @@ class Loop:
     def place(
         self, state: PipelineState, accumulators: Mapping[str, Any], num_accumulated: int
     ) -> RunState:
-        """A state on the devices of the loop's shards, with an optimizer's state if it can be made.
+        """A state on the devices of the loop's shards.
 
         Args:
           state: variables, optimizer state, counts and key.

@@ -66,7 +66,10 @@ class Position:
 
     def pack(self) -> np.ndarray[Any, Any]:
         """The numbers as one array, which is one argument to transfer."""
-        return np.array(dataclasses.astuple(self), np.int32)
+        # Spelled out: `dataclasses.astuple` copies each number, and this is done for every block.
+        return np.array(
+            (self.accumulated, self.execution, self.iteration, self.count, self.every), np.int32
+        )
 
     @classmethod
     def unpack(cls, numbers: Any) -> Position:

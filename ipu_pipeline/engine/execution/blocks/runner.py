@@ -153,7 +153,7 @@ class BlockRunner(Runner[PendingBlock]):
 
     def place_ahead(self, elements: Sequence[Element]) -> list[Element]:
         """The micro-batches of one update on the device."""
-        if not self._fed:
+        if not elements or not self._fed:
             return list(elements)
         sizes = self.sizes(len(elements), len(elements))
         return self._feed.place_ahead(elements, sizes.capacity, sizes.room)
