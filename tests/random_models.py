@@ -609,7 +609,8 @@ def may_fuse(schedule: str, training: Training, split: Split, chunk_size: int) -
     mapping = _flat_mapping(split)
     sizes = [len(entry) if isinstance(entry, tuple) else 1 for entry in split.device_mapping]
     levels = tuple(level for level, size in enumerate(sizes) for _ipu in range(size))
-    num_chunks = training.num_micro_batches // chunk_size
+    # The number of micro-batches may be known at run only: then enough for the order that repeats must go.
+    num_chunks = max(training.num_micro_batches // chunk_size, 4 * len(mapping))
     timetable = schedules.timetable(schedule, len(mapping), num_chunks, mapping, True, levels)
     last = len(mapping) - 1  # its forward and backward are one program anyway
     try:
