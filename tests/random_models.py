@@ -27,9 +27,6 @@ import optax
 from hypothesis import strategies as st
 
 from ipu_pipeline import engine, layers
-from ipu_pipeline.engine import schedules
-from ipu_pipeline.engine.schedules.simulator import simulate
-from ipu_pipeline.engine.schedules.units import find_units
 
 WIDTH, BATCH, NUM_IDS = 6, 4, 7
 NUM_TRAININGS, NUM_SPLITS, NUM_RUNS = 2, 2, 4  # of a model; of a model; of a training and a split
@@ -579,7 +576,7 @@ def dispatch_plans(draw: Any, training: Training, split: Split) -> engine.Dispat
         return None
     count = training.num_micro_batches
     sizes = [size for size in range(1, count + 1) if count % size == 0]
-    given = st.builds(engine.DispatchPlan, st.sampled_from(sizes), st.booleans())
+    given = st.builds(engine.DispatchPlan, st.sampled_from(sizes))
     return draw(st.one_of(st.none(), given, given, given))
 
 
@@ -591,8 +588,6 @@ def runs(draw: Any, training: Training, split: Split, plan: engine.DispatchPlan 
     count_is_traced = draw(st.sampled_from([False, False, True]))
     if plan is not None and count_is_traced:
         plan = dataclasses.replace(plan, chunk_size=1)
-    if plan is not None and plan.is_fused and not may_fuse(schedule, training, split, plan.chunk_size):
-        plan = dataclasses.replace(plan, is_fused=False)
     return Run(
         schedule=schedule,
         donate=draw(st.booleans()),
@@ -602,22 +597,6 @@ def runs(draw: Any, training: Training, split: Split, plan: engine.DispatchPlan 
         block_bytes=draw(st.sampled_from([2**26, 2**26, 1])),
         dispatch_plan=plan,
     )
-
-
-def may_fuse(schedule: str, training: Training, split: Split, chunk_size: int) -> bool:
-    """Whether no backward waits for the forward that would be one program with it."""
-    mapping = _flat_mapping(split)
-    sizes = [len(entry) if isinstance(entry, tuple) else 1 for entry in split.device_mapping]
-    levels = tuple(level for level, size in enumerate(sizes) for _ipu in range(size))
-    # The number of micro-batches may be known at run only: then enough for the order that repeats must go.
-    num_chunks = max(training.num_micro_batches // chunk_size, 4 * len(mapping))
-    timetable = schedules.timetable(schedule, len(mapping), num_chunks, mapping, True, levels)
-    last = len(mapping) - 1  # its forward and backward are one program anyway
-    try:
-        simulate(find_units(timetable, lambda key: key[1] != last), levels, lambda _unit: 1.0)
-    except ValueError:
-        return False
-    return True
 
 
 def _is_on_one_ipu(split: Split) -> bool:

@@ -14,7 +14,6 @@ import pytest
 import ipu_pipeline as ipu
 from ipu_pipeline.checkpointing import checkpoints
 from ipu_pipeline.checkpointing.checkpoints import CheckpointSeries, read_checkpoint, read_document
-from ipu_pipeline.engine.planning.dispatch_plans import DispatchPlan
 from ipu_pipeline.errors import CheckpointError
 from ipu_pipeline.optimizers import GradientAccumulationOptimizerV2, LossScalingOptimizer
 from ipu_pipeline.pipelining_ops import PipelineSchedule
@@ -299,51 +298,6 @@ def test_a_loop_in_the_middle_of_accumulating(cut, cut_after, tmp_path):
     for name, value in other.variables.items():
         reference = session.variables[name]
         assert np.linalg.norm(value - reference) <= 1e-5 * np.linalg.norm(reference)
-
-
-def test_the_plan_is_kept_and_used_again(tmp_path, monkeypatch):
-    training = Training(2, dispatch_plan=DispatchPlan(chunk_size=2, is_fused=True))
-    with ipu.Session() as session:
-        training.start(session)
-        training.run(session, 1)
-        session.save(tmp_path / "checkpoint")
-    kept = read_document(tmp_path / "checkpoint")["plans"]["Pipeline"]["plan"]
-    assert (kept["chunk_size"], kept["is_fused"]) == (2, True)
-
-    def run(*arguments, **options):
-        training = Training(*arguments, **options)
-        with ipu.Session() as session:
-            session.restore(tmp_path / "checkpoint")
-            training.start(session)
-            training.run(session, 1)
-        return training.program.dispatch_plans.get("Pipeline")
-
-    monkeypatch.setattr(
-        "ipu_pipeline.engine.pipeline.choose_dispatch_plan", lambda *_a, **_k: DispatchPlan()
-    )
-    assert run(2).chunk_size == 2
-    assert run(2).is_fused
-    assert run(2, dispatch_plan=DispatchPlan(chunk_size=4)).chunk_size == 4  # what is given counts
-    assert run(3).chunk_size == 1  # it does not fit another split
-    assert run(2, pipeline_schedule=PipelineSchedule.Sequential).chunk_size == 1
-    assert run(1) is None
-
-
-def test_a_plan_that_was_chosen_before_the_session_is_restored(trained, monkeypatch):
-    path, expected, _losses = trained
-    kept = DispatchPlan(**read_document(path)["plans"]["Pipeline"]["plan"])
-    other = DispatchPlan(chunk_size=1 if kept.chunk_size > 1 else 2)
-    with monkeypatch.context() as patch:
-        patch.setattr("ipu_pipeline.engine.pipeline.choose_dispatch_plan", lambda *_a, **_k: other)
-        training = Training(2)
-        with ipu.Session() as session:
-            training.start(session)
-            training.run(session, 1)
-            assert training.program.dispatch_plans["Pipeline"] == other
-            session.restore(path)
-            training.run(session, 3)
-    assert training.program.dispatch_plans["Pipeline"] == kept
-    assert_same(session, expected)
 
 
 # What does not fit.
@@ -667,36 +621,6 @@ def test_random_keys_in_the_optimizers_state(tmp_path):
         read_document(tmp_path / "series" / "1")["pipelines"]
         == read_document(tmp_path / "checkpoint")["pipelines"]
     )
-
-
-@pytest.mark.parametrize("is_fused", [True, False])
-def test_a_plan_is_for_the_pipeline_that_trains(is_fused, tmp_path):
-    """Evaluation under the same name has no backward to fuse."""
-    plan = DispatchPlan(chunk_size=2, is_fused=is_fused)
-    training = Training(2, dispatch_plan=plan)
-    infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(Batches())
-    outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
-
-    def evaluation():
-        return ipu.pipelining_ops.pipeline(
-            make_stages(2), gradient_accumulation_count=4, infeed_queue=infeed, outfeed_queue=outfeed
-        )
-
-    with ipu.scopes.ipu_scope("/device:IPU:0"):
-        evaluating = ipu.ipu_compiler.compile(evaluation)
-    initializer = infeed.initializer
-    plain = Training(2)
-    with ipu.Session() as session, ipu.Session() as other:
-        training.start(session)
-        training.run(session, 1)
-        session.run([initializer, evaluating])
-        session.save(tmp_path / "checkpoint")
-        plain.start(session)
-        plain.run(session, 1)
-        assert plain.program.dispatch_plans["Pipeline"] != plan
-        other.restore(tmp_path / "checkpoint")
-        other.run([initializer, evaluating])
-        assert evaluating.dispatch_plans["Pipeline"].reason != plan.reason
 
 
 def test_the_end_of_an_epoch(tmp_path):

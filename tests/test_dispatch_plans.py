@@ -1,4 +1,4 @@
-"""Chunks of micro-batches and fused programs: the numbers stay the same; what is chosen, and why."""
+"""Chunks of micro-batches: the numbers stay the same; what is chosen, and why."""
 
 import contextlib
 import dataclasses
@@ -22,13 +22,13 @@ from tests import front, models
 
 WIDTH, BATCH, NUM_CLASSES, COUNT, NUM_UPDATES = 6, 4, 5, 8, 3
 TOLERANCES = {"float32": 1e-5, "float64": 1e-12}
+ONE_BY_ONE = engine.DispatchPlan()
 CHUNKS = [engine.DispatchPlan(2), engine.DispatchPlan(4)]
-FUSED = [engine.DispatchPlan(size, True) for size in (1, 2, 4)]
 
 
 def name_of(value):
     if isinstance(value, engine.DispatchPlan):
-        return f"{value.chunk_size}{'fused' if value.is_fused else ''}"
+        return f"{value.chunk_size}"
     return None
 
 
@@ -146,9 +146,8 @@ def check(pipeline, reduction="sum", dtype="float32", as_feed=iter):
 # The numbers.
 
 RUNS = [
-    *itertools.product(["grouped"], [[0, 1, 2, 3], [0, 1, 0, 1]], CHUNKS + FUSED),
+    *itertools.product(["grouped"], [[0, 1, 2, 3], [0, 1, 0, 1]], [ONE_BY_ONE, *CHUNKS]),
     *itertools.product(["interleaved", "sequential"], [[0, 1, 2, 3], [1, 0, 0, 2]], CHUNKS),
-    *itertools.product(["interleaved"], [[0, 1, 2, 3]], FUSED[:2]),
 ]
 REDUCTIONS = ("sum", "mean", "running_mean")
 
@@ -164,18 +163,16 @@ def test_equals_a_plain_loop(schedule, mapping, plan, reduction):
     pipeline = make(plan, schedule=schedule, device_mapping=mapping, reduction=reduction)
     check(pipeline, reduction)
     assert pipeline.dispatch_plan is plan
-    is_fused = any(len(template.parts) > 1 for template in pipeline.prepare().plan.templates.values())
-    assert is_fused == plan.is_fused
 
 
 @pytest.mark.parametrize("reduction", ["sum", "running_mean"])
-@pytest.mark.parametrize("plan", [CHUNKS[0], *FUSED[:2]], ids=name_of)
+@pytest.mark.parametrize("plan", [ONE_BY_ONE, CHUNKS[0]], ids=name_of)
 @pytest.mark.each_value
 def test_float64(plan, reduction):
     check(make(plan, reduction=reduction), reduction, "float64")
 
 
-@pytest.mark.parametrize("plan", [CHUNKS[0], *FUSED[:2]], ids=name_of)
+@pytest.mark.parametrize("plan", [ONE_BY_ONE, CHUNKS[0]], ids=name_of)
 @pytest.mark.each_value
 def test_accumulated_gradients(plan):
     (step,) = make_steps(num_steps=1)
@@ -219,7 +216,7 @@ def as_jax_elsewhere(step):
 
 
 @pytest.mark.parametrize("as_feed", [as_jax, as_half_jax, as_jax_elsewhere, overwritten])
-@pytest.mark.parametrize("plan", [CHUNKS[1], *FUSED[:2]], ids=name_of)
+@pytest.mark.parametrize("plan", [ONE_BY_ONE, CHUNKS[1]], ids=name_of)
 @pytest.mark.each_value
 def test_feeds(plan, as_feed):
     check(make(plan), as_feed=as_feed)
@@ -228,8 +225,8 @@ def test_feeds(plan, as_feed):
 @pytest.mark.parametrize(
     ("mapping", "plan"),
     [
-        *itertools.product([[0, 1, 0, 1]], [engine.DispatchPlan(), CHUNKS[0], *FUSED[:2]]),
-        ([0, 1, 2, 3], FUSED[1]),
+        *itertools.product([[0, 1, 0, 1]], [ONE_BY_ONE, CHUNKS[0]]),
+        ([0, 1, 2, 3], CHUNKS[0]),
     ],
     ids=name_of,
 )
@@ -250,14 +247,14 @@ def test_with_what_saves_memory(options, mapping, plan):
 
 
 @pytest.mark.parametrize("schedule", ["grouped", "interleaved", "sequential"])
-@pytest.mark.parametrize("plan", [engine.DispatchPlan(), *CHUNKS], ids=name_of)
+@pytest.mark.parametrize("plan", [ONE_BY_ONE, *CHUNKS], ids=name_of)
 @pytest.mark.each_value
 def test_inference(plan, schedule):
     check(make(plan, loss=None, optimizer=None, schedule=schedule))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("plan", [engine.DispatchPlan(), CHUNKS[0], *FUSED[:2]], ids=name_of)
+@pytest.mark.parametrize("plan", [ONE_BY_ONE, CHUNKS[0]], ids=name_of)
 @pytest.mark.each_value
 def test_sums_and_some_of_the_outputs(plan, dtype):
     """Sums keep their dtypes, those of integers too."""
@@ -274,7 +271,7 @@ def test_sums_and_some_of_the_outputs(plan, dtype):
         models.assert_trees_close(actual.outputs, [sums], TOLERANCES[dtype])
 
 
-@pytest.mark.parametrize("plan", [CHUNKS[1], *FUSED[:2]], ids=name_of)
+@pytest.mark.parametrize("plan", [ONE_BY_ONE, CHUNKS[1]], ids=name_of)
 @pytest.mark.each_value
 def test_an_optimizer_from_outputs_reads_one_micro_batch(plan):
     """The state at the start depends on the first one, the updates on the last one."""
@@ -300,7 +297,7 @@ def test_an_optimizer_from_outputs_reads_one_micro_batch(plan):
         models.assert_trees_close(state.optimizer_state, plain.optimizer_state)
 
 
-@pytest.mark.parametrize("plan", [CHUNKS[0], *FUSED[:2]], ids=name_of)
+@pytest.mark.parametrize("plan", [ONE_BY_ONE, CHUNKS[0]], ids=name_of)
 @pytest.mark.each_value
 def test_parallel_stages(plan, rng):
     def first(x, labels):
@@ -386,10 +383,9 @@ def test_an_infeed_of_jax_arrays():
     assert_same(found[1], found[0])
 
 
-@pytest.mark.parametrize("plan", [CHUNKS[0], FUSED[1]], ids=name_of)
-def test_data_that_end_within_a_chunk_leave_the_state(plan):
+def test_data_that_end_within_a_chunk_leave_the_state():
     first, second = make_steps(num_steps=2)
-    pipeline = make(plan)
+    pipeline = make(CHUNKS[0])
     state = pipeline.init(jax.random.key(5), first[0], make_scale())
     with pytest.raises(engine.OutOfRangeError, match="ended after 5 of the 8 micro-batches of a step"):
         pipeline.step(state, second[:5], make_scale())
@@ -408,7 +404,6 @@ def test_data_that_end_within_a_chunk_leave_the_state(plan):
         ([0, 0, 0, 0], None),
         ([0, 1, 0, 1], engine.DispatchPlan()),
         ([0, 1, 2, 3], CHUNKS[0]),
-        ([0, 1, 2, 3], FUSED[1]),
     ],
     ids=name_of,
 )
@@ -493,7 +488,7 @@ def test_nothing_to_feed():
         models.assert_trees_close(after.variables, plain.variables)
 
 
-@pytest.mark.parametrize("plan", [engine.DispatchPlan(), CHUNKS[0]], ids=name_of)
+@pytest.mark.parametrize("plan", [ONE_BY_ONE, CHUNKS[0]], ids=name_of)
 def test_data_that_nobody_reads(plan):
     """They are taken all the same, as many as there are micro-batches."""
 
@@ -522,7 +517,6 @@ def test_data_that_nobody_reads(plan):
         ({"chunk_size": 0}, "chunk_size must be an integer of at least 1; got 0"),
         ({"chunk_size": True}, "chunk_size must be an integer of at least 1; got True"),
         ({"chunk_size": 2.0}, "chunk_size must be an integer of at least 1; got 2.0"),
-        ({"is_fused": 1}, "is_fused must be True or False; got 1"),
     ],
 )
 def test_errors_of_a_plan(arguments, message):
@@ -545,47 +539,10 @@ def test_errors_of_the_argument(options, error, message):
         make(**{"plan": None, "dispatch_plan": CHUNKS[1], **options})
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"schedule": "sequential"}, "does not go with this schedule: a backward and the forward"),
-        ({"loss": None, "optimizer": None}, "is for pipelines that train over several stages"),
-    ],
-    ids=str,
-)
-def test_what_cannot_be_fused(options, message, size):
-    pipeline = make(engine.DispatchPlan(size, True), **options)
-    (step,) = make_steps(num_steps=1)
-    with pytest.raises(ValueError, match=f"dispatch_plan: is_fused {message}"):
-        pipeline.trace(step[0], make_scale())
-
-
-def test_what_cannot_be_fused_where_the_count_is_known_at_run_only():
-    (step,) = make_steps(num_steps=1)
-    pipeline = make(FUSED[0], schedule="sequential", num_micro_batches=None)
-    with pytest.raises(ValueError, match="dispatch_plan: is_fused does not go with this schedule"):
-        pipeline.trace(step[0], make_scale())
-    pipeline = make(FUSED[0], num_micro_batches=None)
-    state = pipeline.init(jax.random.key(5), step[0], make_scale())
-    state, outputs = pipeline.step(state, step, make_scale(), num_micro_batches=COUNT)
-    after, losses, _outputs = expected()[0]
-    models.assert_trees_close(outputs.losses, losses)
-    models.assert_trees_close(state.variables, after.variables)
-
-
-def test_different_options_are_not_fused():
-    fast = {"xla_cpu_enable_fast_min_max": True}
-    pipeline = make(FUSED[0], backward_options=[fast, {}, {}, {}])
-    check(pipeline)
-    fused = {stage for kinds, stage in pipeline.prepare().plan.templates if len(kinds) == 2}
-    assert fused == {1, 2}
-
-
-@pytest.mark.parametrize("plan", [engine.DispatchPlan(), *CHUNKS, *FUSED], ids=name_of)
+@pytest.mark.parametrize("plan", [ONE_BY_ONE, *CHUNKS], ids=name_of)
 def test_a_plan_can_be_stored(plan):
     stored = dataclasses.asdict(plan)
-    assert stored == {"chunk_size": plan.chunk_size, "is_fused": plan.is_fused, "reason": "given"}
+    assert stored == {"chunk_size": plan.chunk_size, "reason": "given"}
     assert engine.DispatchPlan(**stored) == plan
     assert str(plan).endswith(": given")
 
@@ -603,7 +560,7 @@ def traced(**options):
 def test_small_programs_are_put_together():
     plan = traced(num_micro_batches=64).dispatch_plan
     assert plan.chunk_size > 2
-    assert "a step is foretold to take" in plan.reason
+    assert "a step is estimated to take" in plan.reason
     assert traced(num_micro_batches=64).dispatch_plan == plan
     assert traced().dispatch_plan.chunk_size == 2  # a step keeps four chunks
 
@@ -699,13 +656,11 @@ def test_programs_of_unknown_cost_may_be_measured(monkeypatch):
     monkeypatch.setattr(
         measuring,
         "_time",
-        lambda pipeline, *_others: (
-            seconds[pipeline.dispatch_plan.chunk_size] + pipeline.dispatch_plan.is_fused
-        ),
+        lambda pipeline, *_others: seconds[pipeline.dispatch_plan.chunk_size],
     )
     (step,) = make_steps(count=64, num_steps=1)
     plan = engine.measure_dispatch_plan(calling(foreign), None, step, make_scale())
-    assert (plan.chunk_size, plan.is_fused) == (4, False)
+    assert plan.chunk_size == 4
     assert calling(foreign, dispatch_plan=plan).dispatch_plan is plan
 
 
@@ -715,7 +670,7 @@ def test_the_summary_says_that_a_cost_is_not_known():
 
     summary = front.Model(computational_stages=[first, front.second_stage]).program.summary()
     reason = "no cost is known of pure_callback"
-    assert f"one micro-batch per program, nothing is fused: {reason}" in summary
+    assert f"one micro-batch per program: {reason}" in summary
 
 
 def test_one_device_has_no_plan():
@@ -775,20 +730,19 @@ def choose(cost, platform, max_live_bytes):
 def test_short_and_long_programs(platform):
     plan = choose(1e3, platform, 16)
     assert plan.chunk_size > 1
-    assert "a step is foretold to take" in plan.reason
+    assert "a step is estimated to take" in plan.reason
     assert choose(1e3, platform, 16) == plan
-    fused = choose(1e3, platform, 1)  # no room for chunks
-    assert (fused.chunk_size, fused.is_fused) == (1, True)
-    assert fused.reason.endswith("larger chunks would hold more than 1 bytes on a stage")
+    held_back = choose(1e3, platform, 1)  # no room for chunks
+    assert held_back.chunk_size == 1
+    assert held_back.reason.endswith("larger chunks would hold more than 1 bytes on a stage")
     alone = choose(1e13, platform, 16)
-    assert (alone.chunk_size, alone.is_fused) == (1, False)
+    assert alone.chunk_size == 1
     assert alone.reason.endswith("beside which dispatches cost little")
 
 
-def test_a_few_hundredths_are_worth_chunks_and_not_fused_programs():
+def test_two_hundredths_are_worth_chunks_and_less_is_not():
     assert choose(1e8, "cpu", 16).chunk_size > 1
-    alone = choose(1e8, "cpu", 1)
-    assert (alone.chunk_size, alone.is_fused) == (1, False)
+    assert choose(1e9, "cpu", 16).chunk_size == 1
 
 
 # What is compiled and held.
@@ -811,7 +765,7 @@ def compilations():
 
 
 @pytest.mark.parametrize("as_feed", [list, as_jax])
-@pytest.mark.parametrize("plan", [engine.DispatchPlan(), CHUNKS[0], *FUSED[:2], None], ids=name_of)
+@pytest.mark.parametrize("plan", [ONE_BY_ONE, CHUNKS[0], None], ids=name_of)
 @pytest.mark.each_value
 def test_nothing_compiles_after_the_first_step(plan, as_feed):
     first, second, third = (as_feed(step) for step in make_steps())
@@ -844,7 +798,7 @@ def wide_stages(num_stages):
 
 
 @pytest.mark.parametrize("mapping", [[0, 1, 2], [0, 1, 0]])
-@pytest.mark.parametrize("plan", [engine.DispatchPlan(), CHUNKS[0], *FUSED[:2]], ids=name_of)
+@pytest.mark.parametrize("plan", [ONE_BY_ONE, CHUNKS[0]], ids=name_of)
 @pytest.mark.each_value
 def test_micro_batches_make_no_arrays_of_the_weights_size(plan, mapping):
     found = {}
@@ -879,7 +833,7 @@ def test_micro_batches_make_no_arrays_of_the_weights_size(plan, mapping):
     assert found[8] == found[16] == 0
 
 
-@pytest.mark.parametrize("plan", [*CHUNKS, *FUSED], ids=name_of)
+@pytest.mark.parametrize("plan", [ONE_BY_ONE, *CHUNKS], ids=name_of)
 @pytest.mark.parametrize("mapping", [[0, 1, 2, 3], [0, 1, 0, 1]])
 @pytest.mark.each_value
 def test_chunks_hold_what_the_plan_says(plan, mapping):
@@ -893,7 +847,7 @@ def test_chunks_hold_what_the_plan_says(plan, mapping):
         assert found == pytest.approx(planned.num_live_bytes, rel=0.3)
 
 
-@pytest.mark.parametrize("plan", [engine.DispatchPlan(), CHUNKS[0], *FUSED[:2]], ids=name_of)
+@pytest.mark.parametrize("plan", [ONE_BY_ONE, CHUNKS[0]], ids=name_of)
 @pytest.mark.each_value
 def test_nothing_is_held_after_its_last_reader(plan):
     (step,) = make_steps(num_steps=1)
@@ -910,21 +864,3 @@ def test_nothing_is_held_after_its_last_reader(plan):
     assert max(map(sum, held)) > 0
     assert held[-1] == [0] * len(held[-1])
     assert held[-2][0] == 0  # the first one's are gone before the last one's
-
-
-@pytest.mark.parametrize("plan", FUSED[:2], ids=name_of)
-def test_fused_programs_store_what_is_kept_in_host_memory(plan):
-    (step,) = make_steps(num_steps=1)
-    pipeline = make(plan, offload=["activations"])
-    state = pipeline.init(jax.random.key(5), step[0], make_scale())
-    kinds = []
-
-    def observe(template, chunks, values):
-        if len(template.parts) == 2:
-            forward, chunk = template.parts[1], chunks[1]
-            kinds.extend(values[chunk][slot].sharding.memory_kind for slot in forward.kept)
-
-    pipeline.prepare().observer = observe
-    pipeline.step(state, step, make_scale())
-    assert kinds
-    assert set(kinds) == {"pinned_host"}

@@ -23,7 +23,7 @@ def train(**options):
         return model.program, np.concatenate(losses), dict(session.variables)
 
 
-@pytest.mark.parametrize("plan", [DispatchPlan(), DispatchPlan(4), DispatchPlan(2, True), None])
+@pytest.mark.parametrize("plan", [DispatchPlan(), DispatchPlan(4), None])
 def test_plans_of_the_front(plan):
     program, losses, variables = train(dispatch_plan=plan)
     _program, expected, wanted = train(device_mapping=[0, 0])
@@ -87,7 +87,7 @@ def test_a_measured_plan():
     state = pipeline.init(jax.random.key(0), micro_batches[0])
     plan = engine.measure_dispatch_plan(pipeline, state, micro_batches, num_steps=2)
     assert plan.reason.startswith("measured, a step by micro-batches per program: 1 ")
-    assert plan.reason.count(" us") + plan.reason.count(" ms") == 4  # chunks of 1 and 2, fused and not
+    assert plan.reason.count(" us") + plan.reason.count(" ms") == 2  # chunks of 1 and 2
     assert pipeline.dispatch_plan.reason != plan.reason
     _state, outputs = pipeline.step(state, micro_batches)  # the state is still there
     other = make(plan)

@@ -13,7 +13,7 @@ from ipu_pipeline.engine.execution import executables
 from tests import models
 
 WIDTH, COUNT, NUM_STAGES = 16, 8, 5
-PLANS = [engine.DispatchPlan(), engine.DispatchPlan(2), engine.DispatchPlan(1, True)]
+PLANS = [engine.DispatchPlan(), engine.DispatchPlan(2)]
 
 
 def block(scale=1.0):
@@ -112,8 +112,7 @@ SHARED = [
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_equal_stages_are_compiled_once(plan, no_cache):
     compiled = run(make(plan=plan))
-    fused = ["stage3_backward_and_stage3_forward"]  # the first one's eight forwards are all before
-    assert compiled == sorted(SHARED + fused * plan.is_fused)
+    assert compiled == sorted(SHARED)
 
 
 def test_unequal_stages_are_compiled_apart(no_cache):

@@ -91,11 +91,10 @@ def test_activations_lie_in_host_memory_between_forward_and_backward():
     templates = executor.plan.templates
     kept = set()
 
-    def observe(template, chunks, values):
+    def observe(template, micro_batch, values):
         for stage in range(2):
-            if template is templates[(ActionKind.FORWARD,), stage]:
-                (micro_batch,) = chunks
-                found = [values[micro_batch][slot] for slot in template.parts[0].kept]
+            if template is templates[ActionKind.FORWARD, stage]:
+                found = [values[micro_batch][slot] for slot in template.kept]
                 held = sum(array.nbytes for array in found)
                 assert held == pipeline.plan_memory()[stage].num_held_bytes
                 assert memory_kinds(found) == {"pinned_host"}
@@ -260,9 +259,8 @@ def test_each_argument_moves_its_own_kind(kind):
     executor = call.pipeline.prepare()
     kept = []
 
-    def observe(template, chunks, values):
-        for part, chunk in zip(template.parts, chunks, strict=True):
-            kept.extend(values[chunk][slot] for slot in part.kept)
+    def observe(template, chunk, values):
+        kept.extend(values[chunk][slot] for slot in template.kept)
 
     executor.observer = observe
     with ipu.Session() as session:

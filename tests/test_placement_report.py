@@ -76,7 +76,7 @@ def test_of_a_pipeline_and_a_loop_as_a_table():
         "per weight update:\n"
         "  from   to     bytes  what      read by\n"
         "  IPU 1  IPU 0  4      1 scalar\n"
-        "dispatch: one micro-batch per program, nothing is fused: the longest program of one micro-batch "
+        "dispatch: one micro-batch per program: the longest program of one micro-batch "
         "computes for about 0 us, and 3 micro-batches do not make 4 equal chunks of several"
     )
     with ipu.Session() as session:

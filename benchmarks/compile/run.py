@@ -145,7 +145,7 @@ def main() -> None:
         rows.append(
             harness.compare(
                 "compile",
-                f"{name}, with one micro-batch per program and nothing fused",
+                f"{name}, with one micro-batch per program",
                 seconds["one by one"],
                 seconds["plain"],
             )

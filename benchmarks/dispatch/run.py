@@ -5,8 +5,8 @@
 Stages compute next to nothing (a scalar product), so XLA runs their programs within the thread that starts
 them, and micro-batches take what the host takes. The time within `Pipeline.accumulate`, which is a step
 without its weight update, is divided by the number of dispatches: a forward and a backward per stage and
-micro-batch, one of both on the last stage. Programs handle one micro-batch each and nothing is fused, so a
-dispatch is an action. Every case is a process of its own.
+micro-batch, one of both on the last stage. Programs handle one micro-batch each, so a dispatch is an
+action. Every case is a process of its own.
 
 Two cases are split: further rounds time the calls of jitted functions and of `placement.copy_to` within
 `accumulate`; what is left is Python of the library. In the same process as many jitted functions of as many
@@ -138,9 +138,8 @@ def make_bare_loops(
     calls, copies = [], []
     for template in executor.plan.templates.values():
         arguments = jax.device_put([jnp.ones(())] * template.num_arguments, template.row.replicated)
-        (part,) = template.parts
-        moved = {result for _row, results, _slots in part.transfers for result in results}
-        stored = {result for result, _slot in part.stores}
+        moved = {result for _row, results, _slots in template.transfers for result in results}
+        stored = {result for result, _slot in template.stores}
         num_results = len(template.accumulators) + len(moved | stored)
 
         def multiply(*values: Any, num_results: int = num_results) -> list[Any]:
@@ -148,7 +147,7 @@ def make_bare_loops(
 
         function = jax.jit(multiply, donate_argnums=tuple(range(len(template.accumulators))))
         calls.append((function, arguments, len(template.accumulators), numbers[template.index]))
-        for row, results, _slots in part.transfers:
+        for row, results, _slots in template.transfers:
             copies.append((arguments[-1:] * len(results), row, numbers[template.index]))
 
     def call() -> None:

@@ -15,7 +15,7 @@ from benchmarks import harness
 from benchmarks.harness import Row
 
 NUM_STAGES, NUM_MICRO_BATCHES = 4, 16
-PLANS = ("one by one", "fused", "chunks of 2")
+PLANS = ("one by one", "chunks of 2")
 MOST_DIFFERENCE = 0.05
 
 
@@ -27,8 +27,7 @@ def main() -> None:
     rows = []
     for schedule in ("grouped", "interleaved", "sequential"):
         for plan in PLANS:
-            if schedule == "grouped" or plan != "fused":  # the others' actions do not go in pairs
-                rows.append(measure(schedule, plan))
+            rows.append(measure(schedule, plan))
     harness.report(rows, args.json)
 
 
@@ -50,7 +49,7 @@ def measure(schedule: str, plan: str) -> Row:
         loss=lambda loss: loss,
         optimizer=optax.sgd(models.RATE),
         schedule=schedule,
-        dispatch_plan=engine.DispatchPlan(chunk_size, plan == "fused"),
+        dispatch_plan=engine.DispatchPlan(chunk_size),
     )
     micro_batches = model.micro_batches(NUM_MICRO_BATCHES)
     state = pipeline.init(jax.random.key(0), micro_batches[0])

@@ -22,7 +22,6 @@ from ipu_pipeline.queues.positions import Position
 
 __all__ = [
     "FeedPosition",
-    "KeptPlan",
     "Snapshot",
     "describe_array",
     "find_differences",
@@ -43,19 +42,6 @@ class FeedPosition:
     position: Position
 
 
-@dataclass(frozen=True)
-class KeptPlan:
-    """The dispatch plan of a pipeline.
-
-    Attributes:
-      fits: what the plan was made for; it is used again where this is the same.
-      plan: the fields of the `DispatchPlan`.
-    """
-
-    fits: dict[str, Any]
-    plan: dict[str, Any]
-
-
 @dataclass(frozen=True, eq=False)
 class Snapshot:
     """What a session has, and where its data sets are.
@@ -65,7 +51,6 @@ class Snapshot:
       seed: the session's.
       key_implementation: of its random keys.
       feeds: where the data sets stand.
-      plans: by the pipeline's name.
       extra: what else belongs to it, JSON.
     """
 
@@ -73,7 +58,6 @@ class Snapshot:
     seed: int
     key_implementation: str
     feeds: tuple[FeedPosition, ...] = ()
-    plans: dict[str, KeptPlan] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
 
     def arrays(self) -> dict[str, Any]:
@@ -108,7 +92,6 @@ class Snapshot:
                 {"pipelines": list(feed.pipelines), **dataclasses.asdict(feed.position)}
                 for feed in self.feeds
             ],
-            "plans": {name: dataclasses.asdict(plan) for name, plan in self.plans.items()},
             "extra": self.extra,
         }
 
@@ -142,7 +125,6 @@ class Snapshot:
             document["seed"],
             document["key_implementation"],
             tuple(feeds),
-            {name: KeptPlan(**plan) for name, plan in document["plans"].items()},
             document["extra"],
         )
 

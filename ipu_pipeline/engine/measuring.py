@@ -41,22 +41,13 @@ def measure_dispatch_plan(
         raise ValueError(
             "measure_dispatch_plan: all stages are on one device, where everything is one program."
         )
-    medians: dict[DispatchPlan, float] = {}
+    medians: dict[int, float] = {}
     for chunk_size in possible_chunk_sizes(len(micro_batches)):
-        for is_fused in (False, True):
-            plan = DispatchPlan(chunk_size, is_fused)
-            try:
-                other = pipeline.with_dispatch_plan(plan)
-            except ValueError:  # what would be fused waits for each other, or there is nothing to fuse
-                continue
-            medians[plan] = _time(other, state, micro_batches, inputs, num_steps)
-    best = min(medians, key=medians.__getitem__)
-    listed = ", ".join(
-        f"{plan.chunk_size}{' fused' if plan.is_fused else ''} {describe_seconds(seconds)}"
-        for plan, seconds in medians.items()
-    )
+        other = pipeline.with_dispatch_plan(DispatchPlan(chunk_size))
+        medians[chunk_size] = _time(other, state, micro_batches, inputs, num_steps)
+    listed = ", ".join(f"{size} {describe_seconds(seconds)}" for size, seconds in medians.items())
     reason = f"measured, a step by micro-batches per program: {listed}"
-    return DispatchPlan(best.chunk_size, best.is_fused, reason)
+    return DispatchPlan(min(medians, key=medians.__getitem__), reason)
 
 
 def _time(

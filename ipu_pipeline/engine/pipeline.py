@@ -28,7 +28,7 @@ from ipu_pipeline.engine.execution.contract import Pending, Request, Runner
 from ipu_pipeline.engine.execution.executor import Executor
 from ipu_pipeline.engine.jaxprs.shapes import as_shape, check_like
 from ipu_pipeline.engine.planning.choosing import choose_dispatch_plan
-from ipu_pipeline.engine.planning.dispatch_plans import DispatchPlan, check_dispatch_plan, check_fused
+from ipu_pipeline.engine.planning.dispatch_plans import DispatchPlan, check_dispatch_plan
 from ipu_pipeline.engine.planning.memory import StageMemory, plan_memory
 from ipu_pipeline.engine.programs.accumulation import Reduction
 from ipu_pipeline.engine.programs.collecting import Collecting
@@ -142,7 +142,7 @@ class Pipeline:
           backward_options: likewise for the backward programs; only with an optimizer.
           update_options: for the programs of the weight update; only with an optimizer.
           option_names: what errors call these three arguments, by their names here.
-          dispatch_plan: over several devices, how many micro-batches a program handles, and what is fused.
+          dispatch_plan: over several devices, how many micro-batches a program handles.
             None: chosen so that a step is short, for the schedule "grouped" (see `dispatch_plan`). It has
             no effect with all stages on one device, where everything is one program.
           max_chunked_bytes: what is chosen may not make a stage hold more than this between forwards and
@@ -201,7 +201,6 @@ class Pipeline:
         self._given_plan = dispatch_plan
         self._max_chunked_bytes = max_chunked_bytes
         self._chosen_plan: DispatchPlan | None = None
-        self._recalled_plan: DispatchPlan | None = None
         self._block_bytes = block_bytes
         self._built: Built | None = None
         self._programs: tuple[StagePrograms, ...] = ()
@@ -297,7 +296,7 @@ class Pipeline:
 
     @property
     def dispatch_plan(self) -> DispatchPlan | None:
-        """How many micro-batches a program handles, and what is fused; None on one device.
+        """How many micro-batches a program handles; None on one device.
 
         If none was given it is chosen, from the programs and the kind of the devices (a CPU's, as long as
         none are known). With another schedule than "grouped", with recomputation or offloading and with a
@@ -307,8 +306,6 @@ class Pipeline:
             return None
         if self._given_plan is not None:
             return self._given_plan
-        if self._recalled_plan is not None:
-            return self._recalled_plan
         if self._chosen_plan is None:
             count = self._num_micro_batches
             self._chosen_plan = choose_dispatch_plan(
@@ -324,41 +321,12 @@ class Pipeline:
             )
         return self._chosen_plan
 
-    def describe_dispatch(self, platform: str) -> dict[str, Any]:
-        """What the choice of a plan depends on, as JSON: a plan fits where this is the same.
-
-        Args:
-          platform: the kind of the devices.
-        """
-        return {
-            "stages": [[spec.name for spec in stage.variables] for stage in self.traced.stages],
-            "device_mapping": list(self._mapping),
-            "num_micro_batches": self._num_micro_batches,
-            "is_grouped": self._is_grouped,
-            "trains": self.updates is not None,
-            "saves_memory": self._recompute is not None or bool(self._offload),
-            "platform": platform,
-        }
-
-    def recall_dispatch_plan(self, plan: DispatchPlan) -> None:
-        """Takes a plan that was chosen in an earlier run, unless one was given to the pipeline."""
-        if len(set(self._mapping)) == 1 or self._given_plan is not None or plan == self._recalled_plan:
-            return
-        check_dispatch_plan(plan, self._num_micro_batches, self._mapping)
-        _check_fused(plan, self)
-        if self._executor is not None and plan != self.dispatch_plan:
-            self._executor = self._accumulators = self._placed = None
-        self._recalled_plan = plan
-
     def with_dispatch_plan(self, plan: DispatchPlan | None) -> Pipeline:
         """The same pipeline by another plan (None: the one that is chosen). It is not traced again."""
         if plan is not None:
             check_dispatch_plan(plan, self._num_micro_batches, self._mapping)
         other = copy.copy(self)
-        vars(other).update(_given_plan=plan, _recalled_plan=None)
-        vars(other).update(_executor=None, _accumulators=None, _placed=None)
-        if self._built is not None and plan is not None:
-            _check_fused(plan, other)
+        vars(other).update(_given_plan=plan, _executor=None, _accumulators=None, _placed=None)
         return other
 
     def plan_accumulators(self) -> AccumulatorPlan:
@@ -393,15 +361,13 @@ class Pipeline:
             return
         self._built = build(self._recipe, element, input_shapes, self._recompute)
         self._programs = self._built.programs
-        if self._given_plan is not None:
-            _check_fused(self._given_plan, self)
 
     def set_recomputation(self, recompute: Recomputation | None) -> None:
         """Says what stages keep for their backward. If that is new, everything is compiled again."""
         if recompute is self._recompute:
             return
         self._recompute, self._executor = recompute, None
-        self._chosen_plan = self._recalled_plan = None
+        self._chosen_plan = None
         if self._built is not None:
             self._programs = self._built.make_programs(recompute)
 
@@ -711,14 +677,6 @@ def _make_timetable(
     num_micro_batches: int,
 ) -> schedules.Timetable:
     return schedules.timetable(schedule, len(levels), num_micro_batches, mapping, trains, levels)
-
-
-def _check_fused(plan: DispatchPlan, pipeline: Pipeline) -> None:
-    if plan.is_fused:
-        # Of a number that is known at run only, enough for the order that repeats.
-        count = pipeline.num_micro_batches or 4 * len(pipeline.device_mapping)
-        timetable = pipeline.timetable(count // plan.chunk_size)
-        check_fused(pipeline.programs, timetable, pipeline.traced.levels)
 
 
 def _check_positive(argument: str, value: Any) -> None:

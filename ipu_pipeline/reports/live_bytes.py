@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ipu_pipeline.engine.execution.executor import Executor
-from ipu_pipeline.engine.execution.templates import Part, Template
+from ipu_pipeline.engine.execution.templates import Template
 from ipu_pipeline.engine.schedules.actions import ActionKind
 
 __all__ = ["LiveBytes"]
@@ -25,33 +25,31 @@ class LiveBytes:
         Args:
           executor: whose buffers are looked at after each dispatch.
         """
-        parts: dict[tuple[ActionKind, int], Part] = {}
-        for template in executor.plan.templates.values():
-            for part in template.parts:
-                parts.setdefault((part.kind, part.stage), part)
-        num_stages = 1 + max(stage for _kind, stage in parts)
+        templates = executor.plan.templates
+        num_stages = 1 + max(stage for _kind, stage in templates)
         self.peaks = [0] * num_stages
         self._running: list[set[int]] = [set() for _ in range(num_stages)]  # chunks in flight
         # A cotangent comes from the stage behind: it is sent, not held.
         sent = {
-            slot for part in parts.values() for _row, _results, slots in part.transfers for slot in slots
+            slot
+            for known in templates.values()
+            for _row, _results, slots in known.transfers
+            for slot in slots
         }
         self._held: dict[int, list[int]] = {}
-        for (kind, stage), part in parts.items():
+        for (kind, stage), template in templates.items():
             if kind is ActionKind.BACKWARD:
-                forward = {slot for _place, slot in parts[ActionKind.FORWARD, stage].loads}
-                read = [slot for _place, slot in part.loads]
+                forward = {slot for _place, slot in templates[ActionKind.FORWARD, stage].loads}
+                read = [slot for _place, slot in template.loads]
                 self._held[stage] = [slot for slot in read if slot in forward or slot not in sent]
         executor.observer = self._observe
 
-    def _observe(
-        self, template: Template, chunks: tuple[int, ...], values: Sequence[Sequence[Any] | None]
-    ) -> None:
-        for part, chunk in zip(template.parts, chunks, strict=True):
-            if part.kind is ActionKind.FORWARD:
-                self._running[part.stage].add(chunk)
-            else:
-                self._running[part.stage].remove(chunk)
+    def _observe(self, template: Template, chunk: int, values: Sequence[Sequence[Any] | None]) -> None:
+        running = self._running[template.stage]
+        if template.kind is ActionKind.FORWARD:
+            running.add(chunk)
+        else:
+            running.remove(chunk)
         for stage, held in self._held.items():
             arrays = [_read(values, chunk, slot) for chunk in self._running[stage] for slot in held]
             unique = {id(array): array.nbytes for array in arrays if array is not None}

@@ -20,7 +20,7 @@ class CallPlacement:
       edges: what crosses.
       unit: per what: "micro-batch", or of a loop "iteration".
       sent: what crosses per weight update.
-      dispatch: over several IPUs, how many micro-batches a program handles, what is fused, and why.
+      dispatch: over several IPUs, how many micro-batches a program handles, and why.
     """
 
     name: str

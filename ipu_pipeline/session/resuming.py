@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import gc
 import os
 import weakref
@@ -11,14 +9,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ipu_pipeline.checkpointing.snapshots import (
     FeedPosition,
-    KeptPlan,
     Snapshot,
     describe_array,
     find_differences,
 )
-from ipu_pipeline.engine.planning.dispatch_plans import DispatchPlan
 from ipu_pipeline.errors import CheckpointError
-from ipu_pipeline.program.calls import Call, PipelineCall
+from ipu_pipeline.program.calls import Call
 from ipu_pipeline.program.program import Program
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
 
@@ -26,7 +22,7 @@ __all__ = ["Resumption", "check_program", "check_snapshot"]
 
 
 class Resumption:
-    """Where the data sets of what trains stand, and by which plans it was dispatched.
+    """Where the data sets of what trains stand.
 
     Data sets of inference have no positions here: they are started over for each evaluation.
     """
@@ -34,9 +30,6 @@ class Resumption:
     def __init__(self) -> None:
         """Of a session that was not restored."""
         self._fed: weakref.WeakKeyDictionary[IPUInfeedQueue, list[str]] = weakref.WeakKeyDictionary()
-        self._kept_plans: Mapping[str, KeptPlan] = {}  # of the checkpoint
-        self._plans: dict[str, KeptPlan] = {}
-        self._plan_of: dict[str, tuple[weakref.ref[Call], DispatchPlan]] = {}
         self._pending: list[FeedPosition] = []  # of feeds that have not run since
         self._source = ""
         self._names: Mapping[str, str] | None = None  # of the checkpoint, if programs must fit it
@@ -53,7 +46,6 @@ class Resumption:
           feeds: whether data sets go on where they stood.
         """
         resumption = cls()
-        resumption._kept_plans = snapshot.plans
         resumption._pending = list(snapshot.feeds) if feeds else []
         resumption._source = os.fspath(path)
         if fits:
@@ -76,16 +68,12 @@ class Resumption:
             _refuse(self._source, find_differences(known, wanted))
             self._checked.add(program)
 
-    def before_run(self, call: Call, platform: str) -> None:
-        """Puts the data set and the plan of a pipeline or loop where they were.
+    def before_run(self, call: Call) -> None:
+        """Puts the data set of a pipeline or loop where it was.
 
         Args:
           call: about to run; its infeed is initialized.
-          platform: the kind of its devices.
         """
-        kept = self._kept_plans.get(call.name)
-        if kept is not None and isinstance(call, PipelineCall):
-            self._recall(call, kept, platform)
         queue = call.infeed_queue
         if queue is None or not call.trains:
             return
@@ -101,27 +89,6 @@ class Resumption:
                     queue.seek(feed.position)
                 self._pending.remove(feed)
                 break
-
-    def _recall(self, call: PipelineCall, kept: KeptPlan, platform: str) -> None:
-        if kept.fits == call.pipeline.describe_dispatch(platform):
-            with contextlib.suppress(ValueError):  # a plan that does not go with the pipeline after all
-                call.pipeline.recall_dispatch_plan(DispatchPlan(**kept.plan))
-
-    def note_plan(self, call: PipelineCall, platform: str) -> None:
-        """Notes how a pipeline is dispatched, once it has been prepared."""
-        plan = call.pipeline.dispatch_plan if call.trains else None
-        known = self._plan_of.get(call.name)
-        if plan is None or (known is not None and known[0]() is call and known[1] is plan):
-            return
-        self._plan_of[call.name] = (weakref.ref(call), plan)
-        self._plans[call.name] = KeptPlan(
-            call.pipeline.describe_dispatch(platform), dataclasses.asdict(plan)
-        )
-
-    @property
-    def plans(self) -> dict[str, KeptPlan]:
-        """The plans, for a snapshot."""
-        return {**self._kept_plans, **self._plans}
 
     def hold(self) -> None:
         """Notes where the data sets stand, before their infeeds are ended."""

@@ -100,10 +100,8 @@ def _run_pipeline(
         count, inputs = call.check_count(operands[0]), operands[1:]
     if call.trains:
         pipeline.set_recomputation(call.find_recomputation())
-    platform = devices[0].platform
-    resumption.before_run(call, platform)
+    resumption.before_run(call)
     runner = pipeline.prepare(devices)
-    resumption.note_plan(call, platform)
     take: Take = take_nothing
     if call.infeed_queue is not None:
         num_fetched = pipeline.num_fetched(call.repeat_count, count)
@@ -147,7 +145,7 @@ def _run_loop(
     num_captured = len(body.captured)
     constant, changing = loop.split_carried(operands[num_captured:])
     inputs = [*operands[:num_captured], *constant]
-    resumption.before_run(call, devices[0].platform)
+    resumption.before_run(call)
     runner = loop.prepare(devices)
     total = _block_limit(call, count)
     every = loop.updated_every

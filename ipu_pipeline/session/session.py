@@ -218,8 +218,8 @@ class Session:
             leaves, tree = jax.tree.flatten(state.arrays)
             state = state.with_arrays(jax.tree.unflatten(tree, keep(leaves)))
         implementation = jax.random.key_impl(self._store.key)
-        feeds, plans = self._resumption.feeds, self._resumption.plans
-        return Snapshot(state, self._store.seed, str(implementation), feeds, plans, dict(extra or {}))
+        feeds = self._resumption.feeds
+        return Snapshot(state, self._store.seed, str(implementation), feeds, dict(extra or {}))
 
     def take_over(
         self, snapshot: Snapshot, path: str | os.PathLike[str], *, fits: bool = True, feeds: bool = True

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ import numpy as np
 from ipu_pipeline.engine.devices.compiler_options import CompilerOptions, Options
 from ipu_pipeline.engine.devices.residence import Residence
 from ipu_pipeline.engine.devices.rows import Row
-from ipu_pipeline.engine.execution.dispatches import Dispatch, Plan
+from ipu_pipeline.engine.execution.dispatches import Plan
 from ipu_pipeline.engine.execution.executables import Executable, is_portable
 from ipu_pipeline.engine.schedules.actions import ActionKind
 from ipu_pipeline.engine.updates.environment import UpdateEnvironment
@@ -105,7 +105,6 @@ def _load(compiled: Any, programs: Sequence[_Lowered]) -> None:
 
 def compile_ahead(
     plan: Plan,
-    order: Sequence[Dispatch],
     prepared: Sequence[Sequence[Any]],
     accumulators: Mapping[str, Any],
     residence: Residence,
@@ -118,7 +117,6 @@ def compile_ahead(
 
     Args:
       plan: the programs of micro-batches.
-      order: what is dispatched: a fused program may not be, where there are few micro-batches.
       prepared: of each, the arguments that stay the same during a step, None for others.
       accumulators: by key.
       residence: where state lives.
@@ -129,10 +127,7 @@ def compile_ahead(
     """
     programs = _Programs(is_shared)
     try:
-        used = {template.index for template, _chunks in order}
-        results = _start_templates(
-            plan, used, prepared, accumulators, residence, chunk_size, options, programs
-        )
+        results = _start_templates(plan, prepared, accumulators, residence, chunk_size, options, programs)
         if residence.updates is not None:
             _start_updates(residence, accumulators, update_functions, results, options.update, programs)
         programs.finish()
@@ -142,7 +137,6 @@ def compile_ahead(
 
 def _start_templates(
     plan: Plan,
-    used: Collection[int],
     prepared: Sequence[Sequence[Any]],
     accumulators: Mapping[str, Any],
     residence: Residence,
@@ -157,7 +151,7 @@ def _start_templates(
     for leaf, row, slot in plan.feed_slots:
         shape = element[leaf].shape if chunk_size == 1 else (chunk_size, *element[leaf].shape)
         slots[slot] = _struct(shape, element[leaf].dtype, row)
-    for template in plan.templates.values():  # fused ones come last
+    for template in plan.templates.values():
         row = template.row
         arguments = list(prepared[template.index])
         for place, key in enumerate(template.accumulators):
@@ -166,27 +160,21 @@ def _start_templates(
             if name in residence.offloaded:
                 spec = traced.variables[name]
                 arguments[place] = _struct(spec.shape, spec.dtype, row)
-        for part in template.parts:
-            for place, slot in part.loads:
-                arguments[place] = slots[slot]
-            for place in (*part.micro_batches, *part.accumulated):
-                arguments[place] = _struct((), np.int32, row)
-        if template.index in used:
-            first = template.parts[0]
-            is_forward = first.kind is ActionKind.FORWARD
-            own = (options.of_forward if is_forward else options.of_backward)(first.stage)
-            install = functools.partial(setattr, template, "function")
-            programs.start(template.function, arguments, row, own, install)
-        if len(template.parts) > 1:
-            continue
+        for place, slot in template.loads:
+            arguments[place] = slots[slot]
+        for place in (*template.micro_batches, *template.accumulated):
+            arguments[place] = _struct((), np.int32, row)
+        is_forward = template.kind is ActionKind.FORWARD
+        own = (options.of_forward if is_forward else options.of_backward)(template.stage)
+        install = functools.partial(setattr, template, "function")
+        programs.start(template.function, arguments, row, own, install)
         results = jax.eval_shape(template.function, *arguments)
-        (part,) = template.parts
         moved = [
             (place, slot)
-            for _row, places, to in part.transfers
+            for _row, places, to in template.transfers
             for place, slot in zip(places, to, strict=True)
         ]
-        for place, slot in (*part.stores, *moved):
+        for place, slot in (*template.stores, *moved):
             slots[slot] = results[place].update(sharding=plan.slot_rows[slot].replicated)
     return list(traced.output_avals)
 

@@ -6,35 +6,23 @@ in once a step, the others are numbers of slots. A micro-batch's values live in 
 program that makes them to the last one that reads them. Where programs handle chunks of micro-batches, a
 chunk takes a micro-batch's place here.
 
-A dispatch is one action, or two of a stage that follow each other on an IPU: the backward of one
-micro-batch and the forward of a later one, fused. The last stage's forward and backward are one program,
-dispatched where the schedule has the forward; a backward with nothing to compute is no dispatch.
+A dispatch is an action. The last stage's forward and backward are one program, dispatched where the
+schedule has the forward; a backward with nothing to compute is no dispatch.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from ipu_pipeline.engine.devices.compiler_options import CompilerOptions
 from ipu_pipeline.engine.devices.rows import Row
-from ipu_pipeline.engine.execution.templates import (
-    Part,
-    SlotNumbers,
-    Template,
-    TemplateMaker,
-    Work,
-    jit,
-    slot_of,
-)
+from ipu_pipeline.engine.execution.templates import SlotNumbers, Template, TemplateMaker, Work, slot_of
 from ipu_pipeline.engine.programs.bindings import Binding, BindingKind, Bindings
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms
 from ipu_pipeline.engine.schedules.actions import ActionKind
 from ipu_pipeline.engine.schedules.checking import Timetable
-from ipu_pipeline.engine.schedules.simulator import simulate
-from ipu_pipeline.engine.schedules.units import Unit, find_units, key_of
 from ipu_pipeline.engine.tracing.traced import TracedPipeline
 
 __all__ = ["Dispatch", "FeedSlot", "Plan", "make_plan"]
@@ -48,8 +36,7 @@ class FeedSlot(NamedTuple):
     slot: int
 
 
-# What runs, and the micro-batch of each part.
-Dispatch: TypeAlias = "tuple[Template, tuple[int, ...]]"
+Dispatch: TypeAlias = "tuple[Template, int]"  # what runs, and for which micro-batch
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,23 +44,19 @@ class Plan:
     """What a step dispatches.
 
     Attributes:
-      templates: one per program, by the kinds of its parts and its stage.
+      templates: one per program, by its kind and stage.
       last_forward: the template of the last stage's forward.
       collected: where the last stage's outputs, and then the loss, are found after it: ("slot", number) or
         ("input", position).
       feed_slots: where a micro-batch's leaves go.
       slot_rows: the row that each of a micro-batch's slots is on.
-      is_fused: whether there are fused programs.
-      levels: the level of each stage.
     """
 
-    templates: dict[tuple[tuple[ActionKind, ...], int], Template]
+    templates: dict[tuple[ActionKind, int], Template]
     last_forward: Template
     collected: tuple[tuple[str, int], ...]
     feed_slots: tuple[FeedSlot, ...]
     slot_rows: tuple[Row, ...]
-    is_fused: bool
-    levels: tuple[int, ...]
 
     @property
     def num_slots(self) -> int:
@@ -82,18 +65,11 @@ class Plan:
 
     def dispatches(self, timetable: Timetable) -> list[Dispatch]:
         """What the host starts, in that order."""
-        is_known = self.templates.__contains__
-        if self.is_fused:
-            rows = find_units(timetable, is_known)
-            order: Sequence[Unit] = simulate(rows, self.levels, lambda _unit: 1.0).order
-        else:
-            order = [(action,) for action in timetable.order]
-        found = []
-        for unit in order:
-            template = self.templates.get(key_of(unit))
-            if template is not None:
-                found.append((template, tuple(action.micro_batch for action in unit)))
-        return found
+        return [
+            (self.templates[action.kind, action.stage], action.micro_batch)
+            for action in timetable.order
+            if (action.kind, action.stage) in self.templates
+        ]
 
 
 def make_plan(
@@ -103,7 +79,6 @@ def make_plan(
     accumulator_keys: Mapping[tuple[int, str], str],
     options: CompilerOptions,
     donate_accumulators: bool = True,
-    is_fused: bool = False,
 ) -> Plan:
     """Works out the templates of a step's dispatches, and jits the programs.
 
@@ -114,7 +89,6 @@ def make_plan(
       accumulator_keys: (stage, full name of a variable) -> the key of the accumulator.
       options: XLA's, per program.
       donate_accumulators: whether programs that accumulate may destroy what they add to.
-      is_fused: whether stages also have a program of a backward and a forward.
 
     Returns:
       The plan.
@@ -144,28 +118,14 @@ def make_plan(
         last_use[slot] = max(last_use.get(slot, 0), last_stage)
 
     make = TemplateMaker(bindings, rows, slots).make
-    jitted = functools.partial(jit, donate_accumulators=donate_accumulators)
-    templates: dict[tuple[tuple[ActionKind, ...], int], Template] = {}
-    for work in order:
+    templates: dict[tuple[ActionKind, int], Template] = {}
+    for number, work in enumerate(order):
         own = options.of_forward if work.kind is ActionKind.FORWARD else options.of_backward
-        templates[(work.kind,), work.stage] = make(
-            [work], functools.partial(jitted, options=own(work.stage))
-        )
-    alone = [template.parts[0] for template in templates.values()]
-    for number, part in enumerate(alone):
-        part.releases = tuple(slot for slot, last in last_use.items() if last == number)
-    last_forward = templates[(ActionKind.FORWARD,), last_stage]
-    _find_kept(alone, {slot: last_forward.parts[0] for kind, slot in collected if kind == "slot"})
-    if is_fused:
-        for works in _find_fused(order, options):
-            both = functools.partial(jitted, options=options.of_backward(works[0].stage))
-            template = make(works, both)
-            for part in template.parts:
-                same = templates[(part.kind,), part.stage].parts[0]
-                part.releases, part.kept = same.releases, same.kept
-            templates[tuple(work.kind for work in works), works[0].stage] = template
-    for number, template in enumerate(templates.values()):
-        template.index = number
+        template = make(number, work, own(work.stage), donate_accumulators)
+        template.releases = tuple(slot for slot, last in last_use.items() if last == number)
+        templates[work.kind, work.stage] = template
+    last_forward = templates[ActionKind.FORWARD, last_stage]
+    _find_kept(list(templates.values()), {slot: last_forward for kind, slot in collected if kind == "slot"})
     return Plan(
         templates=templates,
         last_forward=last_forward,
@@ -176,36 +136,23 @@ def make_plan(
             if binding.kind is BindingKind.VALUE and binding.key.kind == "element"
         ),
         slot_rows=tuple(row for _binding, row in slots.numbers),
-        is_fused=is_fused,
-        levels=traced.levels,
     )
 
 
-def _find_fused(order: Sequence[Work], options: CompilerOptions) -> list[list[Work]]:
-    """The pairs of a backward and a forward that one program can do: both have the same options."""
-    forwards = {work.stage: work for work in order if work.kind is ActionKind.FORWARD}
-    return [
-        [work, forwards[work.stage]]
-        for work in order
-        if work.kind is ActionKind.BACKWARD
-        and dict(options.of_backward(work.stage)) == dict(options.of_forward(work.stage))
-    ]
-
-
-def _find_kept(parts: Sequence[Part], collected: Mapping[int, Part]) -> None:
+def _find_kept(templates: Sequence[Template], collected: Mapping[int, Template]) -> None:
     """Enters into forwards which slots are kept for backwards from then on.
 
     Args:
-      parts: in the order of a micro-batch.
+      templates: in the order of a micro-batch.
       collected: the slots that are read as what the last stage returns, and after which forward.
     """
-    last_forward: dict[int, Part] = {}  # slot -> the last forward that makes or reads it
-    for part in parts:
-        if part.kind is ActionKind.FORWARD:
-            used = [slot for _place, slot in (*part.loads, *part.stores)]
-            used += [slot for _row, _results, slots in part.transfers for slot in slots]
-            last_forward.update(dict.fromkeys(used, part))
+    last_forward: dict[int, Template] = {}  # slot -> the last forward that makes or reads it
+    for template in templates:
+        if template.kind is ActionKind.FORWARD:
+            used = [slot for _place, slot in (*template.loads, *template.stores)]
+            used += [slot for _row, _results, slots in template.transfers for slot in slots]
+            last_forward.update(dict.fromkeys(used, template))
     last_forward.update(collected)
-    read = {slot for p in parts if p.kind is ActionKind.BACKWARD for _place, slot in p.loads}
+    read = {slot for t in templates if t.kind is ActionKind.BACKWARD for _place, slot in t.loads}
     for slot in sorted(read & last_forward.keys()):
         last_forward[slot].kept += (slot,)

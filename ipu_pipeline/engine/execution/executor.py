@@ -22,7 +22,7 @@ from ipu_pipeline.engine.devices.rows import Row, copy_to, put, put_host_copies
 from ipu_pipeline.engine.execution.compiling import compile_ahead
 from ipu_pipeline.engine.execution.contract import Iterated, Request, Runner
 from ipu_pipeline.engine.execution.dispatches import Dispatch, make_plan
-from ipu_pipeline.engine.execution.templates import Part, Template
+from ipu_pipeline.engine.execution.templates import Template
 from ipu_pipeline.engine.execution.weight_updates import WeightUpdate
 from ipu_pipeline.engine.planning.dispatch_plans import ONE_BY_ONE, DispatchPlan
 from ipu_pipeline.engine.programs.chunks import chunk_programs
@@ -36,8 +36,8 @@ __all__ = ["Executor", "Observer"]
 _MAX_ORDERS = 8  # of dispatches that are kept, where the number of micro-batches is known at run only
 
 
-# Told, after each dispatch, its template, the chunk of each of its parts, and the slots of all chunks.
-Observer: TypeAlias = "Callable[[Template, tuple[int, ...], Sequence[Sequence[Any] | None]], None]"
+# Told, after each dispatch, its template, its chunk, and the slots of all chunks.
+Observer: TypeAlias = "Callable[[Template, int, Sequence[Sequence[Any] | None]], None]"
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +107,7 @@ class Executor(Runner[PendingStep]):
           donate: whether an update may reuse the memory of the variables and optimizer state before it.
           collecting: what is wanted of the last stage.
           options: XLA's, per program.
-          dispatch_plan: how many micro-batches a program handles, and what is fused.
+          dispatch_plan: how many micro-batches a program handles.
           iterated: for the body of a loop, of which one iteration runs at a time.
         """
         super().__init__(residence, iterated)
@@ -124,7 +124,6 @@ class Executor(Runner[PendingStep]):
             residence.accumulator_plan.keys,
             options,
             not self._has_callbacks,
-            dispatch_plan.is_fused,
         )
         carried = () if iterated is None else iterated.carried
         self._carried_places = [traced.outputs.index(source) for source in carried]
@@ -138,7 +137,7 @@ class Executor(Runner[PendingStep]):
             (template.index, name): [
                 (other.index, place)
                 for other in self.plan.templates.values()
-                if other.parts[0].stage == template.parts[0].stage
+                if other.stage == template.stage
                 for place, read in other.variables
                 if read == name
             ]
@@ -262,11 +261,9 @@ class Executor(Runner[PendingStep]):
         prepared, placed_inputs = self._prepare(state, request.inputs)
         chunk_size = self._chunk_size
         num_chunks = count // chunk_size
-        order = self._order(num_chunks)
         if not self._is_compiled:
             compile_ahead(
                 self.plan,
-                order,
                 prepared,
                 accumulators,
                 self.residence,
@@ -293,63 +290,59 @@ class Executor(Runner[PendingStep]):
         feed_slots = [feed_slot.slot for feed_slot in self.plan.feed_slots]
         num_slots = self.plan.num_slots
         first_number, num_accumulated = request.iteration, state.num_accumulated
-        for template, chunks in order:
+        for template, chunk in self._order(num_chunks):
+            slots = values[chunk]
+            if slots is None:
+                slots = values[chunk] = [None] * num_slots
+                for slot, array in zip(feed_slots, next_chunk(), strict=True):
+                    slots[slot] = array
+            row = template.row
             arguments = prepared[template.index].copy()
             names = template.accumulators
             for place, name in enumerate(names):
                 arguments[place] = accumulators[name]
-            for part, chunk in zip(template.parts, chunks, strict=True):
-                slots = values[chunk]
-                if slots is None:
-                    slots = values[chunk] = [None] * num_slots
-                    for slot, array in zip(feed_slots, next_chunk(), strict=True):
-                        slots[slot] = array
-                for place, slot in part.loads:
-                    arguments[place] = slots[slot]
-                for place in part.micro_batches:
-                    arguments[place] = constant(first_number + chunk * chunk_size, template.row)
-                for place in part.accumulated:
-                    arguments[place] = constant(num_accumulated + chunk * chunk_size, template.row)
+            for place, slot in template.loads:
+                arguments[place] = slots[slot]
+            for place in template.micro_batches:
+                arguments[place] = constant(first_number + chunk * chunk_size, row)
+            for place in template.accumulated:
+                arguments[place] = constant(num_accumulated + chunk * chunk_size, row)
             if offloads:
                 self._load(template, arguments, variables)
             results = template.function(*arguments)
             for name, result in zip(names, results, strict=False):
                 accumulators[name] = result
             if residence.offloads_accumulators and names:
-                stored = put(results[: len(names)], template.row, offloaded=True)
+                stored = put(results[: len(names)], row, offloaded=True)
                 accumulators.update(zip(names, stored, strict=True))
             for place, name in template.assigned:
                 assigned[name] = results[place]
                 for index, argument in self._readers[template.index, name]:
                     prepared[index][argument] = results[place]
-            for part, chunk in zip(template.parts, chunks, strict=True):
-                slots = values[chunk]
-                for place, slot in part.stores:
-                    slots[slot] = results[place]
-                for row, moved, targets in part.transfers:
-                    copies = copy_to([results[place] for place in moved], row)
-                    for slot, array in zip(targets, copies, strict=True):
-                        slots[slot] = array
-                if template is last_forward:
-                    leaves = self._find_collected(slots, placed_inputs)
-                    if chunk == 0:
-                        first_outputs = self._only(leaves[:num_outputs], read_first, 0)
-                    if chunk == num_chunks - 1:
-                        last_outputs = self._only(leaves[:num_outputs], read_last, -1)
-                        carried = [leaves[place] for place in self._carried_places]
-                    wanted = self._wanted(leaves)
-                    if collecting.is_summed:
-                        sums = _add(sums, wanted)
-                    else:
-                        collected.append(
-                            collecting.collect(wanted, None if chunk_size == 1 else chunk_size)
-                        )
-                if residence.offloads_activations and part.kept:
-                    self._store(part, slots)
-                for slot in part.releases:
-                    slots[slot] = None
+            for place, slot in template.stores:
+                slots[slot] = results[place]
+            for target, moved, targets in template.transfers:
+                copies = copy_to([results[place] for place in moved], target)
+                for slot, array in zip(targets, copies, strict=True):
+                    slots[slot] = array
+            if template is last_forward:
+                leaves = self._find_collected(slots, placed_inputs)
+                if chunk == 0:
+                    first_outputs = self._only(leaves[:num_outputs], read_first, 0)
+                if chunk == num_chunks - 1:
+                    last_outputs = self._only(leaves[:num_outputs], read_last, -1)
+                    carried = [leaves[place] for place in self._carried_places]
+                wanted = self._wanted(leaves)
+                if collecting.is_summed:
+                    sums = _add(sums, wanted)
+                else:
+                    collected.append(collecting.collect(wanted, None if chunk_size == 1 else chunk_size))
+            if residence.offloads_activations and template.kept:
+                self._store(template, slots)
+            for slot in template.releases:
+                slots[slot] = None
             if self.observer is not None:
-                self.observer(template, chunks, values)
+                self.observer(template, chunk, values)
         if collecting.is_summed:
             collected = [collecting.collect(sums, None)]
         if self._has_callbacks:
@@ -403,10 +396,10 @@ class Executor(Runner[PendingStep]):
             for place in places
         ]
 
-    def _store(self, part: Part, slots: list[Any]) -> None:
+    def _store(self, template: Template, slots: list[Any]) -> None:
         """Moves what is kept for backwards to host memory, on the row where it is."""
-        for row in dict.fromkeys(self.plan.slot_rows[slot] for slot in part.kept):
-            own = [slot for slot in part.kept if self.plan.slot_rows[slot] is row]
+        for row in dict.fromkeys(self.plan.slot_rows[slot] for slot in template.kept):
+            own = [slot for slot in template.kept if self.plan.slot_rows[slot] is row]
             stored = put([slots[slot] for slot in own], row, offloaded=True)
             for slot, value in zip(own, stored, strict=True):
                 slots[slot] = value

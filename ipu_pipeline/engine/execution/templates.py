@@ -17,24 +17,33 @@ from ipu_pipeline.engine.updates.cutting import UpdateProgram
 from ipu_pipeline.engine.updates.optimizer_tracing import UpdateKind, UpdateValue
 
 __all__ = [
-    "Part",
     "SlotNumbers",
     "Template",
     "TemplateMaker",
     "Work",
-    "jit",
     "jit_update",
     "slot_of",
 ]
 
 
 @dataclass(eq=False)
-class Part:
-    """What a dispatch does for one micro-batch.
+class Template:
+    """One program, ready for dispatch.
 
     Attributes:
+      index: its place among the plan's templates.
       kind: forward or backward.
       stage: whose.
+      function: the jitted program.
+      row: where it runs.
+      num_arguments: how many there are.
+      accumulators: keys of accumulators, in the order of the first arguments and the first results.
+      variables: (argument, full name).
+      inputs: (argument, position among the pipeline's inputs).
+      keys: arguments that are the session's key.
+      execution_counts: arguments that are the execution count.
+      loss_scales: arguments that are the scale that the backward starts from.
+      assigned: (result, full name).
       micro_batches: arguments that are the micro-batch's index.
       accumulated: arguments that are the number of micro-batches in the accumulators.
       loads: (argument, slot).
@@ -44,41 +53,12 @@ class Part:
       kept: slots that only backwards read from now on.
     """
 
+    index: int
     kind: ActionKind
     stage: int
-    micro_batches: tuple[int, ...] = ()
-    accumulated: tuple[int, ...] = ()
-    loads: tuple[tuple[int, int], ...] = ()
-    stores: tuple[tuple[int, int], ...] = ()
-    transfers: tuple[tuple[Row, tuple[int, ...], tuple[int, ...]], ...] = ()
-    releases: tuple[int, ...] = ()
-    kept: tuple[int, ...] = ()
-
-
-@dataclass(eq=False)
-class Template:
-    """One program, ready for dispatch.
-
-    Attributes:
-      index: its place among the plan's templates.
-      function: the jitted program.
-      row: where it runs.
-      num_arguments: how many there are.
-      parts: one, or of a fused program two, the backward and then the forward.
-      accumulators: keys of accumulators, in the order of the first arguments and the first results.
-      variables: (argument, full name).
-      inputs: (argument, position among the pipeline's inputs).
-      keys: arguments that are the session's key.
-      execution_counts: arguments that are the execution count.
-      loss_scales: arguments that are the scale that the backward starts from.
-      assigned: (result, full name).
-    """
-
-    index: int
     function: Callable[..., list[Any]]
     row: Row
     num_arguments: int
-    parts: tuple[Part, ...]
     accumulators: tuple[str, ...]
     variables: tuple[tuple[int, str], ...] = ()
     inputs: tuple[tuple[int, int], ...] = ()
@@ -86,6 +66,13 @@ class Template:
     execution_counts: tuple[int, ...] = ()
     loss_scales: tuple[int, ...] = ()
     assigned: tuple[tuple[int, str], ...] = ()
+    micro_batches: tuple[int, ...] = ()
+    accumulated: tuple[int, ...] = ()
+    loads: tuple[tuple[int, int], ...] = ()
+    stores: tuple[tuple[int, int], ...] = ()
+    transfers: tuple[tuple[Row, tuple[int, ...], tuple[int, ...]], ...] = ()
+    releases: tuple[int, ...] = ()
+    kept: tuple[int, ...] = ()
 
 
 class Work(NamedTuple):
@@ -131,80 +118,54 @@ class TemplateMaker:
     rows: Sequence[Row]
     slots: SlotNumbers
 
-    def make(self, works: Sequence[Work], jit: Callable[..., Callable[..., list[Any]]]) -> Template:
-        """The template of one program, or of two of the same stage as one."""
-        index = works[0].stage
-        row = self.rows[index]
+    def make(self, index: int, work: Work, options: Options, donate_accumulators: bool) -> Template:
+        """The template of a program, which it jits.
 
-        # An argument that is the same for all micro-batches is given once.
-        given: list[Binding] = []
-        places_of: list[list[int]] = []
-        parts = []
-        assigned: list[tuple[int, str]] = []
-        first_result = 0
-        for work in works:
-            own = []
-            for binding in self.bindings.arguments(index, work.program):
-                if binding in given and not _differs(binding):
-                    own.append(given.index(binding))
-                else:
-                    own.append(len(given))
-                    given.append(binding)
-            places_of.append(own)
-            arguments = [(place, given[place]) for place in own]
-            loads = [(place, slot_of(binding, row)) for place, binding in arguments]
-            part = Part(
-                kind=work.kind,
-                stage=index,
-                micro_batches=tuple(p for p, binding in arguments if binding == _MICRO_BATCH),
-                accumulated=tuple(p for p, binding in arguments if binding == _ACCUMULATED),
-                loads=tuple((place, self.slots[slot]) for place, slot in loads if slot is not None),
-            )
-            assigned += self._add_results(part, work, first_result)
-            parts.append(part)
-            first_result += len(work.program.results)
+        Args:
+          index: the template's.
+          work: the program.
+          options: XLA's.
+          donate_accumulators: whether the program may destroy what it adds to.
+        """
+        row = self.rows[work.stage]
+        arguments = list(enumerate(self.bindings.arguments(work.stage, work.program)))
 
         def named(kind: BindingKind) -> tuple[tuple[int, Any], ...]:
-            return tuple(
-                (place, binding.key) for place, binding in enumerate(given) if binding.kind is kind
-            )
+            return tuple((place, binding.key) for place, binding in arguments if binding.kind is kind)
 
         def scalars(kind: ValueKind) -> tuple[int, ...]:
             return tuple(place for place, key in named(BindingKind.SCALAR) if key is kind)
 
         accumulators = named(BindingKind.ACCUMULATOR)
         assert [place for place, _key in accumulators] == list(range(len(accumulators)))
-        return Template(
-            index=-1,
-            function=jit(works, places_of, row, len(accumulators)),
+        loads = [(place, slot_of(binding, row)) for place, binding in arguments]
+        template = Template(
+            index=index,
+            kind=work.kind,
+            stage=work.stage,
+            function=_jit(work.program, row, len(accumulators) if donate_accumulators else 0, options),
             row=row,
-            num_arguments=len(given),
-            parts=tuple(parts),
+            num_arguments=len(arguments),
             accumulators=tuple(key for _place, key in accumulators),
             variables=named(BindingKind.VARIABLE),
             inputs=named(BindingKind.INPUT),
             keys=scalars(ValueKind.KEY),
             execution_counts=scalars(ValueKind.EXECUTION_COUNT),
             loss_scales=scalars(ValueKind.LOSS_SCALE),
-            assigned=tuple(assigned),
+            micro_batches=scalars(ValueKind.MICRO_BATCH),
+            accumulated=scalars(ValueKind.ACCUMULATED),
+            loads=tuple((place, self.slots[slot]) for place, slot in loads if slot is not None),
         )
+        self._add_results(template, work)
+        return template
 
-    def _add_results(self, part: Part, work: Work, first: int) -> list[tuple[int, str]]:
-        """Enters where a program's results go.
-
-        Args:
-          part: it.
-          work: the program.
-          first: the number of its first result.
-
-        Returns:
-          (result, full name) of the variables that are assigned.
-        """
-        row = self.rows[work.stage]
+    def _add_results(self, template: Template, work: Work) -> None:
+        """Enters where a program's results go."""
+        row = template.row
         stores: list[tuple[int, int]] = []
         assigned: list[tuple[int, str]] = []
         transfers: dict[Row, list[tuple[int, int]]] = {}
-        for place, bound in enumerate(self.bindings.results(work.stage, work.program), first):
+        for place, bound in enumerate(self.bindings.results(work.stage, work.program)):
             for binding in bound:
                 if binding.kind is BindingKind.ASSIGNED:
                     assigned.append((place, binding.key))
@@ -218,44 +179,24 @@ class TemplateMaker:
                         stores.append((place, slot))
                     else:
                         transfers.setdefault(target, []).append((place, slot))
-        part.stores = tuple(stores)
-        part.transfers = tuple(
+        template.stores = tuple(stores)
+        template.assigned = tuple(assigned)
+        template.transfers = tuple(
             (target, tuple(place for place, _slot in pairs), tuple(slot for _place, slot in pairs))
             for target, pairs in transfers.items()
         )
-        return assigned
 
 
-_MICRO_BATCH = Binding(BindingKind.SCALAR, ValueKind.MICRO_BATCH)
-_ACCUMULATED = Binding(BindingKind.SCALAR, ValueKind.ACCUMULATED)
-
-
-def _differs(binding: Binding) -> bool:
-    """Whether a fused program's two micro-batches have different values of it."""
-    return binding.is_of_micro_batch or binding in (_MICRO_BATCH, _ACCUMULATED)
-
-
-def jit(
-    works: Sequence[Work],
-    places_of: Sequence[Sequence[int]],
-    row: Row,
-    num_accumulators: int,
-    *,
-    options: Options,
-    donate_accumulators: bool,
-) -> Callable[..., list[Any]]:
-    """Jits one program, or several as one; `places_of` are the arguments of each."""
+def _jit(program: StageProgram, row: Row, num_donated: int, options: Options) -> Callable[..., list[Any]]:
+    """Jits a stage's program, which may destroy its first arguments."""
 
     def function(*arguments: Any) -> list[Any]:
-        results: list[Any] = []
-        for work, places in zip(works, places_of, strict=True):
-            results += work.program.function(*(arguments[place] for place in places))
-        return results
+        return program.function(*arguments)
 
-    function.__name__ = function.__qualname__ = "_and_".join(work.program.name for work in works)
+    function.__name__ = function.__qualname__ = program.name
     jitted: Callable[..., list[Any]] = jax.jit(
         function,
-        donate_argnums=tuple(range(num_accumulators)) if donate_accumulators else (),
+        donate_argnums=tuple(range(num_donated)),
         out_shardings=row.replicated,
         compiler_options=dict(options),
     )

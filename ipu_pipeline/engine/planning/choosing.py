@@ -13,24 +13,21 @@ and its dispatches take together.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ipu_pipeline.engine.planning.dispatch_plans import DispatchPlan
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms
-from ipu_pipeline.engine.schedules.actions import ActionKind
+from ipu_pipeline.engine.schedules.actions import Action, ActionKind
 from ipu_pipeline.engine.schedules.checking import Timetable
 from ipu_pipeline.engine.schedules.simulator import simulate
-from ipu_pipeline.engine.schedules.units import Unit, find_units
 
 __all__ = ["choose_dispatch_plan", "describe_seconds", "possible_chunk_sizes"]
 
 _MAX_CHUNK_SIZE = 16
 _LEAST_CHUNKS = 4  # in a step: with fewer, stages would hardly overlap
 _MAX_SIMULATED = 64  # micro-batches; more only repeat what these do
-# Of the step's time; for less, a plan is not worth compiling. Fusing takes another program per stage.
-_LEAST_GAIN, _LEAST_GAIN_OF_FUSING = 0.02, 0.1
+_LEAST_GAIN = 0.02  # of the step's time; for less, chunks are not worth what they hold
 
 
 class _Speed(NamedTuple):
@@ -67,10 +64,9 @@ def choose_dispatch_plan(
     is_grouped: bool,
     saves_memory: bool,
 ) -> DispatchPlan:
-    """The plan by which a step is shortest, as far as can be foretold.
+    """The plan with which a step is estimated to be shortest.
 
-    A step keeps four chunks at least, and a plan is taken only if it saves two parts in a hundred, or ten
-    where it fuses.
+    A step keeps at least four chunks, and larger chunks are taken only if they save 2% of its time.
 
     Args:
       programs: of the stages, for one micro-batch.
@@ -103,61 +99,49 @@ def choose_dispatch_plan(
         operations[ActionKind.FORWARD, stage] = own.forward.num_operations
         if own.backward is not None:
             operations[ActionKind.BACKWARD, stage] = own.backward.num_operations
-    has_backwards = any(kind is ActionKind.BACKWARD for kind, _stage in operations)
-    num_simulated = num_micro_batches
-    if num_micro_batches > _MAX_SIMULATED:  # of which every chunk size of theirs is a divisor, too
-        num_simulated = _MAX_SIMULATED
+    # Of more micro-batches only so many are simulated; every possible chunk size divides that number, too.
+    num_simulated = min(num_micro_batches, _MAX_SIMULATED)
 
-    def is_known(key: tuple[tuple[ActionKind, ...], int]) -> bool:
-        kinds, stage = key
-        return all((kind, stage) in operations for kind in kinds)
-
-    def seconds(chunk_size: int, is_fused: bool) -> float:
-        def cost(unit: Unit) -> float:
-            total = sum(operations.get((action.kind, action.stage), 0.0) for action in unit)
-            if not total:
-                return 0.0
-            return total * chunk_size * speed.per_operation + speed.per_dispatch
+    def seconds(chunk_size: int) -> float:
+        def cost(action: Action) -> float:
+            total = operations.get((action.kind, action.stage), 0.0)
+            return total * chunk_size * speed.per_operation + speed.per_dispatch if total else 0.0
 
         timetable = make_timetable(num_simulated // chunk_size)
-        rows = find_units(timetable, is_known if is_fused else lambda _key: False)
         if speed.shares_cores:
-            costs = [cost(unit) for row in rows for unit in row]
+            costs = [cost(action) for action in timetable.order]
             return sum(costs) + speed.host_per_dispatch * sum(c > 0 for c in costs)
-        try:
-            return simulate(rows, levels, cost, speed.host_per_dispatch).length
-        except ValueError:  # what would be fused waits for each other
-            return math.inf
+        rows = [[action for action in row if action is not None] for row in timetable.rows]
+        return simulate(rows, levels, cost, speed.host_per_dispatch).length
 
     # XLA's CPU compiler gives convolutions their fast form outside of loops only, and a chunk is a loop.
     avoids_loops = platform == "cpu" and any(program.has_convolutions for program in both)
-    alone = seconds(1, False)
-    best, chosen, held_back = alone, (1, False), False
-    for chunk_size in possible_chunk_sizes(num_micro_batches):
-        if chunk_size > 1 and avoids_loops:
+    best = alone = seconds(1)
+    chosen, held_back = 1, False
+    for chunk_size in possible_chunk_sizes(num_micro_batches)[1:]:
+        if avoids_loops:
             break
-        if chunk_size > 1 and live_bytes(chunk_size) > max_live_bytes:
+        if live_bytes(chunk_size) > max_live_bytes:
             held_back = True
             break
-        for is_fused in (False, True) if has_backwards else (False,):
-            found = seconds(chunk_size, is_fused)
-            if found < best - (_LEAST_GAIN_OF_FUSING if is_fused else _LEAST_GAIN) * alone:
-                best, chosen = found, (chunk_size, is_fused)
+        found = seconds(chunk_size)
+        if found < best - _LEAST_GAIN * alone:
+            best, chosen = found, chunk_size
     longest = max(operations.values()) * speed.per_operation
     reason = f"the longest program of one micro-batch computes for about {describe_seconds(longest)}, "
-    if chosen == (1, False) and possible_chunk_sizes(num_micro_batches) == [1]:
+    if possible_chunk_sizes(num_micro_batches) == [1]:
         reason += (
             f"and {num_micro_batches} micro-batches do not make {_LEAST_CHUNKS} equal chunks of several"
         )
-    elif chosen == (1, False):
+    elif chosen == 1:
         reason += "beside which dispatches cost little"
     else:
-        reason += f"and a step is foretold to take {best / alone:.0%} of its time one by one"
+        reason += f"and a step is estimated to take {best / alone:.0%} of its time one by one"
     if avoids_loops:
         reason += "; convolutions, which are slow in loops on a CPU, are not chunked"
     if held_back:
         reason += f"; larger chunks would hold more than {max_live_bytes:,} bytes on a stage"
-    return DispatchPlan(*chosen, reason)
+    return DispatchPlan(chosen, reason)
 
 
 def describe_seconds(seconds: float) -> str:

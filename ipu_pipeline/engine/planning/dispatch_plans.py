@@ -1,16 +1,11 @@
-"""How actions become dispatches: how many micro-batches a program handles, and what is fused."""
+"""How actions become dispatches: how many micro-batches a program handles."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ipu_pipeline.engine.programs.stage_programs import StagePrograms
-from ipu_pipeline.engine.schedules.checking import Timetable
-from ipu_pipeline.engine.schedules.simulator import simulate
-from ipu_pipeline.engine.schedules.units import find_units
-
-__all__ = ["ONE_BY_ONE", "DispatchPlan", "check_dispatch_plan", "check_fused"]
+__all__ = ["ONE_BY_ONE", "DispatchPlan", "check_dispatch_plan"]
 
 
 @dataclass(frozen=True)
@@ -20,12 +15,10 @@ class DispatchPlan:
     Attributes:
       chunk_size: micro-batches that one program handles, one after another; a divisor of those of a step.
         A stage then has so many times as many of them in flight.
-      is_fused: whether a stage's backward and the forward that follows it on its IPU are one program.
       reason: why, for people.
     """
 
     chunk_size: int = 1
-    is_fused: bool = False
     reason: str = "given"
 
     def __post_init__(self) -> None:
@@ -34,14 +27,11 @@ class DispatchPlan:
             raise ValueError(
                 f"DispatchPlan: chunk_size must be an integer of at least 1; got {self.chunk_size!r}."
             )
-        if not isinstance(self.is_fused, bool):
-            raise ValueError(f"DispatchPlan: is_fused must be True or False; got {self.is_fused!r}.")
 
     def __str__(self) -> str:
         """In words."""
         chunk = "one micro-batch" if self.chunk_size == 1 else f"{self.chunk_size} micro-batches"
-        fused = "a backward and the next forward are one program" if self.is_fused else "nothing is fused"
-        return f"{chunk} per program, {fused}: {self.reason}"
+        return f"{chunk} per program: {self.reason}"
 
 
 ONE_BY_ONE = DispatchPlan(reason="every action is a program of its own")
@@ -69,22 +59,3 @@ def check_dispatch_plan(
             f"dispatch_plan: chunk_size must divide the number of micro-batches per weight update, which "
             f"{known}; got {plan.chunk_size}."
         )
-
-
-def check_fused(programs: Sequence[StagePrograms], timetable: Timetable, levels: Sequence[int]) -> None:
-    """Raises if what a plan fuses cannot be run in the order of the schedule.
-
-    Raises:
-      ValueError: there are no backwards, or a backward and the forward behind it would wait for each other.
-    """
-    fusible = {stage for stage, own in enumerate(programs) if own.backward is not None}
-    if not fusible:
-        raise ValueError("dispatch_plan: is_fused is for pipelines that train over several stages.")
-    try:
-        simulate(find_units(timetable, lambda key: key[1] in fusible), levels, lambda _unit: 1.0)
-    except ValueError as error:
-        raise ValueError(
-            "dispatch_plan: is_fused does not go with this schedule: a backward and the forward that "
-            "follows it on an IPU would wait for each other as one program. Use another schedule, such as "
-            '"grouped", or do not fuse.'
-        ) from error

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ipu_pipeline.engine.schedules.actions import Action, ActionKind
-from ipu_pipeline.engine.schedules.units import Unit
 
 __all__ = ["Timeline", "simulate"]
 
@@ -22,12 +21,12 @@ class Timeline:
     """What was simulated.
 
     Attributes:
-      order: the units, as the host starts them. None comes before one that it depends on.
+      order: the actions, as the host starts them. None comes before one that it depends on.
       begins: when each of them begins, in the unit of the costs; the first one at 0 or later.
       ends: when each of them ends.
     """
 
-    order: tuple[Unit, ...]
+    order: tuple[Action, ...]
     begins: tuple[float, ...]
     ends: tuple[float, ...]
 
@@ -38,46 +37,41 @@ class Timeline:
 
 
 def simulate(
-    rows: Sequence[Sequence[Unit]],
+    rows: Sequence[Sequence[Action]],
     levels: Sequence[int],
-    cost: Callable[[Unit], float],
+    cost: Callable[[Action], float],
     host_cost: float = 0.0,
 ) -> Timeline:
-    """Simulates IPUs that each follow a row of units.
+    """Simulates IPUs that each follow a row of actions.
 
     Args:
       rows: one per IPU, without gaps.
       levels: the level of each stage, ascending from 0.
-      cost: how long an IPU takes for a unit.
+      cost: how long an IPU takes for an action.
       host_cost: how long the host takes to start one.
 
     Returns:
       The timeline.
 
     Raises:
-      ValueError: units wait for each other.
+      ValueError: actions wait for each other.
     """
-    unit_of: dict[Action, tuple[int, int]] = {}
-    for ipu, row in enumerate(rows):
-        for position, unit in enumerate(row):
-            unit_of.update(dict.fromkeys(unit, (ipu, position)))
+    place_of = {action: (ipu, at) for ipu, row in enumerate(rows) for at, action in enumerate(row)}
     num_missing: dict[tuple[int, int], int] = {}
-    readers: dict[tuple[int, int], list[tuple[int, int]]] = {place: [] for place in unit_of.values()}
-    for ipu, row in enumerate(rows):
-        for position, unit in enumerate(row):
-            place = (ipu, position)
-            needed = {unit_of[a] for action in unit for a in _needed(action, levels) if a in unit_of}
-            if position:
-                needed.add((ipu, position - 1))
-            needed.discard(place)
-            num_missing[place] = len(needed)
-            for other in needed:
-                readers[other].append(place)
+    readers: dict[tuple[int, int], list[tuple[int, int]]] = {place: [] for place in place_of.values()}
+    for action, place in place_of.items():
+        ipu, position = place
+        needed = {place_of[other] for other in _needed(action, levels) if other in place_of}
+        if position:
+            needed.add((ipu, position - 1))
+        num_missing[place] = len(needed)
+        for other in needed:
+            readers[other].append(place)
 
     earliest = dict.fromkeys(num_missing, 0.0)
     ready = [(0.0, ipu, position) for (ipu, position), number in num_missing.items() if not number]
     heapq.heapify(ready)
-    order: list[Unit] = []
+    order: list[Action] = []
     begins: list[float] = []
     ends: list[float] = []
     host_time = 0.0
@@ -85,9 +79,9 @@ def simulate(
         time, ipu, position = heapq.heappop(ready)
         host_time += host_cost
         begin = max(time, host_time)
-        unit = rows[ipu][position]
-        end = begin + cost(unit)
-        order.append(unit)
+        action = rows[ipu][position]
+        end = begin + cost(action)
+        order.append(action)
         begins.append(begin)
         ends.append(end)
         for place in readers[ipu, position]:
@@ -96,7 +90,7 @@ def simulate(
             if not num_missing[place]:
                 heapq.heappush(ready, (earliest[place], *place))
     if len(order) < len(num_missing):
-        raise ValueError("simulate: units wait for each other.")
+        raise ValueError("simulate: actions wait for each other.")
     return Timeline(tuple(order), tuple(begins), tuple(ends))
 
 
