@@ -13,6 +13,7 @@ from ipu_pipeline import engine
 from ipu_pipeline.engine import reference
 from ipu_pipeline.engine.devices.feeds import Feed
 from ipu_pipeline.engine.execution.blocks.sizes import BlockSizes, block_sizes
+from ipu_pipeline.engine.pipeline_options import PipelineOptions
 from ipu_pipeline.errors import OutOfRangeError
 from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput
 from tests import front, models
@@ -133,8 +134,7 @@ def test_a_run_in_blocks(repeat_count, monkeypatch):
     found = []
     for block_bytes in (2**26, 7 * ELEMENT_BYTES, 2 * ELEMENT_BYTES):
         with monkeypatch.context() as patch:
-            defaults = engine.Pipeline.__init__.__kwdefaults__
-            patch.setitem(defaults, "block_bytes", block_bytes)
+            patch.setitem(PipelineOptions.__init__.__kwdefaults__, "block_bytes", block_bytes)
             model = front.Model(device_mapping=[0, 0], repeat_count=repeat_count)
         with ipu.Session(seed=3) as session:
             session.run(model.initializer)
@@ -148,7 +148,7 @@ def test_a_run_in_blocks(repeat_count, monkeypatch):
 
 @pytest.mark.parametrize("block_bytes", [2**26, 7 * ELEMENT_BYTES, 2 * ELEMENT_BYTES])
 def test_the_end_of_the_data_keeps_whole_updates(block_bytes, monkeypatch):
-    monkeypatch.setitem(engine.Pipeline.__init__.__kwdefaults__, "block_bytes", block_bytes)
+    monkeypatch.setitem(PipelineOptions.__init__.__kwdefaults__, "block_bytes", block_bytes)
     model = front.Model(front.data(3 * 3 + 2), device_mapping=[0, 0], repeat_count=8)
     with ipu.Session(seed=3) as session:
         session.run([model.initializer, ipu.global_variables_initializer()])

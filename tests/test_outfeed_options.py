@@ -115,6 +115,7 @@ def block_jaxpr(made, state, element):
             jaxprs.append(jax.make_jaxpr(function)(*arguments))
             return function(*arguments)
 
+        call.lower = function.lower
         return call
 
     program._jit = jit

@@ -106,9 +106,13 @@ def test_figures_of_speed_are_those_of_the_benchmarks_page():
 @pytest.mark.parametrize("name", ["memory.md", "checkpoints.md"])
 def test_what_examples_of_pages_print(name):
     page = (ROOT / "docs" / name).read_text()
-    ((code, expected),) = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", page, re.DOTALL)
-    printed = run(code)
-    assert printed == expected
+    pairs = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", page, re.DOTALL)
+    printed = run("\n".join(code for code, _expected in pairs))
+
+    def without_temporaries(text):  # XLA plans them for the machine
+        return re.sub(r"\d+ (of temporaries)", r"\1", text)
+
+    assert without_temporaries(printed) == without_temporaries("".join(text for _code, text in pairs))
 
 
 def test_links_lead_somewhere():

@@ -413,3 +413,25 @@ def test_generated_models_have_the_gradients_of_plain_jax(block):
         shapes.add(loop.body.shards)
     assert num_split >= 16
     assert len(shapes) >= 10
+
+
+@pytest.mark.parametrize("shards", [(0, 0), (0, 1)])
+def test_what_each_ipu_takes(shards):
+    def body(x):
+        with ipu_shard(shards[0]):
+            x = jnp.tanh(x @ kernel("first"))
+        with ipu_shard(shards[1]):
+            return mean_square(x @ kernel("second"))
+
+    x = np.random.default_rng(0).normal(size=SHAPE).astype("float32")
+    loop, start, trace_, _new = run(body, x)
+    sizes = {name: value.nbytes for name, value in start.items()}
+    assert sizes == {name: value.nbytes for name, value in trace_.items()}
+    for plan in loop.plan_memory(1):
+        own = sum(
+            sizes[name] for name, ipu in zip(("first", "second"), shards, strict=True) if ipu == plan.ipu
+        )
+        assert plan.num_variable_bytes == plan.num_optimizer_bytes == plan.num_accumulator_bytes == own
+        assert plan.num_temporary_bytes is not None
+        if len(set(shards)) == 2:
+            assert plan.num_feed_bytes == (x.nbytes if plan.ipu == 0 else 0)

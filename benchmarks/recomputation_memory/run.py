@@ -23,7 +23,6 @@ import optax
 from benchmarks import harness
 from benchmarks.harness import Row
 from ipu_pipeline import engine
-from ipu_pipeline.engine.execution.blocks.runner import BlockRunner
 
 NUM_STAGES, NUM_LAYERS, WIDTH, BATCH_SIZE, NUM_MICRO_BATCHES = 4, 6, 64, 512, 8
 MODES = [None, "recompute_then_backpropagate", "recompute_and_backpropagate_interleaved"]
@@ -60,24 +59,10 @@ def temporary_bytes(mode: str | None, micro_batch: Any) -> int:
     """XLA's temporary memory of all four stages as one program."""
     pipeline = make_pipeline(mode, "grouped", [0] * NUM_STAGES)
     state = pipeline.init(jax.random.key(0), micro_batch)
-    found = []
-    original = BlockRunner._jit  # noqa: SLF001  # the compiled program itself is not public
-
-    def jit(self: BlockRunner, *settings: Any) -> Any:
-        function = original(self, *settings)
-
-        def call(*values: Any) -> Any:
-            found.append(function.lower(*values).compile().memory_analysis().temp_size_in_bytes)
-            return function(*values)
-
-        return call
-
-    BlockRunner._jit = jit  # noqa: SLF001  # likewise
-    try:
-        pipeline.step(state, [micro_batch] * NUM_MICRO_BATCHES)
-    finally:
-        BlockRunner._jit = original  # noqa: SLF001  # likewise
-    return int(found[0])
+    pipeline.step(state, [micro_batch] * NUM_MICRO_BATCHES)
+    (memory,) = pipeline.plan_ipu_memory()
+    assert memory.num_temporary_bytes is not None
+    return memory.num_temporary_bytes
 
 
 def make_row(case: str, mode: str, size: float, size_without: float) -> Row:

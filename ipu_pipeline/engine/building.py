@@ -7,10 +7,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ipu_pipeline.engine.pipeline_options import PipelineOptions
 from ipu_pipeline.engine.programs import differentiation
 from ipu_pipeline.engine.programs.accumulation import Reduction, find_accumulator_dtype
 from ipu_pipeline.engine.programs.collecting import Collecting, make_collecting
-from ipu_pipeline.engine.programs.gradient_maps import GradientMap, check_gradient_map
+from ipu_pipeline.engine.programs.gradient_maps import check_gradient_map
 from ipu_pipeline.engine.programs.recomputation import Recomputation
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms
 from ipu_pipeline.engine.tracing import frames, stages
@@ -25,25 +26,22 @@ __all__ = ["Built", "Recipe", "build"]
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
-    """What a pipeline is made of; see `Pipeline` for what is not described here.
+    """What a pipeline is made of.
 
     Attributes:
       functions: the stages, level by level.
       mapping: the IPU of each stage.
-      collect: the arguments of `make_collecting`.
+      options: what else was said.
     """
 
     functions: Sequence[Sequence[stages.StageFunction]]
     mapping: tuple[int, ...]
-    loss: Callable[..., Any] | None
-    optimizer: optimizer_tracing.Optimizer | None
-    reduction: Reduction
-    trained: Collection[str] | Callable[[], Collection[str] | None] | None
-    program_names: frames.ProgramNames
-    describe_capture: Callable[[Any], str | None] | None
-    gradient_map: Callable[[], GradientMap | None] | None
-    accumulator_dtype: Any
-    collect: tuple[Any, bool, bool, Any]
+    options: PipelineOptions
+
+    @property
+    def reduction(self) -> Reduction:
+        """Of the gradients over the micro-batches."""
+        return Reduction(self.options.reduction)
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,30 +78,37 @@ def build(recipe: Recipe, element: Any, inputs: tuple[Any, ...], recompute: Reco
       ValueError, TypeError: something is wrong with the stages, reported in one error as far as it can be
         found; or with the optimizer, a dtype, or what is to be summed.
     """
-    with frames.unchanged_on_error(recipe.program_names):
+    options = recipe.options
+    with frames.unchanged_on_error(options.program_names):
         faults = Faults()
         traced = stages.trace(
             recipe.functions,
             element,
             inputs,
-            recipe.loss,
-            recipe.program_names,
+            options.loss,
+            options.program_names,
             faults,
-            recipe.describe_capture,
+            options.describe_capture,
         )
         trained: dict[str, VariableSpec] = {}
-        if recipe.optimizer is not None:
+        if options.optimizer is not None:
             with faults.collecting("the optimizer"):
                 trained = _find_trained(recipe, traced)
         if faults:
             raise faults.as_error()
-        collecting = make_collecting(traced, *recipe.collect)
+        collecting = make_collecting(
+            traced,
+            options.collect_outputs,
+            options.collect_losses,
+            options.sum_collected,
+            options.sum_dtype,
+        )
         dtypes = {
-            name: find_accumulator_dtype(spec, recipe.accumulator_dtype, "accumulator_dtype")
+            name: find_accumulator_dtype(spec, options.accumulator_dtype, "accumulator_dtype")
             for name, spec in trained.items()
         }
         updates = _make_updates(recipe, traced, trained, dtypes)
-        gradient_map = None if recipe.gradient_map is None else recipe.gradient_map()
+        gradient_map = None if options.gradient_map is None else options.gradient_map()
         if gradient_map is not None:  # it is to see the whole gradient of a micro-batch
             check_gradient_map(gradient_map, trained.values())
             shared = traced.shared() & trained.keys()
@@ -127,12 +132,12 @@ def _make_updates(
     trained: Mapping[str, VariableSpec],
     dtypes: Mapping[str, Any],
 ) -> Updates | None:
-    if recipe.optimizer is None:
+    if recipe.options.optimizer is None:
         return None
     optimizer = optimizer_tracing.trace_optimizer(
-        recipe.optimizer, trained, traced.output_tree, traced.output_avals, recipe.reduction, dtypes
+        recipe.options.optimizer, trained, traced.output_tree, traced.output_avals, recipe.reduction, dtypes
     )
-    optimizer_tracing.check_optimizer_captures(optimizer, recipe.describe_capture)
+    optimizer_tracing.check_optimizer_captures(optimizer, recipe.options.describe_capture)
     # What is on one IPU is updated together, by its first stage.
     mapping = recipe.mapping
     homes = {name: mapping.index(mapping[stage]) for name, stage in traced.owners.items()}
@@ -140,9 +145,9 @@ def _make_updates(
 
 
 def _find_trained(recipe: Recipe, traced: TracedPipeline) -> dict[str, VariableSpec]:
-    wanted = recipe.trained() if callable(recipe.trained) else recipe.trained
+    wanted = recipe.options.trained() if callable(recipe.options.trained) else recipe.options.trained
     # As they were first asked for: stages that conflict about one are reported elsewhere.
-    known = {name: recipe.program_names.variables[name] for name in traced.variables}
+    known = {name: recipe.options.program_names.variables[name] for name in traced.variables}
     if wanted is not None:
         for name in wanted:
             if name not in known or not known[name].trainable:

@@ -1,15 +1,17 @@
 """The engine's public call: a pipeline of stage functions, with the state going in and coming out.
 
-Over 700 lines, four in ten of them docstrings and signatures: it takes all that a caller can say.
+Over 400 lines, a third of them docstrings: it offers building, running and questions, and hands all on.
 """
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
+import inspect
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Concatenate, ParamSpec
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +19,9 @@ import numpy as np
 
 from ipu_pipeline.engine import schedules
 from ipu_pipeline.engine.building import Built, Recipe, build
-from ipu_pipeline.engine.devices.compiler_options import Options, check_compiles, plan_options
+from ipu_pipeline.engine.devices.compiler_options import check_compiles, plan_options
 from ipu_pipeline.engine.devices.feeds import PlacedMicroBatches, Take, take_nothing
-from ipu_pipeline.engine.devices.offloading import Offload, parse_offload
+from ipu_pipeline.engine.devices.offloading import parse_offload
 from ipu_pipeline.engine.devices.residence import Residence
 from ipu_pipeline.engine.devices.rows import make_rows
 from ipu_pipeline.engine.errors import OutOfRangeError
@@ -27,24 +29,46 @@ from ipu_pipeline.engine.execution.blocks.runner import BlockRunner
 from ipu_pipeline.engine.execution.contract import Pending, Request, Runner
 from ipu_pipeline.engine.execution.executor import Executor
 from ipu_pipeline.engine.jaxprs.shapes import as_shape, check_like
+from ipu_pipeline.engine.pipeline_options import PipelineOptions, check_positive
 from ipu_pipeline.engine.planning.choosing import choose_dispatch_plan
 from ipu_pipeline.engine.planning.dispatch_plans import DispatchPlan, check_dispatch_plan
-from ipu_pipeline.engine.planning.memory import StageMemory, plan_memory
+from ipu_pipeline.engine.planning.memory import IpuMemory, StageMemory, plan_stages
 from ipu_pipeline.engine.programs.accumulation import Reduction
 from ipu_pipeline.engine.programs.collecting import Collecting
-from ipu_pipeline.engine.programs.gradient_maps import GradientMap
 from ipu_pipeline.engine.programs.recomputation import Recomputation
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms
 from ipu_pipeline.engine.state import Collected, PipelineState, RunState, StepOutputs
-from ipu_pipeline.engine.tracing import frames, stage_lists
 from ipu_pipeline.engine.tracing.specs import VariableSpec, initial_value
 from ipu_pipeline.engine.tracing.stage_lists import StageEntry, flatten_stages
 from ipu_pipeline.engine.tracing.traced import TracedPipeline
-from ipu_pipeline.engine.updates import optimizer_tracing
 from ipu_pipeline.engine.updates.accumulators import AccumulatorPlan, plan_accumulators
 from ipu_pipeline.engine.updates.cutting import Updates
 
 __all__ = ["Pipeline"]
+
+P = ParamSpec("P")
+
+
+def _with_options(
+    make: Callable[P, PipelineOptions],
+) -> Callable[
+    [Callable[[Pipeline, Any, PipelineOptions], None]], Callable[Concatenate[Pipeline, Any, P], None]
+]:
+    """Lets `__init__` take an options object by its fields, for people, editors and type checkers alike."""
+
+    def decorate(
+        init: Callable[[Pipeline, Any, PipelineOptions], None],
+    ) -> Callable[Concatenate[Pipeline, Any, P], None]:
+        def wrapped(self: Pipeline, stages: Any, *args: P.args, **options: P.kwargs) -> None:
+            init(self, stages, make(*args, **options))
+
+        known = inspect.signature(init)
+        parameters = [*list(known.parameters.values())[:2], *inspect.signature(make).parameters.values()]
+        functools.update_wrapper(wrapped, init)
+        vars(wrapped)["__signature__"] = known.replace(parameters=parameters)
+        return wrapped  # type: ignore[return-value]  # it may be called with `stages=`, too
+
+    return decorate
 
 
 class Pipeline:
@@ -57,37 +81,9 @@ class Pipeline:
       state, outputs = pipeline.step(state, micro_batches)
     """
 
+    @_with_options(PipelineOptions)
     def __init__(
-        self,
-        stages: Sequence[StageEntry | Sequence[StageEntry]],
-        *,
-        num_micro_batches: int | None,
-        loss: Callable[..., Any] | None = None,
-        optimizer: optimizer_tracing.Optimizer | None = None,
-        schedule: str | schedules.ScheduleFunction = "grouped",
-        device_mapping: stage_lists.Mapping | None = None,
-        devices: Sequence[Any] | None = None,
-        reduction: str | Reduction = "sum",
-        donate: bool = False,
-        trained: Collection[str] | Callable[[], Collection[str] | None] | None = None,
-        program_names: frames.ProgramNames | None = None,
-        describe_capture: Callable[[Any], str | None] | None = None,
-        gradient_map: Callable[[], GradientMap | None] | None = None,
-        recompute: str | Recomputation | None = None,
-        offload: Collection[str | Offload] = (),
-        accumulator_dtype: Any = None,
-        num_serialized: int = 1,
-        collect_outputs: bool | Callable[[Any], Sequence[bool]] = True,
-        collect_losses: bool = True,
-        sum_collected: bool = False,
-        sum_dtype: Any = None,
-        block_bytes: int = 64 * 2**20,
-        forward_options: Sequence[Options] | None = None,
-        backward_options: Sequence[Options] | None = None,
-        update_options: Options | None = None,
-        option_names: Mapping[str, str] | None = None,
-        dispatch_plan: DispatchPlan | None = None,
-        max_chunked_bytes: int = 16 * 2**20,
+        self, stages: Sequence[StageEntry | Sequence[StageEntry]], options: PipelineOptions
     ) -> None:
         """Checks the arguments; nothing is traced or compiled yet.
 
@@ -97,111 +93,38 @@ class Pipeline:
             first one takes the inputs of `step` and then the micro-batch. A list of them in place of one:
             parallel stages, which run at the same time on the same values; what they return is
             concatenated.
-          num_micro_batches: micro-batches per step, at least 1. None: each step says how many; another
-            number than before is not compiled for.
-          loss: takes what the last stage returns, returns a scalar; goes with `optimizer`. Without both
-            the pipeline only runs forwards.
-          optimizer: an Optax transformation; or a function of what the last stage returned for the last
-            micro-batch (for the state at the start: the first) which returns one, or a pair of one and
-            a dict of extra arguments for its `update`.
-          schedule: "grouped", "interleaved", "sequential" or a function like `schedules.grouped`.
-          device_mapping: the IPU of each stage, a number from 0; a list of numbers for parallel stages. By
-            default each has its own.
-          devices: the JAX device of each IPU; by default the first of `jax.devices()`.
-          reduction: "sum", "mean" or "running_mean" of the gradients over the micro-batches.
-          donate: whether `step` may destroy the state that it is given. False makes it a pure function.
-          trained: full names of the variables to train, or a function that returns them once the
-            stages have been traced; None: all trainable ones.
-          program_names: the names of the program that the pipeline is part of; by default its own.
-          describe_capture: the name of a value from outside the stages, for the error about it.
-          gradient_map: returns, once the stages have been traced, None or a function of a gradient and its
-            variable; it is applied to each micro-batch's gradients, before accumulation.
-          recompute: "auto", "recompute_then_backpropagate" or "recompute_and_backpropagate_interleaved"
-            (see `Recomputation`). None: stages keep what their backward needs.
-          offload: any of "weight_update_variables", "activations", "gradient_accumulation_buffers" and
-            "weights" (see `Offload`), which then lie in host memory while no program uses them.
-          accumulator_dtype: of the gradients' sums or means: None for the variable's dtype, a dtype, or a
-            function from a variable (`VariableSpec`, with `name`, `shape`, `dtype`) to one of these.
-          num_serialized: how many micro-batches a stage handles, one after another, before the next stage
-            starts. With k a step has `num_micro_batches` times k of them. Above 1 only with the schedule
-            "sequential" and all stages on one device.
-          collect_outputs: False leaves what the last stage returns out of `StepOutputs`, which saves
-            memory. A function, from what it returns as a pytree of `jax.ShapeDtypeStruct`s to one boolean
-            per leaf, leaves out those with False; `StepOutputs.outputs` then has lists of the other leaves.
-          collect_losses: False likewise leaves out losses.
-          sum_collected: whether what is collected is summed over the micro-batches of a step, as they
-            finish. `StepOutputs` then has one entry, the sums.
-          sum_dtype: of sums: None for that of the value, a dtype, or a function from the value's
-            `jax.ShapeDtypeStruct` (of one micro-batch) to one of these. Booleans need one, and
-            floating-point numbers are not summed as integers.
-          block_bytes: with all stages on one device, how much of it the micro-batches that are handled by
-            one call, and their outputs, may take.
-          forward_options: per stage, XLA's options for its forward program, by name, as for the
-            `compiler_options` of `jax.jit`. The last stage's forward and backward are one program, which
-            gets the options of both; with all stages on one device everything is one, which gets all.
-          backward_options: likewise for the backward programs; only with an optimizer.
-          update_options: for the programs of the weight update; only with an optimizer.
-          option_names: what errors call these three arguments, by their names here.
-          dispatch_plan: over several devices, how many micro-batches a program handles.
-            None: chosen so that a step is short, for the schedule "grouped" (see `dispatch_plan`). It has
-            no effect with all stages on one device, where everything is one program.
-          max_chunked_bytes: what is chosen may not make a stage hold more than this between forwards and
-            backwards by handling several micro-batches at once.
+          options: given as keyword arguments, the fields of `PipelineOptions`.
 
         Raises:
-          TypeError: a compiler option has not the type of one.
+          TypeError: a compiler option has not the type of one; or there is no such argument.
           ValueError: an argument is not usable.
         """
-        if num_micro_batches is not None:
-            _check_positive("num_micro_batches", num_micro_batches)
-        _check_positive("num_serialized", num_serialized)
-        if isinstance(trained, str):
-            raise ValueError(f"trained must be a collection of full names; got the string {trained!r}.")
-        if (loss is None) != (optimizer is None):
-            raise ValueError("loss and optimizer go together: give both to train, none for forwards only.")
-        functions, mapping = flatten_stages(stages, device_mapping)
+        functions, mapping = flatten_stages(stages, options.device_mapping)
         levels = tuple(level for level, parallel in enumerate(functions) for _stage in parallel)
-        if num_serialized > 1 and (schedule != "sequential" or len(set(mapping)) > 1):
+        schedule, count = options.schedule, options.num_micro_batches
+        if options.num_serialized > 1 and (schedule != "sequential" or len(set(mapping)) > 1):
             raise ValueError(
                 'num_serialized above 1 needs the schedule "sequential" and all stages on one IPU; got '
-                f"{num_serialized} with the schedule {schedule!r} and device_mapping {list(mapping)}."
+                f"{options.num_serialized} with the schedule {schedule!r} and device_mapping "
+                f"{list(mapping)}."
             )
-        self._options = plan_options(
+        self._compiler_options = plan_options(
             len(mapping),
             len(set(mapping)) == 1,
-            optimizer is not None,
-            forward_options,
-            backward_options,
-            update_options,
-            option_names or {},
+            options.optimizer is not None,
+            options.forward_options,
+            options.backward_options,
+            options.update_options,
+            options.option_names,
         )
-        if dispatch_plan is not None:
-            check_dispatch_plan(dispatch_plan, num_micro_batches, mapping)
-        self._is_grouped = schedule == "grouped"
-        self._recipe = Recipe(
-            functions=functions,
-            mapping=mapping,
-            loss=loss,
-            optimizer=optimizer,
-            reduction=Reduction(reduction),
-            trained=trained,
-            program_names=program_names or frames.ProgramNames(),
-            describe_capture=describe_capture,
-            gradient_map=gradient_map,
-            accumulator_dtype=accumulator_dtype,
-            collect=(collect_outputs, collect_losses, sum_collected, sum_dtype),
-        )
-        self._num_micro_batches = num_micro_batches
-        self._mapping = mapping
-        self._devices = devices
-        self._donate = donate
-        self._offload = parse_offload(offload)
-        self._recompute = None if recompute is None else Recomputation(recompute)
-        self._num_serialized = num_serialized
-        self._given_plan = dispatch_plan
-        self._max_chunked_bytes = max_chunked_bytes
+        if options.dispatch_plan is not None:
+            check_dispatch_plan(options.dispatch_plan, count, mapping)
+        self._recipe = Recipe(functions, mapping, options)
+        self._reduction = Reduction(options.reduction)
+        self._offload = parse_offload(options.offload)
+        self._recompute = None if options.recompute is None else Recomputation(options.recompute)
+        self._devices = options.devices
         self._chosen_plan: DispatchPlan | None = None
-        self._block_bytes = block_bytes
         self._built: Built | None = None
         self._programs: tuple[StagePrograms, ...] = ()
         self._executor: Runner[Any] | None = None
@@ -210,11 +133,11 @@ class Pipeline:
         # A function by itself, so that what calls it does not hold the pipeline: an infeed holds the
         # executor, and the pipeline's program the infeed.
         self._make_timetable = functools.partial(
-            _make_timetable, schedule, mapping, loss is not None, levels
+            _make_timetable, schedule, mapping, options.loss is not None, levels
         )
         # One program needs no timetable, but a schedule of the user's is checked all the same.
-        known = 1 if num_micro_batches is None else num_micro_batches
-        self.timetable(min(known, 64) if len(set(mapping)) == 1 else known)
+        known = 1 if count is None else count
+        self.timetable(min(known, 64) if self.is_one_program else known)
 
     def timetable(self, num_micro_batches: int) -> schedules.Timetable:
         """The checked timetable of a step with so many micro-batches, or groups of `num_serialized`."""
@@ -225,12 +148,22 @@ class Pipeline:
     @property
     def num_ipus(self) -> int:
         """How many devices it needs."""
-        return max(self._mapping) + 1
+        return max(self.device_mapping) + 1
+
+    @property
+    def options(self) -> PipelineOptions:
+        """What was said of it."""
+        return self._recipe.options
 
     @property
     def device_mapping(self) -> tuple[int, ...]:
         """The IPU of each stage."""
-        return self._mapping
+        return self._recipe.mapping
+
+    @property
+    def is_one_program(self) -> bool:
+        """Whether all stages are on one device."""
+        return len(set(self.device_mapping)) == 1
 
     @property
     def built(self) -> Built:
@@ -258,12 +191,12 @@ class Pipeline:
     @property
     def num_micro_batches(self) -> int | None:
         """Micro-batches per step, or groups of `num_serialized`; None if each step says how many."""
-        return self._num_micro_batches
+        return self.options.num_micro_batches
 
     @property
     def num_serialized(self) -> int:
         """How many micro-batches a stage handles before the next stage starts."""
-        return self._num_serialized
+        return self.options.num_serialized
 
     @property
     def collecting(self) -> Collecting:
@@ -280,19 +213,44 @@ class Pipeline:
 
         Args:
           num_micro_batches: of a step, where the pipeline has no fixed number.
+
+        Raises:
+          ValueError: nobody says how many micro-batches a step has.
         """
-        count = self._num_micro_batches if num_micro_batches is None else num_micro_batches
-        if count is None:
-            raise ValueError("plan_memory: num_micro_batches must be given, as for `step`; it is None.")
         plan = self.dispatch_plan
-        return self._plan_memory(count, 1 if plan is None else plan.chunk_size)
+        return self._plan_memory(self._count(num_micro_batches), 1 if plan is None else plan.chunk_size)
 
     def _plan_memory(self, count: int, chunk_size: int) -> tuple[StageMemory, ...]:
-        if len(set(self._mapping)) == 1:  # one program, which ends a micro-batch before the next one starts
-            in_flight: Sequence[int] = (self.num_serialized,) * len(self._mapping)
+        if self.is_one_program:  # which ends a micro-batch before the next one starts
+            in_flight: Sequence[int] = (self.num_serialized,) * len(self.device_mapping)
         else:
             in_flight = [chunk_size * chunks for chunks in self.timetable(count // chunk_size).in_flight]
-        return plan_memory(self.traced, self._programs, self._mapping, in_flight)
+        return plan_stages(self.traced, self._programs, self.device_mapping, in_flight)
+
+    def plan_ipu_memory(self, num_micro_batches: int | None = None) -> tuple[IpuMemory, ...]:
+        """What each IPU needs while steps run: state, accumulators, micro-batches, and the programs.
+
+        What the programs take is known once they have been compiled, in the first step; on one device this
+        is where its micro-batches are, too.
+
+        Args:
+          num_micro_batches: of a step, where the pipeline has no fixed number.
+
+        Returns:
+          One entry per IPU, in their order.
+
+        Raises:
+          ValueError: nobody says how many micro-batches a step has; or see `prepare`.
+        """
+        count = self._count(num_micro_batches)
+        runner, stages = self.prepare(), self.plan_memory(count)
+        return runner.plan_memory(self.built.accumulator_dtypes, stages, count * self.num_serialized)
+
+    def _count(self, num_micro_batches: int | None) -> int:
+        count = self.num_micro_batches if num_micro_batches is None else num_micro_batches
+        if count is None:
+            raise ValueError("plan_memory: num_micro_batches must be given, as for `step`; it is None.")
+        return count
 
     @property
     def dispatch_plan(self) -> DispatchPlan | None:
@@ -302,12 +260,12 @@ class Pipeline:
         none are known). With another schedule than "grouped", with recomputation or offloading and with a
         number of micro-batches that is known at run only, every action stays a program of its own.
         """
-        if len(set(self._mapping)) == 1:
+        if self.is_one_program:
             return None
-        if self._given_plan is not None:
-            return self._given_plan
+        if self.options.dispatch_plan is not None:
+            return self.options.dispatch_plan
         if self._chosen_plan is None:
-            count = self._num_micro_batches
+            count = self.num_micro_batches
             self._chosen_plan = choose_dispatch_plan(
                 self._programs,
                 self.traced.levels,
@@ -315,8 +273,8 @@ class Pipeline:
                 count,
                 "cpu" if self._devices is None else self._devices[0].platform,
                 lambda chunk_size: max(m.num_live_bytes for m in self._plan_memory(count or 1, chunk_size)),
-                self._max_chunked_bytes,
-                is_grouped=self._is_grouped,
+                self.options.max_chunked_bytes,
+                is_grouped=self.options.schedule == "grouped",
                 saves_memory=self._recompute is not None or bool(self._offload),
             )
         return self._chosen_plan
@@ -324,14 +282,16 @@ class Pipeline:
     def with_dispatch_plan(self, plan: DispatchPlan | None) -> Pipeline:
         """The same pipeline by another plan (None: the one that is chosen). It is not traced again."""
         if plan is not None:
-            check_dispatch_plan(plan, self._num_micro_batches, self._mapping)
+            check_dispatch_plan(plan, self.num_micro_batches, self.device_mapping)
         other = copy.copy(self)
-        vars(other).update(_given_plan=plan, _executor=None, _accumulators=None, _placed=None)
+        options = dataclasses.replace(self.options, dispatch_plan=plan)
+        recipe = dataclasses.replace(self._recipe, options=options)
+        vars(other).update(_recipe=recipe, _executor=None, _accumulators=None, _placed=None)
         return other
 
     def plan_accumulators(self) -> AccumulatorPlan:
         """Which program accumulates where."""
-        return plan_accumulators(self.traced, self._programs, self._mapping, self._recipe.reduction)
+        return plan_accumulators(self.traced, self._programs, self.device_mapping, self._reduction)
 
     # Building.
 
@@ -391,23 +351,23 @@ class Pipeline:
                 f"{len(devices)}. On a CPU, before the first use of JAX, "
                 f'jax.config.update("jax_num_cpu_devices", {self.num_ipus}) makes more.'
             )
-        rows = make_rows(devices, self._mapping)
-        check_compiles(self._options, rows)
+        rows = make_rows(devices, self.device_mapping)
+        check_compiles(self._compiler_options, rows)
         if self._devices is None or [d.platform for d in self._devices] != [d.platform for d in devices]:
             self._chosen_plan = None
         self._devices = list(devices)
         self._placed = self._accumulators = None
         residence = Residence(self.traced, self.updates, rows, self.plan_accumulators(), self._offload)
-        if len(set(self._mapping)) == 1:
+        if self.is_one_program:
             self._executor = BlockRunner(
                 residence,
                 self._programs,
                 self.collecting,
-                donate=self._donate,
-                block_bytes=self._block_bytes,
-                num_serialized=self._num_serialized,
-                has_fixed_room=self._num_micro_batches is None,
-                options=self._options.whole,
+                donate=self.options.donate,
+                block_bytes=self.options.block_bytes,
+                num_serialized=self.num_serialized,
+                has_fixed_room=self.num_micro_batches is None,
+                options=self._compiler_options.whole,
             )
         else:
             plan = self.dispatch_plan
@@ -416,9 +376,9 @@ class Pipeline:
                 residence,
                 self._programs,
                 self._make_timetable,
-                self._donate,
+                self.options.donate,
                 self.collecting,
-                self._options,
+                self._compiler_options,
                 plan,
             )
         return self._executor
@@ -426,7 +386,7 @@ class Pipeline:
     def _has_devices(self, devices: Sequence[Any]) -> bool:
         known = self._devices
         assert known is not None
-        return all(ipu < len(devices) and devices[ipu] == known[ipu] for ipu in self._mapping)
+        return all(ipu < len(devices) and devices[ipu] == known[ipu] for ipu in self.device_mapping)
 
     def init(self, key: Any, micro_batch: Any, *inputs: Any) -> PipelineState:
         """The state at the start of training.
@@ -553,7 +513,7 @@ class Pipeline:
         input_leaves = self.check_inputs(inputs)
         pending = self.accumulate(state, take, input_leaves, num_micro_batches=num_micro_batches)
         new_state, collected = self.update(state, pending)
-        collects = self._recipe.collect[0]
+        collects = self.options.collect_outputs
         unflatten = list if callable(collects) else self.traced.output_tree.unflatten if collects else None
         return new_state, StepOutputs(collected, unflatten)
 
@@ -569,7 +529,7 @@ class Pipeline:
 
     def _updated_every(self, num_micro_batches: int | None) -> int:
         """How many micro-batches a step has, those of a group counted one by one."""
-        known = self._num_micro_batches
+        known = self.num_micro_batches
         if (known is None) == (num_micro_batches is None):
             raise ValueError(
                 "num_micro_batches must be given once, to the pipeline or, if that got None, to each step; "
@@ -577,8 +537,8 @@ class Pipeline:
             )
         count = num_micro_batches if known is None else known
         assert count is not None
-        _check_positive("num_micro_batches", count)
-        return int(count) * self._num_serialized
+        check_positive("num_micro_batches", count)
+        return int(count) * self.num_serialized
 
     def accumulate(
         self,
@@ -677,12 +637,6 @@ def _make_timetable(
     num_micro_batches: int,
 ) -> schedules.Timetable:
     return schedules.timetable(schedule, len(levels), num_micro_batches, mapping, trains, levels)
-
-
-def _check_positive(argument: str, value: Any) -> None:
-    is_integer = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-    if not is_integer or value < 1:
-        raise ValueError(f"{argument} must be an integer of at least 1; got {value}.")
 
 
 def _describe_shortage(number: int, every: int) -> str:

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 
 from ipu_pipeline.engine.jaxprs.shapes import num_bytes
+from ipu_pipeline.engine.planning.memory import find_copied
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms, ValueKind
-from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.engine.tracing.traced import Source, TracedPipeline
 from ipu_pipeline.engine.updates.accumulators import Accumulator
 from ipu_pipeline.engine.updates.cutting import Updates
@@ -95,7 +95,7 @@ def summarize(
     parts = []
     for index, stage in enumerate(traced.stages):
         own = [spec for spec in stage.variables if traced.owners[spec.name] == index]
-        copied = [spec for spec in stage.variables if _is_copied(traced, ipus, index, spec)]
+        copied = find_copied(traced, ipus, index)
         parts.append(
             Part(
                 index,
@@ -149,14 +149,6 @@ def _aval_of(traced: TracedPipeline, source: Source, element: Sequence[Any]) -> 
     return traced.stages[source.stage].output_avals[source.index]
 
 
-def _is_copied(traced: TracedPipeline, ipus: Sequence[int], index: int, spec: VariableSpec) -> bool:
-    """Whether a stage is the first on its IPU that reads a variable whose owner is on another one."""
-    users = [
-        i for i, stage in enumerate(traced.stages) if spec in stage.variables and ipus[i] == ipus[index]
-    ]
-    return users[0] == index and ipus[traced.owners[spec.name]] != ipus[index]
-
-
 def summarize_shared(
     traced: TracedPipeline, ipus: Sequence[int], extra: Mapping[str, Accumulator], dtypes: Mapping[str, Any]
 ) -> tuple[Sent, ...]:
@@ -169,11 +161,10 @@ def summarize_shared(
       dtypes: of accumulators, by the variable's full name.
     """
     sent = []
-    for index, stage in enumerate(traced.stages):
-        for spec in stage.variables:
-            if _is_copied(traced, ipus, index, spec):
-                home = ipus[traced.owners[spec.name]]
-                sent.append(Sent(home, ipus[index], spec.name, num_bytes([spec]), f"stage {index}"))
+    for index in range(len(traced.stages)):
+        for spec in find_copied(traced, ipus, index):
+            home = ipus[traced.owners[spec.name]]
+            sent.append(Sent(home, ipus[index], spec.name, num_bytes([spec]), f"stage {index}"))
     for variable, index in extra.values():
         spec, home = traced.variables[variable], ipus[traced.owners[variable]]
         if ipus[index] != home:

@@ -53,7 +53,7 @@ FLOORS = (
     _folder("engine/loops"),
     _beside(
         "engine: roof",
-        "engine.building engine.pipeline engine.measuring engine.reference engine",
+        "engine.pipeline_options engine.building engine.pipeline engine.measuring engine.reference engine",
         "The public call, Pipeline, and the plain loop that all is compared with",
     ),
     _beside(

@@ -44,9 +44,8 @@ class _Programs:
     def __init__(self, is_shared: bool) -> None:
         self.threads = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="ipu-compile")
         self._is_shared = is_shared
-        self._compiled: list[Future[Any]] = []
-        self._first: dict[Any, Future[Any]] = {}
-        self._same: dict[Any, list[_Lowered]] = {}
+        self._started: list[tuple[Future[Any], list[_Lowered]]] = []  # each, and the same elsewhere
+        self._known: dict[Any, list[_Lowered]] = {}
 
     def start(
         self,
@@ -65,29 +64,40 @@ class _Programs:
           options: XLA's.
           install: takes what is to be called in place of the function, if it is not to be called itself.
         """
-        lowered = function.lower(*arguments)
-        key = None
+        lowered = _Lowered(function.lower(*arguments), row, install)
+        same = [lowered]
         if self._is_shared and is_portable(row.devices):
-            _name, text = lowered.as_text().split("\n", 1)
+            _name, text = lowered.lowered.as_text().split("\n", 1)
             digest = hashlib.sha256(text.encode()).digest()  # texts hold constants, which may be large
-            key = (digest, tuple(sorted(options.items())))
-            if key in self._first:
-                self._same.setdefault(key, []).append(_Lowered(lowered, row, install))
+            same = self._known.setdefault((digest, tuple(sorted(options.items()))), same)
+            if same[0] is not lowered:
+                same.append(lowered)
                 return
-        self._compiled.append(self.threads.submit(lowered.compile))
-        if key is not None:
-            self._first[key] = self._compiled[-1]
+        self._started.append((self.threads.submit(lowered.lowered.compile), same))
 
-    def finish(self) -> None:
-        """Waits for what was started, and puts the same on other devices."""
-        for future in self._compiled:
-            future.result()
-        waiting = [
-            self.threads.submit(_load, self._first[key].result(), programs)
-            for key, programs in self._same.items()
-        ]
+    def finish(self) -> dict[int, int]:
+        """Waits for what was started, and puts the same on other devices.
+
+        Returns:
+          The most temporary memory that a program takes, by IPU.
+        """
+        temporary_bytes: dict[int, int] = {}
+        compiled = [(future.result(), same) for future, same in self._started]
+        waiting = [self.threads.submit(_load, one, same[1:]) for one, same in compiled if len(same) > 1]
+        for one, same in compiled:
+            for lowered in same:
+                note_temporaries(temporary_bytes, lowered.row, one)
         for future in waiting:
             future.result()
+        return temporary_bytes
+
+
+def note_temporaries(temporary_bytes: dict[int, int], row: Row, compiled: Any) -> None:
+    """Enters by IPU the most that a compiled program takes besides its arguments and results."""
+    analysis = compiled.memory_analysis()  # of some backends None
+    if analysis is not None:
+        known = temporary_bytes.get(row.ipu, 0)
+        temporary_bytes[row.ipu] = max(known, int(analysis.temp_size_in_bytes))
 
 
 def _load(compiled: Any, programs: Sequence[_Lowered]) -> None:
@@ -112,7 +122,7 @@ def compile_ahead(
     chunk_size: int,
     options: CompilerOptions,
     is_shared: bool,
-) -> None:
+) -> dict[int, int]:
     """Compiles what a step dispatches, and its weight update.
 
     Args:
@@ -124,13 +134,16 @@ def compile_ahead(
       chunk_size: how many micro-batches a program handles.
       options: XLA's, per program.
       is_shared: whether programs that are the same on several devices may be compiled once.
+
+    Returns:
+      The most temporary memory that a program takes, by IPU.
     """
     programs = _Programs(is_shared)
     try:
         results = _start_templates(plan, prepared, accumulators, residence, chunk_size, options, programs)
         if residence.updates is not None:
             _start_updates(residence, accumulators, update_functions, results, options.update, programs)
-        programs.finish()
+        return programs.finish()
     finally:  # after an error or an interrupt, what has not begun is not waited for
         programs.threads.shutdown(wait=False, cancel_futures=True)
 

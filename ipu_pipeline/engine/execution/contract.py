@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -18,6 +19,9 @@ import numpy as np
 
 from ipu_pipeline.engine.devices.feeds import Take
 from ipu_pipeline.engine.devices.residence import Residence
+from ipu_pipeline.engine.jaxprs.shapes import num_bytes
+from ipu_pipeline.engine.planning.memory import IpuMemory, StageMemory, find_fed, plan_ipus
+from ipu_pipeline.engine.programs.stage_programs import StagePrograms
 from ipu_pipeline.engine.state import PipelineState, Progress, RunState
 from ipu_pipeline.engine.tracing.traced import Source
 
@@ -78,14 +82,21 @@ class Runner(abc.ABC, Generic[PendingT]):
     Attributes:
       residence: where the state lives.
       iterated: for the body of a loop; None for a pipeline.
+      programs: of the stages, for one micro-batch.
+      temporary_bytes: the most that a program takes besides its arguments and results, by IPU; empty as
+        long as nothing is compiled.
       assigned: full names of the variables that stages assign.
       needs_outputs: whether the optimizer's state at the start depends on the last stage's outputs.
     """
 
-    def __init__(self, residence: Residence, iterated: Iterated | None) -> None:
+    def __init__(
+        self, residence: Residence, programs: Sequence[StagePrograms], iterated: Iterated | None
+    ) -> None:
         """Takes what all kinds have."""
         self.residence = residence
+        self.programs = tuple(programs)
         self.iterated = iterated
+        self.temporary_bytes: dict[int, int] = {}
         stages, updates = residence.traced.stages, residence.updates
         self.assigned = frozenset(spec.name for stage in stages for spec in stage.assigned)
         self.needs_outputs = updates is not None and updates.init_needs_outputs
@@ -111,6 +122,10 @@ class Runner(abc.ABC, Generic[PendingT]):
         """
 
     @abc.abstractmethod
+    def num_waiting(self, total: int, every: int) -> int:
+        """How many micro-batches are on the devices before their turn; arguments as of `num_fetched`."""
+
+    @abc.abstractmethod
     def fetch(self, state: RunState, request: Request, take: Take) -> PendingT:
         """Gets micro-batches, and does all that leaves the state as it is.
 
@@ -124,6 +139,25 @@ class Runner(abc.ABC, Generic[PendingT]):
     @abc.abstractmethod
     def run(self, state: RunState, pending: PendingT) -> Progress:
         """The rest. It takes the memory of accumulators, and if that was allowed of all the state."""
+
+    def plan_memory(
+        self, accumulator_dtypes: Mapping[str, Any], stages: Sequence[StageMemory], every: int
+    ) -> tuple[IpuMemory, ...]:
+        """What each IPU takes while weight updates are done.
+
+        Args:
+          accumulator_dtypes: of each trained variable's accumulators, by full name.
+          stages: what the stages hold of micro-batches in flight.
+          every: micro-batches per weight update.
+        """
+        ipus = [row.ipu for row in self.residence.rows]
+        activations: Counter[int] = Counter()
+        for stage in stages:
+            activations[stage.ipu] += stage.num_live_bytes
+        first = 0 if self.iterated is None else len(self.iterated.carried)
+        fed = find_fed(self.residence.traced, self.programs, ipus, first)
+        feeds = {ipu: self.num_waiting(every, every) * num_bytes(leaves) for ipu, leaves in fed.items()}
+        return plan_ipus(self.residence, accumulator_dtypes, activations, feeds, self.temporary_bytes)
 
     def place(
         self,

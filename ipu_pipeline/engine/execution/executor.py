@@ -110,7 +110,7 @@ class Executor(Runner[PendingStep]):
           dispatch_plan: how many micro-batches a program handles.
           iterated: for the body of a loop, of which one iteration runs at a time.
         """
-        super().__init__(residence, iterated)
+        super().__init__(residence, programs, iterated)
         self.observer: Observer | None = None
         self._collecting = collecting
         # Python may raise within a program, so what goes into a step must outlive it.
@@ -178,6 +178,10 @@ class Executor(Runner[PendingStep]):
         """A micro-batch; of chunks four, as the host takes several before devices are busy."""
         del total, every
         return self._chunk_size if self._chunk_size == 1 else 4 * self._chunk_size
+
+    def num_waiting(self, total: int, every: int) -> int:
+        """Those that are fetched ahead."""
+        return self.num_fetched(total, every)
 
     def fetch(self, state: RunState, request: Request, take: Take) -> PendingStep:
         """Runs the micro-batches of an update; of a loop, only gets that of an iteration."""
@@ -262,7 +266,7 @@ class Executor(Runner[PendingStep]):
         chunk_size = self._chunk_size
         num_chunks = count // chunk_size
         if not self._is_compiled:
-            compile_ahead(
+            self.temporary_bytes = compile_ahead(
                 self.plan,
                 prepared,
                 accumulators,

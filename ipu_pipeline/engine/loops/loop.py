@@ -15,6 +15,7 @@ from ipu_pipeline.engine.execution.blocks.runner import BlockRunner
 from ipu_pipeline.engine.execution.contract import Iterated, Runner
 from ipu_pipeline.engine.execution.executor import Executor
 from ipu_pipeline.engine.loops.bodies import TracedBody
+from ipu_pipeline.engine.planning.memory import IpuMemory, plan_stages
 from ipu_pipeline.engine.programs import differentiation
 from ipu_pipeline.engine.programs.accumulation import Reduction
 from ipu_pipeline.engine.programs.collecting import make_collecting
@@ -136,6 +137,17 @@ class Loop:
             )
         return self._runner
 
+    def plan_memory(self, num_iterations: int) -> tuple[IpuMemory, ...]:
+        """What each IPU takes in a run of so many iterations; after `prepare`."""
+        assert self._runner is not None
+        shards, dtypes = self.body.shards, self._accumulator_dtypes
+        stages = plan_stages(self.body.pipeline, self.programs, shards, [1] * len(shards))
+        return self._runner.plan_memory(dtypes, stages, num_iterations)
+
+    @property
+    def _accumulator_dtypes(self) -> Mapping[str, Any]:
+        return {} if self.body.training is None else self.body.training.accumulator_dtypes
+
     def place(
         self, state: PipelineState, accumulators: Mapping[str, Any], num_accumulated: int
     ) -> RunState:
@@ -147,8 +159,7 @@ class Loop:
           num_accumulated: of how many iterations.
         """
         assert self._runner is not None
-        dtypes = {} if self.body.training is None else self.body.training.accumulator_dtypes
-        return self._runner.place(state, dtypes, accumulators, num_accumulated)
+        return self._runner.place(state, self._accumulator_dtypes, accumulators, num_accumulated)
 
     def split_carried(self, carried: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """The carried values that stay the same, and those that change."""

@@ -1,4 +1,4 @@
-"""How much memory micro-batches in flight take: a prediction from the programs and the schedule.
+"""How much memory a pipeline or loop takes: the only place where that is added up.
 
 Between its forward and its backward of a micro-batch a stage holds what the backward reads: the residuals
 that its forward returns, and those of its inputs that the backward takes. The formula for a stage is
@@ -8,21 +8,26 @@ that its forward returns, and those of its inputs that the backward takes. The f
 where a stage has 2(N-i)-1 micro-batches in flight with Grouped, N-i with Interleaved and 1 with Sequential
 (stage i of N, never more than there are micro-batches; see `schedules`), or so many chunks of them. The
 last stage holds nothing: its forward and backward are one program.
+
+What an IPU takes is that of its stages, and the state that lives there, its accumulators, the micro-batches
+that wait there, and the temporary memory of the program that runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
+from ipu_pipeline.engine.devices.residence import Residence
 from ipu_pipeline.engine.jaxprs.shapes import num_bytes
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms, ValueKind
-from ipu_pipeline.engine.tracing.traced import TracedPipeline
+from ipu_pipeline.engine.tracing.specs import VariableSpec
+from ipu_pipeline.engine.tracing.traced import Source, TracedPipeline
 
-__all__ = ["StageMemory", "plan_memory"]
+__all__ = ["IpuMemory", "StageMemory", "find_copied", "find_fed", "plan_ipus", "plan_stages"]
 
 
 @dataclass(frozen=True)
@@ -55,13 +60,54 @@ class StageMemory:
         return self.in_flight * self.num_held_bytes
 
 
-def plan_memory(
+@dataclass(frozen=True)
+class IpuMemory:
+    """What an IPU takes while steps run. All sizes are in bytes.
+
+    Attributes:
+      ipu: its number.
+      num_variable_bytes: the variables that live there, and copies of those that stages there share with
+        others, which are there during a step.
+      num_optimizer_bytes: the leaves of the optimizer's state that live there.
+      num_accumulator_bytes: the accumulators of its stages.
+      num_activation_bytes: what its stages hold of micro-batches in flight (`StageMemory.num_live_bytes`);
+        0 where all stages are on one device, as the program has them among its temporaries.
+      num_feed_bytes: micro-batches that have been placed there and wait, or are stacked for the program.
+      num_temporary_bytes: the most that one of its programs takes besides its arguments and results, by
+        XLA; None as long as they have not been compiled.
+      num_host_bytes: what is offloaded and lies in host memory while no program uses it. It is in none of
+        the others.
+    """
+
+    ipu: int
+    num_variable_bytes: int
+    num_optimizer_bytes: int
+    num_accumulator_bytes: int
+    num_activation_bytes: int
+    num_feed_bytes: int
+    num_temporary_bytes: int | None
+    num_host_bytes: int
+
+    @property
+    def num_device_bytes(self) -> int:
+        """All that is on the device, without temporaries that are not known."""
+        return (
+            self.num_variable_bytes
+            + self.num_optimizer_bytes
+            + self.num_accumulator_bytes
+            + self.num_activation_bytes
+            + self.num_feed_bytes
+            + (self.num_temporary_bytes or 0)
+        )
+
+
+def plan_stages(
     traced: TracedPipeline,
     programs: Sequence[StagePrograms],
     ipus: Sequence[int],
     in_flight: Sequence[int],
 ) -> tuple[StageMemory, ...]:
-    """Predicts what each stage holds.
+    """What each stage holds of micro-batches in flight.
 
     Args:
       traced: the pipeline.
@@ -84,3 +130,105 @@ def plan_memory(
         sizes = (num_bytes(own.residuals), num_bytes(held))
         plans.append(StageMemory(index, ipus[index], in_flight[index], *sizes))
     return tuple(plans)
+
+
+def find_copied(traced: TracedPipeline, ipus: Sequence[int], index: int) -> list[VariableSpec]:
+    """The variables that are copied to a stage's IPU, if it is the first one there that reads them.
+
+    Args:
+      traced: the pipeline.
+      ipus: the IPU of each stage.
+      index: the stage.
+    """
+    before = {
+        spec.name
+        for i, stage in enumerate(traced.stages[:index])
+        for spec in stage.variables
+        if ipus[i] == ipus[index]
+    }
+    return [
+        spec
+        for spec in traced.stages[index].variables
+        if ipus[traced.owners[spec.name]] != ipus[index] and spec.name not in before
+    ]
+
+
+def find_fed(
+    traced: TracedPipeline, programs: Sequence[StagePrograms], ipus: Sequence[int], first: int = 0
+) -> dict[int, list[Any]]:
+    """Shapes and dtypes of a micro-batch's leaves, by the IPU that reads them.
+
+    Args:
+      traced: the pipeline.
+      programs: the programs of its stages.
+      ipus: the IPU of each stage.
+      first: the number of the first leaf that is fed; those before it are carried by a loop.
+    """
+    read: dict[int, set[Source]] = {ipu: set() for ipu in ipus}
+    read[ipus[-1]].update(traced.outputs)  # they are collected where the last stage is
+    for ipu, stage, own in zip(ipus, traced.stages, programs, strict=True):
+        for program in (own.forward, own.backward):
+            arguments = () if program is None else program.arguments
+            read[ipu].update(stage.inputs[v.index] for v in arguments if v.kind is ValueKind.INPUT)
+    leaves = jax.tree.leaves(traced.element)
+
+    def is_fed(source: Source) -> bool:
+        return source.kind == "element" and source.index >= first
+
+    return {
+        ipu: [leaves[source.index] for source in found if is_fed(source)] for ipu, found in read.items()
+    }
+
+
+def plan_ipus(
+    residence: Residence,
+    accumulator_dtypes: Mapping[str, Any],
+    activations: Mapping[int, int],
+    feeds: Mapping[int, int],
+    temporaries: Mapping[int, int],
+) -> tuple[IpuMemory, ...]:
+    """What each IPU takes.
+
+    Args:
+      residence: what lies where.
+      accumulator_dtypes: of each trained variable's accumulators, by its full name.
+      activations: bytes of micro-batches in flight, by IPU.
+      feeds: bytes of micro-batches that wait, likewise.
+      temporaries: of programs, likewise; those of IPUs that are missing are not known.
+    """
+    traced, updates = residence.traced, residence.updates
+    ipus = [row.ipu for row in residence.rows]
+    held: dict[tuple[str, int, bool], list[Any]] = {}  # by kind, IPU, and whether it is in host memory
+
+    def add(kind: str, stage: int, is_offloaded: bool, aval: Any) -> None:
+        held.setdefault((kind, ipus[stage], is_offloaded), []).append(aval)
+
+    for name, spec in traced.variables.items():
+        add("variables", traced.owners[name], name in residence.offloaded, spec)
+    for stage in range(len(ipus)):
+        for spec in find_copied(traced, ipus, stage):
+            add("variables", stage, False, spec)
+    if updates is not None:
+        for leaf in updates.state_leaves:
+            add("state", leaf.stage, residence.offloads_state, leaf.aval)
+        owned = [(name, traced.owners[name]) for name in accumulator_dtypes]
+        for name, stage in (*owned, *residence.accumulator_plan.extra.values()):
+            aval = jax.ShapeDtypeStruct(traced.variables[name].shape, accumulator_dtypes[name])
+            add("accumulators", stage, residence.offloads_accumulators, aval)
+
+    def size(kind: str, ipu: int, is_offloaded: bool = False) -> int:
+        return num_bytes(held.get((kind, ipu, is_offloaded), ()))
+
+    return tuple(
+        IpuMemory(
+            ipu=ipu,
+            num_variable_bytes=size("variables", ipu),
+            num_optimizer_bytes=size("state", ipu),
+            num_accumulator_bytes=size("accumulators", ipu),
+            num_activation_bytes=activations.get(ipu, 0),
+            num_feed_bytes=feeds.get(ipu, 0),
+            num_temporary_bytes=temporaries.get(ipu),
+            num_host_bytes=sum(size(kind, ipu, True) for kind in ("variables", "state", "accumulators")),
+        )
+        for ipu in sorted(set(ipus))
+    )

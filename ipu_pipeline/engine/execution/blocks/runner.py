@@ -12,7 +12,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,8 +33,10 @@ from ipu_pipeline.engine.execution.blocks.program import (
     Totals,
 )
 from ipu_pipeline.engine.execution.blocks.sizes import BlockSizes, block_sizes
+from ipu_pipeline.engine.execution.compiling import note_temporaries
 from ipu_pipeline.engine.execution.contract import Iterated, Request, Runner
 from ipu_pipeline.engine.jaxprs.shapes import num_bytes
+from ipu_pipeline.engine.planning.memory import IpuMemory, StageMemory
 from ipu_pipeline.engine.programs.collecting import Collecting
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms
 from ipu_pipeline.engine.state import Collected, Progress, RunState
@@ -119,14 +121,14 @@ class BlockRunner(Runner[PendingBlock]):
           iterated: for the body of a loop.
           options: XLA's.
         """
-        super().__init__(residence, iterated)
+        super().__init__(residence, programs, iterated)
         self._collecting = collecting
         self._donate = donate
         self._block_bytes = block_bytes
         self._has_fixed_room = has_fixed_room
         self._options = dict(options or {})
         self.program = BlockProgram(
-            MicroBatches(residence, tuple(programs)),
+            MicroBatches(residence, self.programs),
             collecting,
             num_serialized,
             None if iterated is None else iterated.carried,
@@ -143,7 +145,7 @@ class BlockRunner(Runner[PendingBlock]):
         # Python may raise within the program, so the state before it must outlive it.
         self._has_callbacks = any(jaxprs.has_callbacks(stage.flat) for stage in traced.stages)
         self._in_flight: collections.deque[Any] = collections.deque()
-        self._functions: dict[tuple[BlockKind, bool], Callable[..., Left]] = {}
+        self._functions: dict[tuple[BlockKind, bool], Any] = {}
         self._peek = jax.jit(self.program.peek, compiler_options=self._options)
         self._make_sums = jax.jit(self.program.make_sums, out_shardings=residence.rows[0].replicated)
 
@@ -162,9 +164,26 @@ class BlockRunner(Runner[PendingBlock]):
         """A block."""
         return self.sizes(total, every).capacity
 
+    def num_waiting(self, total: int, every: int) -> int:
+        """Those of the blocks that the host runs ahead."""
+        room = self._find_sizes(total, every).room
+        return room * _max_in_flight(room * num_bytes(self._fed))
+
+    def plan_memory(
+        self, accumulator_dtypes: Mapping[str, Any], stages: Sequence[StageMemory], every: int
+    ) -> tuple[IpuMemory, ...]:
+        """What the IPU takes. What stages hold is within the program, among its temporaries."""
+        del stages
+        return super().plan_memory(accumulator_dtypes, (), every)
+
     def sizes(self, total: int, every: int) -> BlockSizes:
-        """The blocks into which so many micro-batches are cut."""
-        sizes = block_sizes(
+        """The blocks into which so many micro-batches are cut; the feed then fills such blocks."""
+        sizes = self._find_sizes(total, every)
+        self._feed.set_size(sizes.room)
+        return sizes
+
+    def _find_sizes(self, total: int, every: int) -> BlockSizes:
+        return block_sizes(
             max(total, 1),
             every if self.iterated is None else 1,
             self._bytes_each,
@@ -172,8 +191,6 @@ class BlockRunner(Runner[PendingBlock]):
             self.program.num_serialized,
             self._has_fixed_room,
         )
-        self._feed.set_size(sizes.room)
-        return sizes
 
     def fetch(self, state: RunState, request: Request, take: Take) -> PendingBlock:
         """Gets a block's micro-batches; of an update that does not fit a block, runs all but the last."""
@@ -256,23 +273,27 @@ class BlockRunner(Runner[PendingBlock]):
             num_sums = max(1, block.room // shortest)
         kind = BlockKind(block.room, num_sums, updates)
         donate = self._donate and updates
-        function = self._functions.get((kind, donate))
-        if function is None:
-            function = self._functions[kind, donate] = self._jit(kind, donate)
         changed = self._changed(kind)
         variables = {**state.pipeline.variables, **block.begun.assigned}
         kept = {name: value for name, value in variables.items() if name not in changed}
         # With updates the scale is in the optimizer's state, and changes with it.
         loss_scale = NO_LOSS_SCALE if updates else self.find_loss_scale(state)
-        made = function(
+        arguments = (
             block.begun.totals,
             {name: variables[name] for name in changed},
             state_leaves,
             self._place_carried(block.request),
             self._make_given(state, kept, block, loss_scale),
         )
+        function = self._functions.get((kind, donate))
+        if function is None:
+            function = self._jit(kind, donate)
+            compiled = function.lower(*arguments).compile()  # the call below finds it
+            note_temporaries(self.temporary_bytes, self.residence.rows[0], compiled)
+            self._functions[kind, donate] = function
+        made: Left = function(*arguments)
         self._in_flight.append(made.done)
-        limit = 0 if self._has_callbacks else _max_in_flight(block.feed)
+        limit = 0 if self._has_callbacks else _max_in_flight(num_bytes(block.feed))
         while len(self._in_flight) > limit:
             jax.block_until_ready(self._in_flight.popleft())
         return made
@@ -292,7 +313,7 @@ class BlockRunner(Runner[PendingBlock]):
     def _place_carried(self, request: Request) -> list[Any]:
         return put_host_copies(list(request.carried), self.residence.rows[0])
 
-    def _jit(self, kind: BlockKind, donate: bool) -> Callable[..., Left]:
+    def _jit(self, kind: BlockKind, donate: bool) -> Any:
         def block(*arguments: Any) -> Left:
             return self.program.run(kind, *arguments)
 
@@ -325,6 +346,5 @@ class BlockRunner(Runner[PendingBlock]):
         )
 
 
-def _max_in_flight(feed: Sequence[Any]) -> int:
-    feed_bytes: int = sum(leaf.nbytes for leaf in feed)
+def _max_in_flight(feed_bytes: int) -> int:
     return max(_LEAST_IN_FLIGHT, min(_MOST_IN_FLIGHT, _IN_FLIGHT_BYTES // max(1, feed_bytes)))

@@ -1,0 +1,130 @@
+"""What a caller says of a pipeline besides its stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ipu_pipeline.engine import schedules
+from ipu_pipeline.engine.devices.compiler_options import Options
+from ipu_pipeline.engine.devices.offloading import Offload
+from ipu_pipeline.engine.planning.dispatch_plans import DispatchPlan
+from ipu_pipeline.engine.programs.accumulation import Reduction
+from ipu_pipeline.engine.programs.gradient_maps import GradientMap
+from ipu_pipeline.engine.programs.recomputation import Recomputation
+from ipu_pipeline.engine.tracing import frames, stage_lists
+from ipu_pipeline.engine.updates import optimizer_tracing
+
+__all__ = ["PipelineOptions", "check_positive"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PipelineOptions:
+    """The keyword arguments of `Pipeline`, checked as far as that needs no stages.
+
+    Attributes:
+      num_micro_batches: micro-batches per step, at least 1. None: each step says how many; another
+        number than before is not compiled for.
+      loss: takes what the last stage returns, returns a scalar; goes with `optimizer`. Without both
+        the pipeline only runs forwards.
+      optimizer: an Optax transformation; or a function of what the last stage returned for the last
+        micro-batch (for the state at the start: the first) which returns one, or a pair of one and
+        a dict of extra arguments for its `update`.
+      schedule: "grouped", "interleaved", "sequential" or a function like `schedules.grouped`.
+      device_mapping: the IPU of each stage, a number from 0; a list of numbers for parallel stages. By
+        default each has its own.
+      devices: the JAX device of each IPU; by default the first of `jax.devices()`.
+      reduction: "sum", "mean" or "running_mean" of the gradients over the micro-batches.
+      donate: whether `step` may destroy the state that it is given. False makes it a pure function.
+      trained: full names of the variables to train, or a function that returns them once the
+        stages have been traced; None: all trainable ones.
+      program_names: the names of the program that the pipeline is part of; by default its own.
+      describe_capture: the name of a value from outside the stages, for the error about it.
+      gradient_map: returns, once the stages have been traced, None or a function of a gradient and its
+        variable; it is applied to each micro-batch's gradients, before accumulation.
+      recompute: "auto", "recompute_then_backpropagate" or "recompute_and_backpropagate_interleaved"
+        (see `Recomputation`). None: stages keep what their backward needs.
+      offload: any of "weight_update_variables", "activations", "gradient_accumulation_buffers" and
+        "weights" (see `Offload`), which then lie in host memory while no program uses them.
+      accumulator_dtype: of the gradients' sums or means: None for the variable's dtype, a dtype, or a
+        function from a variable (`VariableSpec`, with `name`, `shape`, `dtype`) to one of these.
+      num_serialized: how many micro-batches a stage handles, one after another, before the next stage
+        starts. With k a step has `num_micro_batches` times k of them. Above 1 only with the schedule
+        "sequential" and all stages on one device.
+      collect_outputs: False leaves what the last stage returns out of `StepOutputs`, which saves
+        memory. A function, from what it returns as a pytree of `jax.ShapeDtypeStruct`s to one boolean
+        per leaf, leaves out those with False; `StepOutputs.outputs` then has lists of the other leaves.
+      collect_losses: False likewise leaves out losses.
+      sum_collected: whether what is collected is summed over the micro-batches of a step, as they
+        finish. `StepOutputs` then has one entry, the sums.
+      sum_dtype: of sums: None for that of the value, a dtype, or a function from the value's
+        `jax.ShapeDtypeStruct` (of one micro-batch) to one of these. Booleans need one, and
+        floating-point numbers are not summed as integers.
+      block_bytes: with all stages on one device, how much of it the micro-batches that are handled by
+        one call, and their outputs, may take.
+      forward_options: per stage, XLA's options for its forward program, by name, as for the
+        `compiler_options` of `jax.jit`. The last stage's forward and backward are one program, which
+        gets the options of both; with all stages on one device everything is one, which gets all.
+      backward_options: likewise for the backward programs; only with an optimizer.
+      update_options: for the programs of the weight update; only with an optimizer.
+      option_names: what errors call these three arguments, by their names here.
+      dispatch_plan: over several devices, how many micro-batches a program handles. None: chosen so that
+        a step is short, for the schedule "grouped" (see `Pipeline.dispatch_plan`). With all stages on one
+        device everything is one program, and a plan is an error.
+      max_chunked_bytes: what is chosen may not make a stage hold more than this between forwards and
+        backwards by handling several micro-batches at once.
+    """
+
+    num_micro_batches: int | None
+    loss: Callable[..., Any] | None = None
+    optimizer: optimizer_tracing.Optimizer | None = None
+    schedule: str | schedules.ScheduleFunction = "grouped"
+    device_mapping: stage_lists.Mapping | None = None
+    devices: Sequence[Any] | None = None
+    reduction: str | Reduction = "sum"
+    donate: bool = False
+    trained: Collection[str] | Callable[[], Collection[str] | None] | None = None
+    program_names: frames.ProgramNames = field(default_factory=frames.ProgramNames)
+    describe_capture: Callable[[Any], str | None] | None = None
+    gradient_map: Callable[[], GradientMap | None] | None = None
+    recompute: str | Recomputation | None = None
+    offload: Collection[str | Offload] = ()
+    accumulator_dtype: Any = None
+    num_serialized: int = 1
+    collect_outputs: bool | Callable[[Any], Sequence[bool]] = True
+    collect_losses: bool = True
+    sum_collected: bool = False
+    sum_dtype: Any = None
+    block_bytes: int = 64 * 2**20
+    forward_options: Sequence[Options] | None = None
+    backward_options: Sequence[Options] | None = None
+    update_options: Options | None = None
+    option_names: Mapping[str, str] = field(default_factory=dict)
+    dispatch_plan: DispatchPlan | None = None
+    max_chunked_bytes: int = 16 * 2**20
+
+    def __post_init__(self) -> None:
+        """Checks the fields that can be checked alone.
+
+        Raises:
+          ValueError: one is not usable.
+        """
+        if self.num_micro_batches is not None:
+            check_positive("num_micro_batches", self.num_micro_batches)
+        check_positive("num_serialized", self.num_serialized)
+        if isinstance(self.trained, str):
+            raise ValueError(
+                f"trained must be a collection of full names; got the string {self.trained!r}."
+            )
+        if (self.loss is None) != (self.optimizer is None):
+            raise ValueError("loss and optimizer go together: give both to train, none for forwards only.")
+
+
+def check_positive(argument: str, value: Any) -> None:
+    """Raises a ValueError if an argument is not an integer of at least 1."""
+    is_integer = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    if not is_integer or value < 1:
+        raise ValueError(f"{argument} must be an integer of at least 1; got {value}.")
