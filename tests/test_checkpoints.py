@@ -557,6 +557,7 @@ def test_what_was_never_complete_is_no_checkpoint(tmp_path, trained):
     series = make_series(tmp_path, trained, [10])
     (tmp_path / "10" / checkpoints.DOCUMENT).unlink()
     (tmp_path / "12.orbax-checkpoint-tmp").mkdir()
+    (tmp_path / ".13.being-written-123").mkdir()
     with pytest.warns(UserWarning, match="were skipped, and there is no other one: .*10 is not complete"):
         assert series.read_latest(set_aside=True) is None
     make_series(tmp_path, trained, [10])
@@ -574,14 +575,17 @@ def test_a_step_that_is_there_stays(tmp_path, trained):
 
 
 def test_an_old_one_that_cannot_be_deleted_fails_nothing(tmp_path, trained, monkeypatch, caplog):
-    import orbax.checkpoint as ocp
+    delete = shutil.rmtree
 
-    def refuse(*_arguments):
-        raise PermissionError("not permitted")
+    def refuse(path, ignore_errors=False):
+        if path == tmp_path / "10":
+            raise PermissionError("not permitted")
+        delete(path, ignore_errors)
 
-    monkeypatch.setattr(ocp.CheckpointManager, "delete", refuse)
+    monkeypatch.setattr(shutil, "rmtree", refuse)
     series = make_series(tmp_path, trained, [10, 20], max_to_keep=1)
     assert series.steps() == [10, 20]
+    assert series.read_latest()[0] == 20
     assert "could not be deleted: not permitted" in caplog.text
     assert "could not be saved" not in caplog.text
 
@@ -597,7 +601,10 @@ def test_killed_while_a_checkpoint_is_replaced(tmp_path, trained):
     """Between the two renamings the old one lies beside its place; whoever looks next puts it back."""
     shutil.copytree(trained[0], tmp_path / ".checkpoint.being-replaced-123")
     (tmp_path / ".checkpoint.being-written-123").mkdir()
-    read_checkpoint(tmp_path / "checkpoint")
+    snapshot = read_checkpoint(tmp_path / "checkpoint")
+    # What may be another process's is left to whoever writes.
+    assert set(os.listdir(tmp_path)) == {"checkpoint", ".checkpoint.being-written-123"}
+    checkpoints.write_checkpoint(tmp_path / "checkpoint", snapshot)
     assert os.listdir(tmp_path) == ["checkpoint"]
 
 

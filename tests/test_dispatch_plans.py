@@ -569,7 +569,7 @@ def test_the_chosen_plan_is_followed_and_can_be_given():
     for given in (None, traced().dispatch_plan):
         pipeline = make(given)
         check(pipeline)
-        assert pipeline.prepare()._chunk_size == pipeline.dispatch_plan.chunk_size == 2
+        assert pipeline.prepare()._chunk.size == pipeline.dispatch_plan.chunk_size == 2
         assert pipeline.dispatch_plan == traced().dispatch_plan
 
 

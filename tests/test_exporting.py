@@ -331,7 +331,7 @@ def changed(path, target, **changes):
 
 def test_other_versions_and_devices(exported, tmp_path, monkeypatch):
     path, _expected = exported
-    with pytest.raises(CheckpointError, match="has version 7 of the format; this library reads version 1"):
+    with pytest.raises(CheckpointError, match="has version 7 of the format.* reads versions 1 to 2"):
         ipu.load_program(changed(path, tmp_path / "version", version=7))
     program = ipu.load_program(changed(path, tmp_path / "platform", platform="cuda"))
     with pytest.raises(

@@ -34,9 +34,12 @@ __all__ = [
 ]
 
 DOCUMENT = "checkpoint.json"
-_ARRAYS = "default"  # what CheckpointManager calls its only item
-# What there is of a checkpoint before its document.
+_ARRAYS = "default"  # what Orbax's CheckpointManager calls its only item
+# What there is of a checkpoint without its document.
 _PARTS = {_ARRAYS, "_CHECKPOINT_METADATA", "commit_success.txt", f"{DOCUMENT}.being-written"}
+_WRITTEN, _REPLACED = "being-written", "being-replaced"  # in the names of directories beside a checkpoint
+# What processes that ended leave in a series; the last is CheckpointManager's, of earlier versions.
+_LEFT_OVER = (f".*.{_WRITTEN}-*", "*.orbax-checkpoint-tmp*")
 _NONE_READS = (
     "None of the checkpoints in {directory} can be read: {reasons} Training does not begin anew over "
     "them: give another directory, or remove these."
@@ -65,7 +68,8 @@ def write_checkpoint(
     if target.exists() and not (target / DOCUMENT).exists():
         raise ValueError(f"save: {target} exists and is no checkpoint; it is not replaced.")
     started, old = _beside(target, _WRITTEN), _beside(target, _REPLACED)
-    shutil.rmtree(started, ignore_errors=True)
+    for left in target.parent.glob(f".{target.name}.{_WRITTEN}-*"):
+        shutil.rmtree(left, ignore_errors=True)
     arrays = _storable(snapshot)
     _quieten_orbax()
     try:
@@ -248,35 +252,22 @@ class CheckpointSeries:
         Raises:
           OSError, ValueError: it cannot be written.
         """
-        import orbax.checkpoint as ocp
-
         path = self.path(step)
         if (path / DOCUMENT).exists():
             return path
-        _quieten_orbax()
-        self.directory.mkdir(parents=True, exist_ok=True)
         if path.exists():
             self._set_aside(step)
-        # A new one each time: it notes what there is, which others may change.
-        options = ocp.CheckpointManagerOptions(
-            max_to_keep=None,  # it would delete an old one before the new one is complete
-            enable_async_checkpointing=False,
-            cleanup_tmp_directories=True,
-        )
-        with ocp.CheckpointManager(self.directory, options=options) as manager:
+        for pattern in _LEFT_OVER:
+            for left in self.directory.glob(pattern):
+                shutil.rmtree(left, ignore_errors=True)
+        write_checkpoint(path, snapshot)
+        for old in self.steps()[: -self._max_to_keep] if self._max_to_keep is not None else ():
             try:
-                manager.save(step, args=ocp.args.PyTreeSave(_storable(snapshot)), force=True)
-                _complete(path, snapshot.document())
-            except BaseException:
-                shutil.rmtree(path, ignore_errors=True)
-                for left in self.directory.glob(f"{step}.orbax-checkpoint-tmp*"):
-                    shutil.rmtree(left, ignore_errors=True)
-                raise
-            for old in self.steps()[: -self._max_to_keep] if self._max_to_keep is not None else ():
-                try:
-                    manager.delete(old)
-                except OSError as error:
-                    _logger.error("The checkpoint %s could not be deleted: %s.", self.path(old), error)
+                # Without its document it is incomplete, if the rest is not deleted.
+                (self.path(old) / DOCUMENT).unlink(missing_ok=True)
+                shutil.rmtree(self.path(old))
+            except OSError as error:
+                _logger.error("The checkpoint %s could not be deleted: %s.", self.path(old), error)
         return path
 
     def amend(self, step: int, extra: dict[str, Any]) -> None:
@@ -335,22 +326,17 @@ def _with_empty_ones(described: dict[str, Any], stored: dict[str, Any]) -> dict[
     return found
 
 
-_WRITTEN, _REPLACED = "being-written", "being-replaced"
-
-
 def _beside(target: Path, what: str) -> Path:
     return target.with_name(f".{target.name}.{what}-{os.getpid()}")
 
 
 def _recover(target: Path) -> None:
-    """Puts back what was being replaced when a process ended, and deletes what it was writing."""
+    """Puts back what was being replaced when a process ended."""
     if target.exists() or not target.parent.is_dir():
         return
     for old in target.parent.glob(f".{target.name}.{_REPLACED}-*"):
         if not target.exists() and (old / DOCUMENT).exists():
             old.rename(target)
-    for started in target.parent.glob(f".{target.name}.{_WRITTEN}-*"):
-        shutil.rmtree(started, ignore_errors=True)
 
 
 def _complete(directory: Path, document: dict[str, Any]) -> None:

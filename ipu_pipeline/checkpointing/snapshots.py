@@ -26,6 +26,7 @@ __all__ = [
     "describe_array",
     "find_differences",
     "from_numpy",
+    "parse_array",
     "to_numpy",
 ]
 
@@ -136,6 +137,12 @@ def describe_array(value: Any) -> str:
     return f"{np.dtype(value.dtype).name}{list(value.shape)}"
 
 
+def parse_array(text: str) -> jax.ShapeDtypeStruct:
+    """The inverse of `describe_array`, of arrays that are no random keys."""
+    dtype, _bracket, shape = text.partition("[")
+    return jax.ShapeDtypeStruct(tuple(json.loads("[" + shape)), np.dtype(dtype))
+
+
 def to_numpy(value: Any) -> np.ndarray[Any, Any]:
     """An array as files have it: of random keys their data."""
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
@@ -145,11 +152,12 @@ def to_numpy(value: Any) -> np.ndarray[Any, Any]:
 
 def from_numpy(stored: Any, described: str) -> Any:
     """The inverse of `to_numpy` and `describe_array`; what is not stored has size 0."""
-    dtype, _bracket, shape = described.partition("[")
     if stored is None:
-        return np.zeros(json.loads("[" + shape), dtype)
-    if dtype.startswith(_KEY):
-        return jax.random.wrap_key_data(jnp.asarray(stored), impl=dtype.removeprefix(_KEY))
+        shape = parse_array(described)
+        return np.zeros(shape.shape, shape.dtype)
+    if described.startswith(_KEY):
+        kind = described.removeprefix(_KEY).partition("[")[0]
+        return jax.random.wrap_key_data(jnp.asarray(stored), impl=kind)
     return np.asarray(stored)
 
 

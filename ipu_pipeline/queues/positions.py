@@ -7,17 +7,15 @@ iterated over from its beginning. The data set must give the same elements again
 
 from __future__ import annotations
 
-import base64
 import collections
 import copy
-import io
 import json
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
+from ipu_pipeline.data import json_trees
 
 __all__ = ["DataPass", "Position", "is_sequence"]
 
@@ -74,7 +72,7 @@ class DataPass:
         self._states: collections.deque[_State] = collections.deque()
         self._has_state = hasattr(self._iterator, "get_state") and hasattr(self._iterator, "set_state")
         if self._has_state and start is not None and start.state is not None:
-            self._iterator.set_state(_decode(start.state))  # type: ignore[attr-defined]
+            self._iterator.set_state(json_trees.decode(json.loads(start.state)))  # type: ignore[attr-defined]
             self.count = start.state_count
 
     def __iter__(self) -> DataPass:
@@ -118,9 +116,15 @@ class DataPass:
         if not self._states or self._states[0].num_read > count:
             return Position(count)
         try:
-            return Position(count, _encode(self._states[0].state), self._states[0].num_read)
+            state = json.dumps(json_trees.encode(self._states[0].state))
+            return Position(count, state, self._states[0].num_read)
         except TypeError as error:
-            warnings.warn(f"{error} Going on will read the elements before it again.", stacklevel=2)
+            warnings.warn(
+                f"The state of the data set's iterator has a {error}, which a checkpoint cannot hold: "
+                "get_state should return numbers, strings, bytes and NumPy arrays, in lists, tuples and "
+                "dicts. Going on will read the elements before it again.",
+                stacklevel=2,
+            )
             self._has_state = False
             self._states.clear()
             return Position(count)
@@ -141,57 +145,3 @@ class DataPass:
 def is_sequence(dataset: Any) -> bool:
     """Whether a data set can be indexed from 0 to its length."""
     return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
-
-
-# An iterator's state as JSON; what JSON lacks is a dict with one of these keys.
-_BYTES, _ARRAY, _TUPLE, _DICT = "bytes in base64", "array as npy in base64", "tuple", "items"
-
-
-def _encode(state: Any) -> str:
-    """A state of plain Python values, bytes and NumPy arrays as JSON.
-
-    Raises:
-      TypeError: there is something else in it.
-    """
-    return json.dumps(_to_json(state))
-
-
-def _decode(text: str) -> Any:
-    return _from_json(json.loads(text))
-
-
-def _to_json(value: Any) -> Any:
-    if value is None or type(value) in (bool, int, float, str):
-        return value
-    if isinstance(value, bytes):
-        return {_BYTES: base64.b64encode(value).decode()}
-    if isinstance(value, (np.ndarray, np.generic)):
-        buffer = io.BytesIO()
-        np.save(buffer, value, allow_pickle=False)
-        return {_ARRAY: base64.b64encode(buffer.getvalue()).decode()}
-    if isinstance(value, list):
-        return [_to_json(part) for part in value]
-    if type(value) is tuple:
-        return {_TUPLE: [_to_json(part) for part in value]}
-    if isinstance(value, dict):
-        return {_DICT: [[_to_json(key), _to_json(part)] for key, part in value.items()]}
-    raise TypeError(
-        f"The state of the data set's iterator has a {type(value).__name__}, which a checkpoint cannot "
-        "hold: get_state should return numbers, strings, bytes and NumPy arrays, in lists, tuples "
-        "and dicts."
-    )
-
-
-def _from_json(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_from_json(part) for part in value]
-    if not isinstance(value, dict):
-        return value
-    ((kind, content),) = value.items()
-    if kind == _BYTES:
-        return base64.b64decode(content)
-    if kind == _ARRAY:
-        return np.load(io.BytesIO(base64.b64decode(content)), allow_pickle=False)
-    if kind == _TUPLE:
-        return tuple(_from_json(part) for part in content)
-    return {_from_json(key): _from_json(part) for key, part in content}

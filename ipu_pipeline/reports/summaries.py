@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ import jax
 
 from ipu_pipeline.engine.jaxprs.shapes import num_bytes
 from ipu_pipeline.engine.planning.memory import find_copied
-from ipu_pipeline.engine.programs.stage_programs import StagePrograms, ValueKind
+from ipu_pipeline.engine.programs.stage_programs import StagePrograms, ValueKind, read_sources
 from ipu_pipeline.engine.tracing.traced import Source, TracedPipeline
 from ipu_pipeline.engine.updates.accumulators import Accumulator
 from ipu_pipeline.engine.updates.cutting import Updates
@@ -105,7 +106,6 @@ def summarize(
                 num_bytes([*own, *copied]),
             )
         )
-    element = jax.tree.leaves(traced.element)
     forward: dict[tuple[int | None, int], set[Source]] = {}
     backward: dict[tuple[int | None, int], list[Any]] = {}
 
@@ -119,34 +119,25 @@ def summarize(
             forward.setdefault((ipu_of(source), target), set()).add(source)
 
     for index, (stage, stage_programs) in enumerate(zip(traced.stages, programs, strict=True)):
-        for program in (stage_programs.forward, stage_programs.backward):
-            if program is None:
-                continue
-            for value in program.arguments:
-                if value.kind is ValueKind.INPUT:
-                    read(stage.inputs[value.index], ipus[index])
-            for value in (value for values in program.results for value in values):
-                if value.kind is ValueKind.INPUT_COTANGENT:
-                    source = stage.inputs[value.index]
-                    if ipu_of(source) not in (None, ipus[index]):
-                        edge = (ipus[index], ipus[source.stage])
-                        backward.setdefault(edge, []).append(_aval_of(traced, source, element))
+        for source in read_sources(stage, stage_programs.forward, stage_programs.backward):
+            read(source, ipus[index])
+        backward_program = stage_programs.backward or stage_programs.forward
+        for value in itertools.chain(*backward_program.results):
+            if value.kind is ValueKind.INPUT_COTANGENT:
+                source = stage.inputs[value.index]
+                if ipu_of(source) not in (None, ipus[index]):
+                    edge = (ipus[index], ipus[source.stage])
+                    backward.setdefault(edge, []).append(traced.aval(source))
     for source in traced.outputs:  # they are collected where the last stage is
         read(source, ipus[-1])
     edges = []
     for source_ipu, target in sorted(
         forward.keys() | backward.keys(), key=lambda edge: (edge[0] is not None, edge)
     ):
-        sent = [_aval_of(traced, source, element) for source in forward.get((source_ipu, target), ())]
+        sent = [traced.aval(source) for source in forward.get((source_ipu, target), ())]
         returned = backward.get((source_ipu, target), [])
         edges.append(Edge(source_ipu, target, num_bytes(sent), num_bytes(returned)))
     return tuple(parts), tuple(edges)
-
-
-def _aval_of(traced: TracedPipeline, source: Source, element: Sequence[Any]) -> Any:
-    if source.kind == "element":
-        return element[source.index]
-    return traced.stages[source.stage].output_avals[source.index]
 
 
 def summarize_shared(

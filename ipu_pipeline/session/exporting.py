@@ -18,12 +18,13 @@ import numpy as np
 
 from ipu_pipeline import config
 from ipu_pipeline.checkpointing import checkpoints
-from ipu_pipeline.checkpointing.json_trees import describe_tree
 from ipu_pipeline.checkpointing.session_state import SessionState
 from ipu_pipeline.checkpointing.snapshots import Snapshot, describe_array
-from ipu_pipeline.engine.programs.stage_programs import Value, ValueKind
+from ipu_pipeline.data import json_trees
+from ipu_pipeline.engine.programs.bindings import Binding, BindingKind, Bindings
+from ipu_pipeline.engine.programs.stage_programs import ValueKind
 from ipu_pipeline.engine.tracing.specs import VariableSpec
-from ipu_pipeline.engine.tracing.traced import Source, TracedStage
+from ipu_pipeline.engine.tracing.traced import Source, TracedPipeline
 from ipu_pipeline.graph.placeholders import Placeholder
 from ipu_pipeline.program.calls import PipelineCall
 from ipu_pipeline.program.program import Program
@@ -31,7 +32,7 @@ from ipu_pipeline.program.program import Program
 __all__ = ["FORMAT_VERSION", "PROGRAM", "Exported", "export", "input_name"]
 
 PROGRAM = "program"  # in the document's extra
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # 1 encoded trees otherwise, and is still read
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,15 +86,13 @@ def export(
         )
     key = jax.random.key_data(exported.key())
     implementation = str(jax.random.key_impl(exported.key()))
+    bindings = Bindings(traced, {})
     files: dict[str, bytes] = {}
     stages = []
     for number, (stage, own) in enumerate(zip(traced.stages, pipeline.programs, strict=True)):
-        arguments = [_argument(value, stage) for value in own.forward.arguments]
-        takes_key = [value.kind is ValueKind.KEY for value in own.forward.arguments]
-        avals = [
-            _aval(value, stage, traced.element, operands, traced.stages, key)
-            for value in own.forward.arguments
-        ]
+        arguments = bindings.arguments(number, own.forward)
+        takes_key = [binding.key is ValueKind.KEY for binding in arguments]
+        avals = [_aval(binding, traced, operands, key) for binding in arguments]
         name = f"stage{number}.jax_export"
         forward = jax.export.export(
             jax.jit(_with_key_data(own.forward.function, takes_key, implementation)), platforms=[platform]
@@ -104,8 +103,11 @@ def export(
                 "file": name,
                 "place": stage.place,
                 "ipu": pipeline.device_mapping[number],
-                "arguments": arguments,
-                "results": [[_result(value, stage) for value in values] for values in own.forward.results],
+                "arguments": [_describe_binding(binding) for binding in arguments],
+                "results": [
+                    [_describe_binding(binding) for binding in bound]
+                    for bound in bindings.results(number, own.forward)
+                ],
             }
         )
     collecting = pipeline.collecting
@@ -120,7 +122,7 @@ def export(
                 "platform": platform,
                 "has_wide_dtypes": bool(jax.config.jax_enable_x64),  # type: ignore[attr-defined]
                 "num_ipus": program.num_ipus,
-                "element": describe_tree(call.infeed_queue.element) if call.infeed_queue else None,
+                "element": _encode(call.infeed_queue.element) if call.infeed_queue else None,
                 "num_micro_batches": pipeline.num_micro_batches or 1,
                 "placeholders": {
                     placeholder.name: describe_array(placeholder.aval) for placeholder in given
@@ -132,11 +134,24 @@ def export(
                 "execution_count": exported.execution_count(call.name),
                 "stages": stages,
                 "outputs": [_source(source) for source in collecting.sources],
-                "output_tree": describe_tree(call.outfeed_tree.unflatten(collecting.avals)),
+                "output_tree": _encode(call.outfeed_tree.unflatten(collecting.avals)),
             }
         },
     )
     checkpoints.write_checkpoint(path, snapshot, files)
+
+
+def _encode(tree: Any) -> Any:
+    """A pytree of shapes as JSON."""
+
+    def encode_shape(leaf: Any) -> str:
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return describe_array(leaf)
+        raise NotImplementedError(
+            f"export: a {type(leaf).__name__} needs its Python class; use a dict, list or tuple of arrays."
+        )
+
+    return json_trees.encode(tree, encode_shape)
 
 
 def _describe(call: Any) -> str:
@@ -159,48 +174,27 @@ def _with_key_data(function: Any, takes_key: Sequence[bool], implementation: str
     return wrapped
 
 
-def _aval(
-    value: Value,
-    stage: TracedStage,
-    element: Any,
-    operands: Sequence[Any],
-    stages: Sequence[TracedStage],
-    key: Any,
-) -> jax.ShapeDtypeStruct:
+def _aval(binding: Binding, traced: TracedPipeline, operands: Sequence[Any], key: Any) -> Any:
     """Shape and dtype of an argument of a forward."""
-    if value.kind is ValueKind.VARIABLE:
-        spec = stage.variables[value.index]
-        return jax.ShapeDtypeStruct(spec.shape, spec.dtype)
-    if value.kind is ValueKind.KEY:
-        return jax.ShapeDtypeStruct(key.shape, key.dtype)
-    if value.kind is ValueKind.INPUT:
-        source = stage.inputs[value.index]
-        if source.kind == "output":
-            places = [place for place, own in enumerate(stages[source.stage].outputs) if own == source]
-            return stages[source.stage].output_avals[places[0]]
-        if source.kind == "element":
-            leaf = jax.tree.leaves(element)[source.index]
-        else:
-            operand = operands[source.index]
-            leaf = operand.aval if isinstance(operand, Placeholder) else operand
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-    return jax.ShapeDtypeStruct((), np.int32)
+    if binding.kind is BindingKind.VARIABLE:
+        found: Any = traced.variables[binding.key]
+    elif binding.kind is BindingKind.INPUT:
+        operand = operands[binding.key]
+        found = operand.aval if isinstance(operand, Placeholder) else operand
+    elif binding.kind is BindingKind.VALUE:
+        found = traced.aval(binding.key)
+    else:
+        found = key if binding.key is ValueKind.KEY else np.int32(0)
+    return jax.ShapeDtypeStruct(found.shape, found.dtype)
 
 
-def _argument(value: Value, stage: TracedStage) -> dict[str, Any]:
-    """What an argument of a forward is, as JSON."""
-    if value.kind is ValueKind.VARIABLE:
-        return {"kind": "variable", "name": stage.variables[value.index].name}
-    if value.kind is ValueKind.INPUT:
-        return _source(stage.inputs[value.index])
-    return {"kind": value.kind.name.lower()}
-
-
-def _result(value: Value, stage: TracedStage) -> dict[str, Any]:
-    if value.kind is ValueKind.ASSIGNED:
-        return {"kind": "assigned", "name": stage.variables[value.index].name}
-    assert value.kind is ValueKind.OUTPUT
-    return {"kind": "output", "index": value.index}
+def _describe_binding(binding: Binding) -> dict[str, Any]:
+    """What an argument or result of a forward stands for, as JSON."""
+    if binding.kind in (BindingKind.VARIABLE, BindingKind.ASSIGNED):
+        return {"kind": binding.kind.name.lower(), "name": binding.key}
+    if binding.kind is BindingKind.INPUT:
+        return _source(Source("input", binding.key))
+    return _source(binding.key) if binding.kind is BindingKind.VALUE else {"kind": binding.key.name.lower()}
 
 
 def _source(source: Source) -> dict[str, Any]:

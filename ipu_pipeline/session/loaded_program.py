@@ -17,8 +17,8 @@ import numpy as np
 
 from ipu_pipeline import config
 from ipu_pipeline.checkpointing import checkpoints
-from ipu_pipeline.checkpointing.json_trees import make_tree, parse_array
-from ipu_pipeline.checkpointing.snapshots import Snapshot
+from ipu_pipeline.checkpointing.snapshots import Snapshot, parse_array
+from ipu_pipeline.data import json_trees
 from ipu_pipeline.engine.devices.rows import make_rows, put
 from ipu_pipeline.engine.jaxprs.shapes import check_like
 from ipu_pipeline.errors import CheckpointError
@@ -51,11 +51,11 @@ def load_program(path: str | os.PathLike[str]) -> LoadedProgram:
             f"{directory} is a checkpoint and no exported program: Session.restore reads it, and "
             "Session.export writes programs."
         )
-    if program["version"] != FORMAT_VERSION:
+    if program["version"] not in (1, FORMAT_VERSION):
         raise CheckpointError(
             f"The program in {directory} has version {program['version']} of the format; this library "
             "reads "
-            f"version {FORMAT_VERSION}."
+            f"versions 1 to {FORMAT_VERSION}."
         )
     if program["has_wide_dtypes"] is not bool(jax.config.jax_enable_x64):  # type: ignore[attr-defined]
         raise CheckpointError(
@@ -104,7 +104,7 @@ class LoadedProgram:
     def element(self) -> Any:
         """Shapes and dtypes of a micro-batch; None if it takes none."""
         described = self._program["element"]
-        return None if described is None else make_tree(described)
+        return json_trees.decode(described, parse_array)
 
     @property
     def placeholders(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -163,7 +163,7 @@ class LoadedProgram:
                 done.append([np.asarray(value) for value in waiting.popleft()])
         done += [[np.asarray(value) for value in values] for values in waiting]
         self._execution_count += -(-len(done) // program["num_micro_batches"])
-        outputs = make_tree(program["output_tree"])
+        outputs = json_trees.decode(program["output_tree"], parse_array)
         shapes, tree = jax.tree.flatten(outputs)
         stacks = [
             np.stack([values[place] for values in done])

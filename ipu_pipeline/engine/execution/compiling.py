@@ -23,6 +23,7 @@ from ipu_pipeline.engine.devices.residence import Residence
 from ipu_pipeline.engine.devices.rows import Row
 from ipu_pipeline.engine.execution.dispatches import Plan
 from ipu_pipeline.engine.execution.executables import Executable, is_portable
+from ipu_pipeline.engine.programs.chunks import ChunkForm
 from ipu_pipeline.engine.schedules.actions import ActionKind
 from ipu_pipeline.engine.updates.environment import UpdateEnvironment
 from ipu_pipeline.engine.updates.optimizer_tracing import UpdateKind
@@ -119,7 +120,7 @@ def compile_ahead(
     accumulators: Mapping[str, Any],
     residence: Residence,
     update_functions: list[Any],
-    chunk_size: int,
+    chunk: ChunkForm,
     options: CompilerOptions,
     is_shared: bool,
 ) -> dict[int, int]:
@@ -131,7 +132,7 @@ def compile_ahead(
       accumulators: by key.
       residence: where state lives.
       update_functions: the programs of the weight update, jitted.
-      chunk_size: how many micro-batches a program handles.
+      chunk: how many micro-batches a program handles.
       options: XLA's, per program.
       is_shared: whether programs that are the same on several devices may be compiled once.
 
@@ -140,7 +141,7 @@ def compile_ahead(
     """
     programs = _Programs(is_shared)
     try:
-        results = _start_templates(plan, prepared, accumulators, residence, chunk_size, options, programs)
+        results = _start_templates(plan, prepared, accumulators, residence, chunk, options, programs)
         if residence.updates is not None:
             _start_updates(residence, accumulators, update_functions, results, options.update, programs)
         return programs.finish()
@@ -153,7 +154,7 @@ def _start_templates(
     prepared: Sequence[Sequence[Any]],
     accumulators: Mapping[str, Any],
     residence: Residence,
-    chunk_size: int,
+    chunk: ChunkForm,
     options: CompilerOptions,
     programs: _Programs,
 ) -> list[Any]:
@@ -162,8 +163,7 @@ def _start_templates(
     element = jax.tree.leaves(traced.element)
     slots: list[Any] = [None] * plan.num_slots
     for leaf, row, slot in plan.feed_slots:
-        shape = element[leaf].shape if chunk_size == 1 else (chunk_size, *element[leaf].shape)
-        slots[slot] = _struct(shape, element[leaf].dtype, row)
+        slots[slot] = _struct((*chunk.axes, *element[leaf].shape), element[leaf].dtype, row)
     for template in plan.templates.values():
         row = template.row
         arguments = list(prepared[template.index])

@@ -25,7 +25,7 @@ from ipu_pipeline.engine.execution.dispatches import Dispatch, make_plan
 from ipu_pipeline.engine.execution.templates import Template
 from ipu_pipeline.engine.execution.weight_updates import WeightUpdate
 from ipu_pipeline.engine.planning.dispatch_plans import ONE_BY_ONE, DispatchPlan
-from ipu_pipeline.engine.programs.chunks import chunk_programs
+from ipu_pipeline.engine.programs.chunks import ChunkForm, chunk_programs
 from ipu_pipeline.engine.programs.collecting import Collecting
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms
 from ipu_pipeline.engine.schedules.checking import Timetable
@@ -116,10 +116,10 @@ class Executor(Runner[PendingStep]):
         # Python may raise within a program, so what goes into a step must outlive it.
         traced = residence.traced
         self._has_callbacks = any(jaxprs.has_callbacks(stage.flat) for stage in traced.stages)
-        self._chunk_size = dispatch_plan.chunk_size
+        self._chunk = ChunkForm(dispatch_plan.chunk_size)
         self.plan = make_plan(
             traced,
-            chunk_programs(traced, programs, self._chunk_size),
+            chunk_programs(traced, programs, self._chunk.size),
             residence.rows,
             residence.accumulator_plan.keys,
             options,
@@ -127,7 +127,7 @@ class Executor(Runner[PendingStep]):
         )
         carried = () if iterated is None else iterated.carried
         self._carried_places = [traced.outputs.index(source) for source in carried]
-        self._feed = Feed(functools.partial(self._place_leaves, len(carried)), self._chunk_size)
+        self._feed = Feed(functools.partial(self._place_leaves, len(carried)), self._chunk.size)
         self._is_compiled = False
         self._options = options
         self._make_timetable = make_timetable
@@ -166,7 +166,7 @@ class Executor(Runner[PendingStep]):
         Raises:
           ValueError: they do not make whole chunks.
         """
-        size = self._chunk_size
+        size = self._chunk.size
         if len(elements) % size:
             raise ValueError(
                 f"place_micro_batches: programs handle {size} micro-batches each, by the pipeline's "
@@ -175,9 +175,9 @@ class Executor(Runner[PendingStep]):
         return self._feed.place_ahead(elements, size, size) if self.plan.feed_slots else list(elements)
 
     def num_fetched(self, total: int, every: int) -> int:
-        """A micro-batch; of chunks four, as the host takes several before devices are busy."""
+        """Four chunks, as the host takes several before devices are busy."""
         del total, every
-        return self._chunk_size if self._chunk_size == 1 else 4 * self._chunk_size
+        return 4 * self._chunk.size
 
     def num_waiting(self, total: int, every: int) -> int:
         """Those that are fetched ahead."""
@@ -187,7 +187,7 @@ class Executor(Runner[PendingStep]):
         """Runs the micro-batches of an update; of a loop, only gets that of an iteration."""
 
         def next_chunk() -> Sequence[Any]:
-            elements = gather(take, self._chunk_size, self._chunk_size)
+            elements = gather(take, self._chunk.size, self._chunk.size)
             return self._feed.place(elements) if self.plan.feed_slots else []
 
         if self.iterated is not None:
@@ -263,7 +263,7 @@ class Executor(Runner[PendingStep]):
         accumulators = dict(state.accumulators)
         variables = state.pipeline.variables
         prepared, placed_inputs = self._prepare(state, request.inputs)
-        chunk_size = self._chunk_size
+        chunk_size = self._chunk.size
         num_chunks = count // chunk_size
         if not self._is_compiled:
             self.temporary_bytes = compile_ahead(
@@ -272,7 +272,7 @@ class Executor(Runner[PendingStep]):
                 accumulators,
                 self.residence,
                 self._weight_update.functions,
-                chunk_size,
+                self._chunk,
                 self._options,
                 is_shared=not self._has_callbacks,
             )
@@ -340,7 +340,7 @@ class Executor(Runner[PendingStep]):
                 if collecting.is_summed:
                     sums = _add(sums, wanted)
                 else:
-                    collected.append(collecting.collect(wanted, None if chunk_size == 1 else chunk_size))
+                    collected.append(collecting.collect(wanted, self._chunk.num_stacked))
             if residence.offloads_activations and template.kept:
                 self._store(template, slots)
             for slot in template.releases:
@@ -384,20 +384,17 @@ class Executor(Runner[PendingStep]):
         """The leaves of one micro-batch of a chunk, None in other places."""
         only: list[Any] = [None] * len(leaves)
         for place in places:
-            is_stacked = self._chunk_size > 1 and self.plan.collected[place][0] == "slot"
-            only[place] = _pick(leaves[place], number) if is_stacked else leaves[place]
+            is_stacked = self.plan.collected[place][0] == "slot"
+            only[place] = self._chunk.pick(leaves[place], number) if is_stacked else leaves[place]
         return only
 
     def _wanted(self, leaves: Sequence[Any]) -> list[Any]:
         """The leaves that are collected, of a chunk stacked."""
         places = [*self._collecting.places, *([-1] if self._collecting.has_loss else [])]
-        if self._chunk_size == 1:
-            return [leaves[place] for place in places]
+        is_stacked = [self.plan.collected[place][0] == "slot" for place in places]
         return [
-            leaves[place]
-            if self.plan.collected[place][0] == "slot"
-            else _repeat(leaves[place], self._chunk_size)
-            for place in places
+            leaves[place] if is_own else self._chunk.spread(leaves[place])
+            for place, is_own in zip(places, is_stacked, strict=True)
         ]
 
     def _store(self, template: Template, slots: list[Any]) -> None:
@@ -454,13 +451,3 @@ def _add(totals: Any, parts: Any) -> Any:
         return total + part.sum(chunk_axes, dtype=total.dtype)  # else JAX sums integers in 64 bits
 
     return jax.tree.map(add, totals, parts)
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _pick(stack: jax.Array, number: int) -> jax.Array:
-    return stack[number]
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _repeat(value: jax.Array, size: int) -> jax.Array:
-    return jnp.broadcast_to(value, (size, *value.shape))

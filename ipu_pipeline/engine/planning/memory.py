@@ -23,7 +23,7 @@ import jax
 
 from ipu_pipeline.engine.devices.residence import Residence
 from ipu_pipeline.engine.jaxprs.shapes import num_bytes
-from ipu_pipeline.engine.programs.stage_programs import StagePrograms, ValueKind
+from ipu_pipeline.engine.programs.stage_programs import StagePrograms, read_sources
 from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.engine.tracing.traced import Source, TracedPipeline
 
@@ -115,18 +115,10 @@ def plan_stages(
       ipus: the IPU of each stage.
       in_flight: the largest number of micro-batches that each stage has in flight.
     """
-    element = jax.tree.leaves(traced.element)
-
-    def aval_of(source: Any) -> Any:
-        if source.kind == "element":
-            return element[source.index]
-        return traced.stages[source.stage].output_avals[source.index]
-
     plans = []
     for index, (stage, own) in enumerate(zip(traced.stages, programs, strict=True)):
-        arguments = () if own.backward is None else own.backward.arguments
-        taken = {stage.inputs[value.index] for value in arguments if value.kind is ValueKind.INPUT}
-        held = [aval_of(source) for source in taken if source.kind != "input"]
+        taken = read_sources(stage, own.backward)
+        held = [traced.aval(source) for source in taken if source.kind != "input"]
         sizes = (num_bytes(own.residuals), num_bytes(held))
         plans.append(StageMemory(index, ipus[index], in_flight[index], *sizes))
     return tuple(plans)
@@ -167,17 +159,12 @@ def find_fed(
     read: dict[int, set[Source]] = {ipu: set() for ipu in ipus}
     read[ipus[-1]].update(traced.outputs)  # they are collected where the last stage is
     for ipu, stage, own in zip(ipus, traced.stages, programs, strict=True):
-        for program in (own.forward, own.backward):
-            arguments = () if program is None else program.arguments
-            read[ipu].update(stage.inputs[v.index] for v in arguments if v.kind is ValueKind.INPUT)
-    leaves = jax.tree.leaves(traced.element)
+        read[ipu] |= read_sources(stage, own.forward, own.backward)
 
     def is_fed(source: Source) -> bool:
         return source.kind == "element" and source.index >= first
 
-    return {
-        ipu: [leaves[source.index] for source in found if is_fed(source)] for ipu, found in read.items()
-    }
+    return {ipu: [traced.aval(source) for source in found if is_fed(source)] for ipu, found in read.items()}
 
 
 def plan_ipus(

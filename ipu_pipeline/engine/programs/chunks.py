@@ -7,7 +7,9 @@ accumulators and assigned variables that the one before it has left.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -16,9 +18,48 @@ import jax.numpy as jnp
 from ipu_pipeline.engine.programs.stage_programs import StageProgram, StagePrograms, Value, ValueKind
 from ipu_pipeline.engine.tracing.traced import TracedPipeline, TracedStage
 
-__all__ = ["chunk_programs"]
+__all__ = ["ChunkForm", "chunk_programs"]
 
 _COUNTS = (ValueKind.MICRO_BATCH, ValueKind.ACCUMULATED)
+
+
+@dataclass(frozen=True)
+class ChunkForm:
+    """How the values of a chunk's micro-batches lie: several on a first axis, one as it is.
+
+    Attributes:
+      size: how many micro-batches a chunk has.
+    """
+
+    size: int
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """The axes before those of a micro-batch's value."""
+        return () if self.size == 1 else (self.size,)
+
+    @property
+    def num_stacked(self) -> int | None:
+        """How many values are stacked; None if there is only one, as it is."""
+        return self.axes[0] if self.axes else None
+
+    def pick(self, value: Any, number: int) -> Any:
+        """The value of one micro-batch."""
+        return _pick(value, number) if self.axes else value
+
+    def spread(self, value: Any) -> Any:
+        """A value that all micro-batches have, as if each had its own."""
+        return _spread(value, self.axes) if self.axes else value
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _pick(stack: jax.Array, number: int) -> jax.Array:
+    return stack[number]
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _spread(value: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    return jnp.broadcast_to(value, (*axes, *value.shape))
 
 
 def chunk_programs(

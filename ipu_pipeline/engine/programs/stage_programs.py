@@ -14,8 +14,9 @@ from jax.extend import core as jex_core
 
 from ipu_pipeline.engine import jaxprs
 from ipu_pipeline.engine.jaxprs.costs import count_operations, find_uncounted, has_convolutions
+from ipu_pipeline.engine.tracing.traced import Source, TracedStage
 
-__all__ = ["StageProgram", "StagePrograms", "Value", "ValueKind", "cut", "seed"]
+__all__ = ["StageProgram", "StagePrograms", "Value", "ValueKind", "cut", "read_sources", "seed"]
 
 
 class ValueKind(enum.Enum):
@@ -91,6 +92,12 @@ class StagePrograms:
     backward: StageProgram | None
     residuals: tuple[jax.ShapeDtypeStruct, ...]
     trained: tuple[int, ...]
+
+
+def read_sources(stage: TracedStage, *programs: StageProgram | None) -> set[Source]:
+    """Where the values between stages come from that some programs of a stage read."""
+    arguments = [value for program in programs if program is not None for value in program.arguments]
+    return {stage.inputs[value.index] for value in arguments if value.kind is ValueKind.INPUT}
 
 
 def cut(

@@ -97,6 +97,12 @@ class TracedPipeline:
         """All variables by full name."""
         return {spec.name: spec for stage in self.stages for spec in stage.variables}
 
+    def aval(self, source: Source) -> Any:
+        """Shape and dtype of a value between stages."""
+        if source.kind == "output":
+            return self.stages[source.stage].output_avals[source.index]
+        return jax.tree.leaves(self.inputs if source.kind == "input" else self.element)[source.index]
+
     def shared(self) -> set[str]:
         """Full names of the variables that several stages have."""
         return {
