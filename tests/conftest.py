@@ -3,6 +3,7 @@
 import gc
 import os
 import pathlib
+import signal
 import tempfile
 import threading
 
@@ -17,6 +18,9 @@ import pytest
 from jax._src import lru_cache  # how JAX writes its cache; there is no public way to say it
 
 import ipu_pipeline as ipu
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so a shell starts what is to run in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")

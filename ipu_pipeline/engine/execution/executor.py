@@ -175,9 +175,9 @@ class Executor(Runner[PendingStep]):
         return self._feed.place_ahead(elements, size, size) if self.plan.feed_slots else list(elements)
 
     def num_fetched(self, total: int, every: int) -> int:
-        """Four chunks, as the host takes several before devices are busy."""
+        """Four chunks, as the host takes several before devices are busy; of a loop one iteration."""
         del total, every
-        return 4 * self._chunk.size
+        return 4 * self._chunk.size if self.iterated is None else 1
 
     def num_waiting(self, total: int, every: int) -> int:
         """Those that are fetched ahead."""
