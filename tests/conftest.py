@@ -105,12 +105,8 @@ def pytest_collection_modifyitems(items):
 
 
 def name_arguments(callspec):
-    """A test's arguments as text; where an object has no text of its own, its number."""
-    texts = {name: repr(value) for name, value in callspec.params.items()}
-    return {
-        name: f"number {callspec.indices[name]}" if " at 0x" in text else text
-        for name, text in texts.items()
-    }
+    """A test's arguments as text."""
+    return {name: repr(value) for name, value in callspec.params.items()}
 
 
 def cover_values(cases):

@@ -17,7 +17,7 @@ from tests import models, random_models
 
 NUM_THOROUGH = int(os.environ.get("RANDOM_PIPELINES", "500"))
 # How many each part has; processes share the parts. The first is for `make test`.
-PARTS = [32, *[-(-NUM_THOROUGH // 4)] * 4]
+PARTS = [16, *[-(-NUM_THOROUGH // 4)] * 4]
 # Making a failing model smaller takes many minutes, so that is done on demand only.
 ON_DEMAND = "RANDOM_PIPELINES" in os.environ
 PHASES = list(hypothesis.Phase) if ON_DEMAND else [hypothesis.Phase.generate]

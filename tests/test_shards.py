@@ -396,10 +396,10 @@ class Generated:
             return sum(jnp.mean(value**2) for value in values[1:])
 
 
-@pytest.mark.parametrize("block", [0, *(pytest.param(n, marks=pytest.mark.thorough) for n in range(1, 6))])
+@pytest.mark.parametrize("block", [0, *(pytest.param(n, marks=pytest.mark.thorough) for n in range(1, 12))])
 def test_generated_models_have_the_gradients_of_plain_jax(block):
     num_split, shapes = 0, set()
-    for seed in range(block * 20, block * 20 + 20):
+    for seed in range(block * 10, block * 10 + 10):
         model = Generated(seed)
         x = np.random.default_rng(seed).normal(size=SHAPE).astype("float32")
         loop, start, gradients, _new = run(lambda x, model=model: model.loss(kernel, ipu_shard, x), x)
@@ -411,8 +411,8 @@ def test_generated_models_have_the_gradients_of_plain_jax(block):
         models.assert_trees_close(gradients, jax.tree.map(np.asarray, expected))
         num_split += len(set(loop.body.shards)) > 1
         shapes.add(loop.body.shards)
-    assert num_split >= 16
-    assert len(shapes) >= 10
+    assert num_split >= 7
+    assert len(shapes) >= 4
 
 
 @pytest.mark.parametrize("shards", [(0, 0), (0, 1)])

@@ -184,8 +184,21 @@ def test_fences_have_known_languages():
     assert set(outputs) == {"python"}
 
 
+VARIED = (
+    "Sequential",
+    "--repeat-count 20",
+    "--splits dense128",
+    "step3_pipelining.py --dataset digits --steps 3",
+)
+
+
 @pytest.mark.parametrize(
-    ("command", "expected"), [pytest.param(*pair, id=pair[0]) for pair in find_commands()]
+    ("command", "expected"),
+    [
+        # Each program with one choice of arguments; with the others in `make thorough`.
+        pytest.param(*pair, id=pair[0], marks=[pytest.mark.thorough] if pair[0].endswith(VARIED) else [])
+        for pair in find_commands()
+    ],
 )
 def test_commands(command, expected):
     executable, *arguments = shlex.split(command)
