@@ -202,6 +202,20 @@ def test_a_map_cannot_hide_an_overflow():
         assert session.variables["w"] == 0
 
 
+@pytest.mark.parametrize(("initial_scale", "scales"), [(3.0, [1.5, 1.0, 1.0]), (0.5, [0.5, 0.5, 0.5])])
+def test_a_dynamic_scale_shrinks_down_to_1(initial_scale, scales):
+    """And one that began below stays there."""
+    transformation = unwrap(optimizer(dynamic=True, initial_scale=initial_scale)).transformation
+    params = {"w": jnp.float32(1)}
+    state = transformation.init(params)
+    found = []
+    for _update in scales:
+        changes, state = transformation.update({"w": jnp.float32(np.inf)}, state, params)
+        assert changes["w"] == 0
+        found.append(float(state.scale))
+    assert found == scales
+
+
 def test_through_the_front():
     def optimizer_function(rate, loss):
         return ipu.pipelining_ops.OptimizerFunctionOutput(LossScalingOptimizer(optax.sgd(rate)), loss)
