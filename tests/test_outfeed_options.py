@@ -1,5 +1,8 @@
 """What a pipeline enqueues: masks, sums per weight update, and their errors."""
 
+import gc
+import weakref
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -401,3 +404,16 @@ def test_a_function_that_chooses_outputs_must_fit():
     made = engine.Pipeline([lambda x: (x, x)], num_micro_batches=1, collect_outputs=lambda _shapes: [True])
     with pytest.raises(ValueError, match="one boolean for each of the 2 leaves.*it returned 1"):
         made.trace(np.float32(1))
+
+
+def test_the_last_element_is_all_that_is_held():
+    """In mode LAST nobody can ask for what came before."""
+    queue = IPUOutfeedQueue(outfeed_mode=IPUOutfeedMode.LAST)
+    queue.bind(jax.tree.structure(0.0), [jax.ShapeDtypeStruct((), "float32")])
+    values = [jnp.float32(number) for number in range(3)]
+    dropped = [weakref.ref(value) for value in values]
+    while values:
+        queue.extend([values.pop(0)], None)
+    gc.collect()
+    assert [reference() is None for reference in dropped] == [True, True, False]
+    assert queue.take() == 2

@@ -1,4 +1,4 @@
-"""Runs the dispatches of a step over several devices: starts stage programs and transfers, and nothing else.
+"""Runs the dispatches of a step over several devices: starts programs and transfers, and nothing else.
 
 Dispatch is asynchronous: the host runs ahead of the devices, which wait for data only.
 """
