@@ -441,3 +441,93 @@ def test_an_error_in_a_module_names_the_scope():
     (note,) = (note for note in caught.value.__notes__ if note.startswith("This happened"))
     assert "\n  in scope encoder/flax\n" in note
     assert note.endswith("return x @ jnp.ones((7, 7))  # in a module")
+
+
+class Table(nnx.Module):
+    def __init__(self, rngs):
+        self.embedding = nnx.Param(rngs.normal((6, 5)))
+        self.first = self.second = nnx.Linear(5, 5, rngs=rngs)
+
+    def __call__(self, ids):
+        return self.second(self.first(self.embedding.get_value()[ids]))
+
+
+class Head(nnx.Module):
+    """Its kernel is the table's, its layer one of the table's layers."""
+
+    def __init__(self, table):
+        self.table = table.embedding
+        self.dense = table.first
+
+    def __call__(self, x):
+        return self.dense(x) @ self.table.get_value().T
+
+
+def tied_modules():
+    table = Table(nnx.Rngs(3))
+    return table, Head(table)
+
+
+@pytest.mark.parametrize("mapping", [(0, 1, 2), (0, 1, 0), (0, 0, 0)])
+def test_what_modules_share_is_one_variable(mapping):
+    """Over three stages. Each is what Flax itself makes of it: one array, and the sum of both gradients."""
+    table, head = tied_modules()
+    middle = nnx.Linear(5, 5, rngs=nnx.Rngs(4))
+
+    def last(x, labels):
+        return models.cross_entropy(layers.Flax(head, name="head")(x), labels)
+
+    pipeline = engine.Pipeline(
+        [
+            lambda ids, labels: (layers.Flax(table, name="table")(ids), labels),
+            lambda x, labels: (layers.Flax(middle, name="middle")(x), labels),
+            last,
+        ],
+        num_micro_batches=4,
+        loss=lambda loss: loss,
+        optimizer=optax.adam(0.1),
+        device_mapping=mapping,
+    )
+    rng = np.random.default_rng(0)
+    steps = [
+        [tuple(rng.integers(0, 6, 8).astype("int32") for _ in range(2)) for _ in range(4)] for _ in range(3)
+    ]
+    state = pipeline.init(jax.random.key(0), steps[0][0])
+    tied = {"table/embedding", "table/first/kernel", "table/first/bias"}
+    assert set(pipeline.variables) == tied | {"middle/kernel", "middle/bias"}
+
+    def total(module, step):
+        for ids, labels in step:
+            yield models.cross_entropy(module[2](module[1](module[0](ids))), labels)
+
+    first, tied_head = tied_modules()
+    module = nnx.List([first, nnx.clone(middle), tied_head])
+    optimizer = nnx.Optimizer(module, optax.adam(0.1), wrt=nnx.Param)
+    for step in steps:
+        state, outputs = pipeline.step(state, step)
+        expected = [float(loss) for loss in total(module, step)]
+        np.testing.assert_allclose([float(loss) for loss in outputs.losses], expected, rtol=1e-5)
+        with jax.numpy_dtype_promotion("standard"):
+            optimizer.update(module, nnx.grad(lambda module, step=step: sum(total(module, step)))(module))
+    found = {"table/embedding": module[0].embedding, "table/first/kernel": module[0].first.kernel}
+    for name, parameter in found.items():
+        models.assert_trees_close(np.asarray(state.variables[name]), np.asarray(parameter.get_value()))
+
+
+def test_modules_share_in_programs_of_their_own_only():
+    """In another program, the parameter is called after the first place there."""
+    table, head = tied_modules()
+
+    def variables(*stages):
+        pipeline = engine.Pipeline(stages, num_micro_batches=1)
+        pipeline.trace(np.zeros(3, "int32") if len(stages) == 2 else np.zeros((3, 5), "float32"))
+        return set(pipeline.variables)
+
+    def embed(ids):
+        return layers.Flax(table, name="table")(ids)
+
+    def project(x):
+        return layers.Flax(head, name="head")(x)
+
+    assert all(name.startswith("table/") for name in variables(embed, project))
+    assert variables(project) == {"head/table", "head/dense/kernel", "head/dense/bias"}

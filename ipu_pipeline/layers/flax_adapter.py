@@ -48,8 +48,9 @@ class Flax(Layer):
     nnx: modules have values from the start, and these are the initial values of the variables, whatever the
     session's seed. So make the module outside of the stage, and give it seeds of its own. `Param`s are
     trained, `RngState` is replaced in each call by keys folded from `next_rng_key()` and the path, and
-    every other `Variable` is assigned when a call changes it. A parameter that stands at several places of
-    the module is one variable, called after the first. The given module itself is never changed.
+    every other `Variable` is assigned when a call changes it. A `Variable` that stands at several places,
+    of one module or of those of several layers (tied embeddings), is one variable of the program, called
+    after the first place that is traced. The given module itself is never changed.
 
     Example:
       class Encoder(flax.linen.Module):
@@ -171,9 +172,12 @@ class Flax(Layer):
         from flax import nnx
 
         graphdef, state = nnx.split(self.module)
+        known = frames.current_frame("Flax").names
+        holders = dict(nnx.iter_graph(self.module))  # by path; what stands at several, at the same as above
         key = self._key()
         parts: dict[Any, Any] = {}
         values: dict[str, Any] = {}
+        names: dict[Any, str] = {}  # path of a Variable -> full name of what stands there
         for path, variable in nnx.to_flat_state(state):
             if isinstance(variable, nnx.RngState):
                 parts[path] = variable if key is None else _replace_rng(variable, path, key)
@@ -182,14 +186,17 @@ class Flax(Layer):
                 self._check_concrete(variable, path)
                 parts[path] = variable
                 continue
+            own_name = scopes.join(scopes.current_scope(), _name(path))
+            names[path] = known.name_of_holder(holders[path], own_name)
+            is_parameter = isinstance(variable, nnx.Param)
             read = []
             leaves, tree = jax.tree_util.tree_flatten_with_path(variable.get_value())
             for inner, leaf in leaves:
                 self._check_concrete(leaf, path)
-                name = _name((*path, *inner))
+                name = "/".join([names[path], *_words(inner)])
                 shape, dtype = jnp.shape(leaf), jnp.result_type(leaf)
-                is_parameter = isinstance(variable, nnx.Param)
-                values[name] = get_variable(name, shape, dtype, _copy_of(leaf), trainable=is_parameter)
+                with scopes.absolute_scope("", reuse=names[path] != own_name):
+                    values[name] = get_variable(name, shape, dtype, _copy_of(leaf), trainable=is_parameter)
                 read.append(values[name])
             parts[path] = variable.replace(jax.tree.unflatten(tree, read))
         module = nnx.merge(graphdef, nnx.from_flat_state(parts))
@@ -202,13 +209,13 @@ class Flax(Layer):
             if not isinstance(variable, nnx.Variable) or isinstance(variable, nnx.RngState):
                 continue
             for inner, leaf in jax.tree_util.tree_flatten_with_path(variable.get_value())[0]:
-                name = _name((*path, *inner))
+                name = "/".join([names.get(path, ""), *_words(inner)])
                 if name not in values or leaf is values[name]:  # what is new is dropped
                     continue
                 if isinstance(variable, nnx.Param):
                     raise ValueError(
-                        f"{self._full_name()}: the module changes its parameter {name} when it is called, "
-                        "but parameters are the optimizer's. Make it another kind of nnx.Variable."
+                        f"{self._full_name()}: the module changes its parameter {_name(path)} when it is "
+                        "called, but parameters are the optimizer's. Make it another kind of nnx.Variable."
                     )
                 assign(name, leaf)
         return outputs

@@ -27,12 +27,19 @@ class ProgramNames:
       layer_counts: (scope, kind of layer) -> how many there are.
       key_counts: scope -> how many random keys were drawn in it.
       markers: serial numbers of the variables and keys that were found in traced functions.
+      holders: objects outside of the program that hold the values of its variables, by their identity:
+        the object, which so stays alive, and the full name that stands for it.
     """
 
     variables: dict[str, VariableSpec] = field(default_factory=dict)
     layer_counts: dict[tuple[str, str], int] = field(default_factory=dict)
     key_counts: dict[str, int] = field(default_factory=dict)
     markers: set[int] = field(default_factory=set)
+    holders: dict[int, tuple[object, str]] = field(default_factory=dict)
+
+    def name_of_holder(self, holder: object, full_name: str) -> str:
+        """The full name that stands for an object; at first the given one."""
+        return self.holders.setdefault(id(holder), (holder, full_name))[1]
 
     def layer_name(self, scope: str, kind: str) -> str:
         """The next name for a layer of this kind: `dense`, `dense_1`, ..."""
@@ -51,6 +58,7 @@ def unchanged_on_error(program_names: ProgramNames) -> Iterator[None]:
             program_names.layer_counts,
             program_names.key_counts,
             program_names.markers,
+            program_names.holders,
         )
     ]
     try:
