@@ -255,3 +255,84 @@ def test_a_sharded_loop():
         variables = optax.apply_updates(variables, changes)
     models.assert_trees_close(list(losses), expected_losses)
     models.assert_trees_close(trained, variables)
+
+
+# What an optimizer tells.
+
+
+def telling(told, inner):
+    """An optimizer that tells a norm over all variables, a sum over one, nothing, and a condition."""
+
+    def update(updates, state, params=None):
+        norm = optax.tree.norm(updates)
+        jax.debug.callback(lambda value: told.append(("norm", float(value))), norm)
+        total = jnp.sum(updates["dense0/kernel"])
+        jax.debug.callback(lambda value: told.append(("sum", float(value))), total)
+        jax.debug.callback(lambda: told.append(("called", None)))
+        jax.lax.cond(
+            norm > 0, lambda: jax.debug.callback(lambda: told.append(("positive", None))), lambda: None
+        )
+        return inner.update(updates, state, params)
+
+    return optax.GradientTransformation(inner.init, update)
+
+
+@pytest.mark.parametrize("mapping", [(0, 1, 2, 3), (0, 1, 0, 2), (0, 0, 0, 0)])
+@pytest.mark.parametrize("inner", [lambda: optax.sgd(0.1), clipped])
+@pytest.mark.each_value
+def test_what_is_called_in_an_update_is_called_once(mapping, inner):
+    found = {}
+    for name in ("pipeline", "reference"):
+        told = found[name] = []
+        pipeline = make(4, telling(told, inner()), device_mapping=mapping)
+        state = pipeline.init(jax.random.key(7), batches()[0][0])
+        if name == "reference":
+            state = models.on_one_device(state)
+        for step in batches():
+            if name == "pipeline":
+                state, _outputs = pipeline.step(state, step)
+            else:
+                state, _outputs = reference.step(
+                    pipeline.traced, state, step, optimizer=telling(told, inner())
+                )
+        jax.block_until_ready(state.variables)
+        jax.effects_barrier()
+    for kind in ("norm", "sum", "called", "positive"):
+        told, expected = ([value for k, value in found[name] if k == kind] for name in found)
+        assert len(told) == len(expected) == NUM_UPDATES
+        if expected[0] is not None:
+            np.testing.assert_allclose(told, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("mapping", [[0, 1], [0, 0]])
+def test_an_update_that_raises_leaves_the_state_before_it(mapping):
+    raising = []
+
+    def check(value):
+        if raising:
+            raise ArithmeticError(f"a norm of {value}")
+
+    def optimizer_function(rate, loss):
+        def update(updates, state, params=None):
+            jax.debug.callback(check, optax.tree.norm(updates))
+            return optax.adam(rate).update(updates, state, params)
+
+        made = optax.GradientTransformation(optax.adam(0.1).init, update)
+        return ipu.pipelining_ops.OptimizerFunctionOutput(made, loss)
+
+    model = front.Model(device_mapping=mapping, optimizer_function=optimizer_function)
+    other = front.Model(device_mapping=mapping, optimizer_function=optimizer_function)
+    with ipu.Session() as session, ipu.Session() as plain:
+        session.run(model.initializer)
+        plain.run(other.initializer)
+        model.run(session)
+        other.run(plain)
+        before = session.variables
+        raising.append(True)
+        with pytest.raises(Exception, match="a norm of"):
+            session.run(model.program, {model.rate: 0.01})
+        models.assert_trees_close(session.variables, before, 0)
+        assert session.update_count() == plain.update_count()
+        raising.clear()
+        model.run(session)  # goes on
+        assert session.update_count() == plain.update_count() + 1

@@ -17,6 +17,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import jax
 import numpy as np
 
+from ipu_pipeline.engine import jaxprs
 from ipu_pipeline.engine.devices.feeds import Take
 from ipu_pipeline.engine.devices.residence import Residence
 from ipu_pipeline.engine.jaxprs.shapes import num_bytes
@@ -100,6 +101,10 @@ class Runner(abc.ABC, Generic[PendingT]):
         stages, updates = residence.traced.stages, residence.updates
         self.assigned = frozenset(spec.name for stage in stages for spec in stage.assigned)
         self.needs_outputs = updates is not None and updates.init_needs_outputs
+        # Python may raise within a program, so what goes into a step must outlive it.
+        self._has_callbacks = any(jaxprs.has_callbacks(stage.flat) for stage in stages) or (
+            updates is not None and updates.has_callbacks
+        )
 
     @abc.abstractmethod
     def place_element(self, leaves: Sequence[Any]) -> Any:

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_pipeline.engine import jaxprs
 from ipu_pipeline.engine.devices.compiler_options import NO_OPTIONS, CompilerOptions
 from ipu_pipeline.engine.devices.feeds import Element, Feed, Take, gather
 from ipu_pipeline.engine.devices.residence import Residence
@@ -113,9 +112,7 @@ class Executor(Runner[PendingStep]):
         super().__init__(residence, programs, iterated)
         self.observer: Observer | None = None
         self._collecting = collecting
-        # Python may raise within a program, so what goes into a step must outlive it.
         traced = residence.traced
-        self._has_callbacks = any(jaxprs.has_callbacks(stage.flat) for stage in traced.stages)
         self._chunk = ChunkForm(dispatch_plan.chunk_size)
         self.plan = make_plan(
             traced,
@@ -149,7 +146,7 @@ class Executor(Runner[PendingStep]):
             lambda: [jnp.zeros(aval.shape, aval.dtype) for aval in collecting.avals],
             out_shardings=last_row.replicated,
         )
-        self._weight_update = WeightUpdate(residence, donate, options.update)
+        self._weight_update = WeightUpdate(residence, donate, options.update, not self._has_callbacks)
 
     @property
     def weight_update(self) -> WeightUpdate:
@@ -220,6 +217,8 @@ class Executor(Runner[PendingStep]):
                 before.variables, leaves, accumulators, accumulated.last_outputs, request.every
             )
             variables = {**variables, **updated}
+            if self._has_callbacks:
+                jax.block_until_ready((variables, leaves, accumulators))
         after = self.advance(state, variables, leaves, accumulators, pending.count, request.every)
         return Progress(after, accumulated.carried, accumulated.collected, pending.count)
 

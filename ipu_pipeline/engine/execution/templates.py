@@ -204,21 +204,26 @@ def _jit(program: StageProgram, row: Row, num_donated: int, options: Options) ->
 
 
 def jit_update(
-    program: UpdateProgram, later: Sequence[UpdateProgram], donate: bool, options: Options
+    program: UpdateProgram,
+    later: Sequence[UpdateProgram],
+    donate: bool,
+    donate_accumulators: bool,
+    options: Options,
 ) -> Callable[..., list[Any]]:
-    """Jits an update program. It donates the accumulators, and with `donate` what else it returns anew.
+    """Jits an update program.
 
     Args:
       program: the program.
       later: those that run after it, whose arguments must still be there.
-      donate: whether the variables and optimizer state may be destroyed.
+      donate: whether the variables and optimizer state may be destroyed, if accumulators may.
+      donate_accumulators: whether these may be.
       options: XLA's.
     """
 
     def is_donated(value: UpdateValue) -> bool:
         if value not in program.results or any(value in other.arguments for other in later):
             return False
-        return donate or value.kind == UpdateKind.GRADIENT
+        return donate_accumulators and (donate or value.kind == UpdateKind.GRADIENT)
 
     donated = tuple(place for place, value in enumerate(program.arguments) if is_donated(value))
 

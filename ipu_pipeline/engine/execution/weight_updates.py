@@ -31,13 +31,16 @@ class WeightUpdate:
         start, and by the update.
     """
 
-    def __init__(self, residence: Residence, donate: bool, options: Options) -> None:
+    def __init__(
+        self, residence: Residence, donate: bool, options: Options, donate_accumulators: bool = True
+    ) -> None:
         """Jits the programs.
 
         Args:
           residence: where the state lives.
           donate: whether an update may reuse the memory of the variables and optimizer state before it.
           options: XLA's.
+          donate_accumulators: whether it may reuse theirs; if not, no other memory either.
         """
         self.residence = residence
         self.read: tuple[set[Any], set[Any]] = (set(), set())
@@ -46,7 +49,7 @@ class WeightUpdate:
             programs = residence.updates.updates
             self.read = (_find_read(residence.updates.inits), _find_read(programs))
             self.functions = [
-                jit_update(program, programs[number + 1 :], donate, options)
+                jit_update(program, programs[number + 1 :], donate, donate_accumulators, options)
                 for number, program in enumerate(programs)
             ]
 

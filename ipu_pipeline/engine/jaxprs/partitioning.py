@@ -11,6 +11,9 @@ broadcast scalar, but the scalar. The number of hops on a value's way is its rou
 per round for what others need of it, and computes all its results in the last one. It computes again, from
 its own inputs, what an earlier round computed, so that nothing large is kept between rounds.
 
+What has effects (debugging prints) and no result that anybody needs runs with the last program of its home,
+that of the values that it reads.
+
 A conditional or scan that joins homes is first cut by outputs. If an output of a conditional still joins
 arrays of several homes, the conditional is replaced by both branches and a selection between their results.
 An optimizer that steps every so often, around one that clips by the global norm, is then partitioned like
@@ -253,12 +256,14 @@ def cut(places: Places, results: Sequence[tuple[Any, Home]]) -> list[Piece]:
     Returns:
       The programs, in an order in which they can run. Each home that returns results does so in its last.
     """
-    return _Cutter(places).cut(results)
+    return _Cutter(places, results).cut()
 
 
 class _Cutter:
-    def __init__(self, places: Places) -> None:
+    def __init__(self, places: Places, results: Sequence[tuple[Any, Home]]) -> None:
         self._places = places
+        self._results = results
+        self._effects: dict[int, Home] = {}  # by the identity of an equation with effects: where it runs
         self._rounds: dict[Any, int] = {}
         self._receivers: dict[Any, dict[Home, str]] = {}  # by variable that is sent: who gets it, who reads
         for equation in places.flat.equations:
@@ -266,6 +271,8 @@ class _Cutter:
             inputs = places.placed_inputs(equation)
             arrival = max((self._arrival(var, home) for var in inputs), default=0)
             self._rounds.update(dict.fromkeys(equation.outvars, arrival))
+            if equation.effects and results:
+                self._effects[id(equation)] = results[0][1] if home is None else home
 
     def _arrival(self, atom: Any, home: Home | None) -> int:
         """The round in which a home can have a value."""
@@ -280,14 +287,15 @@ class _Cutter:
             for var in places.sent_for(atom)
         )
 
-    def cut(self, results: Sequence[tuple[Any, Home]]) -> list[Piece]:
-        self._find_receivers(results)
-        places = self._places
+    def cut(self) -> list[Piece]:
+        self._find_receivers()
+        places, results = self._places, self._results
         made = [var for var in self._receivers if var in places.makers]
         order = {var: number for number, var in enumerate(places.makers)}
         made.sort(key=order.__getitem__)
         last: dict[Home, int] = {}
-        for atom, home in results:
+        wanted = [*results, *((var, home) for var, home, _reader in self._read_by_effects())]
+        for atom, home in wanted:
             last[home] = max(last.get(home, 0), self._arrival(atom, home))
         for var in made:
             sender = places.homes[var]
@@ -302,28 +310,42 @@ class _Cutter:
                     for place, (_atom, owner) in enumerate(results)
                     if owner == home and number == last_round
                 ]
-                if sent or own:
-                    atoms = [*(results[place][0] for place in own), *sent]
-                    pieces.append(self._make_piece(home, number, atoms, own, sent, made))
+                is_last = number == last_round
+                if sent or own or (is_last and home in self._effects.values()):
+                    pieces.append(self._make_piece(home, number, own, sent, made, is_last))
         return sorted(pieces, key=lambda piece: piece.round)
+
+    def _read_by_effects(self) -> list[tuple[Any, Home, str]]:
+        """What is read by equations with effects, where these run, and what they are."""
+        return [
+            (var, self._effects[id(equation)], equation.primitive.name)
+            for equation in self._places.flat.equations
+            if id(equation) in self._effects
+            for var in self._places.placed_inputs(equation)
+        ]
 
     def _make_piece(
         self,
         home: Home,
         number: int,
-        atoms: Sequence[Any],
-        results: Sequence[int],
+        own: Sequence[int],
         sent: Sequence[Any],
         made: Sequence[Any],
+        is_last: bool,
     ) -> Piece:
         places = self._places
+        atoms = [*(self._results[place][0] for place in own), *sent]
         known = [
             var
             for var in made
             if self._rounds[var] < number
             and (home in self._receivers[var] or (places.homes[var] == home and not places.costs[var]))
         ]
-        program = extract(places.flat, atoms, known)
+
+        def is_here(equation: Any) -> bool:
+            return is_last and self._effects.get(id(equation)) == home
+
+        program = extract(places.flat, atoms, known, is_here)
         readers = {
             var: self._receivers[var][home]
             for var in program.inputs
@@ -331,12 +353,13 @@ class _Cutter:
         }
         for var in program.inputs:
             assert var in readers or var in known or places.homes[var] in (None, home)
-        return Piece(home, number, program, tuple(results), tuple(sent), readers)
+        return Piece(home, number, program, tuple(own), tuple(sent), readers)
 
-    def _find_receivers(self, results: Sequence[tuple[Any, Home]]) -> None:
+    def _find_receivers(self) -> None:
         places = self._places
         seen: set[tuple[Any, Home]] = set()
-        pending = [(atom, home, "a copy") for atom, home in reversed(results)]
+        pending = [*self._read_by_effects(), *((atom, home, "a copy") for atom, home in self._results)]
+        pending.reverse()
         while pending:
             atom, home, reader = pending.pop()
             own = places.home_of(atom)

@@ -90,6 +90,7 @@ class Updates:
       moves: what these send.
       init_needs_outputs: whether the state at the start depends on the last stage's outputs.
       loss_scale: where the scale of the loss is; None without loss scaling.
+      has_callbacks: whether a weight update calls back into Python, which may raise.
     """
 
     state_tree: Any
@@ -99,6 +100,7 @@ class Updates:
     moves: tuple[Move, ...]
     init_needs_outputs: bool
     loss_scale: LossScale | None
+    has_callbacks: bool
 
 
 def cut_updates(traced: TracedOptimizer, variable_homes: Mapping[str, int], last_stage: int) -> Updates:
@@ -180,6 +182,7 @@ def cut_updates(traced: TracedOptimizer, variable_homes: Mapping[str, int], last
         tuple(moves.values()),
         needs_outputs,
         traced.loss_scale,
+        jaxprs.has_callbacks(traced.update),
     )
 
 

@@ -18,7 +18,6 @@ from typing import Any
 
 import jax
 
-from ipu_pipeline.engine import jaxprs
 from ipu_pipeline.engine.devices.compiler_options import Options
 from ipu_pipeline.engine.devices.feeds import Element, Feed, Take, gather
 from ipu_pipeline.engine.devices.residence import NO_LOSS_SCALE, Residence
@@ -142,8 +141,6 @@ class BlockRunner(Runner[PendingBlock]):
         results = () if update is None else update.results
         self._trained = {value.key for value in results if value.kind == UpdateKind.PARAMETER}
         self._feed = Feed(functools.partial(put, row=residence.rows[0]), is_block=True)
-        # Python may raise within the program, so the state before it must outlive it.
-        self._has_callbacks = any(jaxprs.has_callbacks(stage.flat) for stage in traced.stages)
         self._in_flight: collections.deque[Any] = collections.deque()
         self._functions: dict[tuple[BlockKind, bool], Any] = {}
         self._peek = jax.jit(self.program.peek, compiler_options=self._options)
