@@ -185,13 +185,13 @@ class IPUPipelineEstimator:
             _logger.info("Skipping training since max_steps has already saved.")
             return self
         path = self._series.path(found[0]) if found is not None else None
-        begins_anew = False
+        is_same_data = begins_anew = False
         with Session(seed=self._config.tf_random_seed or 0) as session:
             if found is not None and path is not None:
                 snapshot = found[1]
                 check_program(snapshot, path, made.program, allow_extra=False)
-                goes_on = snapshot.extra.get("input_fn") == describe_function(input_fn)
-                goes_on = goes_on and not snapshot.extra.get("data_has_ended")
+                is_same_data = snapshot.extra.get("input_fn") == describe_function(input_fn)
+                goes_on = is_same_data and not snapshot.extra.get("data_has_ended")
                 session.take_over(snapshot, path, fits=False, feeds=goes_on)
                 begins_anew = goes_on and bool(snapshot.extra.get("is_complete"))
                 _logger.info("Training goes on from step %d, restored from %s.", global_step, path)
@@ -214,6 +214,7 @@ class IPUPipelineEstimator:
                     input_fn,
                     global_step,
                     initializer,
+                    is_same_data,
                     begins_anew,
                 ).run_until(final_step)
         return self

@@ -1,3 +1,5 @@
+import dataclasses
+import gc
 import json
 import os
 import shutil
@@ -809,3 +811,98 @@ def test_the_kind_of_random_keys_is_kept(tmp_path):
         again.start(other)
         again.run(other, 1)
     assert_same(session, other)
+
+
+# Links, odd entries, and others at work.
+
+
+def test_a_link_stays_a_link(tmp_path, trained):
+    snapshot = read_checkpoint(trained[0])
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "here")  # leads nowhere yet
+    for number in range(3):
+        checkpoints.write_checkpoint(tmp_path / "link", dataclasses.replace(snapshot, seed=number))
+        assert read_checkpoint(tmp_path / "link").seed == number
+        assert (tmp_path / "link").is_symlink()
+        assert set(os.listdir(tmp_path)) == {"disk", "link"}
+        assert os.listdir(tmp_path / "disk") == ["here"]
+
+
+def test_odd_entries_of_a_series(tmp_path, trained):
+    """A file, numbers that are written otherwise, a link that leads nowhere, and one to a checkpoint."""
+    shutil.copytree(trained[0], tmp_path / "elsewhere")
+    (tmp_path / "series").mkdir()
+    (tmp_path / "series" / "500").write_text("notes")
+    (tmp_path / "series" / "0016").mkdir()
+    (tmp_path / "series" / "\u0663").mkdir()  # a decimal digit, too
+    (tmp_path / "series" / "99").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "series" / "7").symlink_to(tmp_path / "elsewhere")
+    series = CheckpointSeries(tmp_path / "series", max_to_keep=2)
+    assert series.steps() == [7]
+    assert series.read_latest()[0] == 7
+    for step in (99, 500):
+        series.save(step, read_checkpoint(trained[0]))
+        assert series.read_latest()[0] == step
+    assert series.steps() == [99, 500]
+    assert read_checkpoint(tmp_path / "elsewhere").seed == 7  # only the link to it was deleted
+    left = {"99", "500", "0016", "\u0663", "unreadable-99-0", "unreadable-500-0"}
+    assert set(os.listdir(tmp_path / "series")) == left
+
+
+def test_reading_while_a_new_one_replaces_the_only_one(tmp_path, trained, monkeypatch):
+    """The trainer keeps one: it writes the next and deletes this, which another process wants to read."""
+    series = make_series(tmp_path, trained, [10], max_to_keep=1)
+    steps = iter([20, 30])
+    read = checkpoints.read_checkpoint
+
+    def overtaken(path):
+        step = next(steps, None)
+        if step is not None:
+            make_series(tmp_path, trained, [step], max_to_keep=1)
+        return read(path)
+
+    snapshot = trained[0]
+    monkeypatch.setattr(checkpoints, "read_checkpoint", overtaken)
+    monkeypatch.setattr("tests.test_checkpoints.read_checkpoint", lambda path: read(snapshot))
+    assert series.read_latest()[0] == 30
+
+
+@pytest.mark.parametrize("value", [None, "text", np.datetime64("2020-01-01"), [1, [2, 3]], object(), b"1"])
+def test_values_that_are_no_numbers_are_not_loaded(value):
+    with ipu.Session() as session:
+        with pytest.raises((TypeError, ValueError), match="load|inhomogeneous"):
+            session.load({"w": value})
+        assert session.variables == {}
+
+
+def test_names_that_no_program_has_are_not_loaded(tmp_path):
+    with ipu.Session() as session, pytest.raises(TypeError, match="full names; got the key 1"):
+        session.load({1: 0.0})
+    training = Training(2)
+    name = next(iter(training.program.variables))
+    with ipu.Session() as session:
+        training.start(session)
+        training.run(session, 1)
+        before = session.variables
+        message = f"no compiled program has a variable '{name}x' .did you mean '{name}'"
+        with pytest.raises(ValueError, match=message):
+            session.load({f"{name}x": before[name], name: before[name] + 1})
+        assert_same_arrays(session.variables, before)
+        session.save(tmp_path / "checkpoint")
+        session.restore(tmp_path / "checkpoint")
+    del training
+    gc.collect()
+    with ipu.Session() as session:
+        session.load({"nowhere": 1.0})  # no program of this model is known yet
+        training = Training(2)
+        training.start(session)
+        with pytest.raises(ValueError, match="no compiled program has a variable 'nowhere'"):
+            training.run(session, 1)
+        training.run(session, 1)
+        assert "nowhere" not in session.variables
+
+
+def assert_same_arrays(actual, expected):
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_array_equal(actual[name], value)

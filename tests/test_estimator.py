@@ -16,6 +16,7 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event
 
 import ipu_pipeline as ipu
+from ipu_pipeline.checkpointing import checkpoints
 from ipu_pipeline.errors import CheckpointError
 from ipu_pipeline.estimator.scalars import ScalarWriter
 from ipu_pipeline.ipu_pipeline_estimator import IPUPipelineEstimator, IPUPipelineEstimatorSpec
@@ -24,6 +25,7 @@ from ipu_pipeline.ipu_session_run_hooks import SessionRunArgs, SessionRunHook
 from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput
 from tests.estimating import (
     assert_same_variables,
+    finite_input_fn,
     finite_of,
     input_fn,
     make_config,
@@ -837,3 +839,35 @@ def test_losses_accumulate_in_the_dtype_that_is_given(tmp_path):
     (fine,) = [value for _step, name, value in scalars_in(tmp_path / "other") if name == "loss"]
     assert rough != fine
     np.testing.assert_allclose(rough, fine, rtol=1e-2)  # the three digits of float16
+
+
+class Failing(SessionRunHook):
+    def before_run(self, run_context):
+        raise ArithmeticError(f"before the first update, at step {run_context.global_step}")
+
+
+def test_training_that_fails_at_once_leaves_the_checkpoint(tmp_path):
+    """Neither the name of its own data with the other's position, nor the other's as at an end."""
+    straight = make_estimator(tmp_path / "straight")
+    straight.train(input_fn, steps=64)
+    estimator = make_estimator(tmp_path / "model")
+    estimator.train(input_fn, steps=32)
+    document = checkpoints.read_document(estimator.latest_checkpoint())
+    with pytest.raises(ArithmeticError, match="before the first update"):
+        estimator.train(other_input_fn, hooks=[Failing()], steps=32)
+    assert checkpoints.read_document(estimator.latest_checkpoint()) == document
+    with pytest.raises(ArithmeticError, match="before the first update"):
+        estimator.train(input_fn, hooks=[Failing()], steps=32)
+    assert checkpoints.read_document(estimator.latest_checkpoint()) == document
+    with pytest.warns(UserWarning, match="nothing was trained, .* ended within the first weight update"):
+        estimator.train(functools.partial(finite_input_fn, 2), steps=32)
+    assert checkpoints.read_document(estimator.latest_checkpoint()) == document
+    estimator.train(input_fn, steps=32)  # goes on with its data
+    assert_same_variables(estimator, straight)
+
+
+def test_data_too_small_for_an_update_are_said(tmp_path):
+    estimator = make_estimator(tmp_path)
+    with pytest.warns(UserWarning, match="train: nothing was trained.*ended after 3.*Give more of them"):
+        estimator.train(functools.partial(finite_input_fn, 3), steps=80)
+    assert estimator.latest_checkpoint() is None

@@ -40,6 +40,7 @@ _PARTS = {_ARRAYS, "_CHECKPOINT_METADATA", "commit_success.txt", f"{DOCUMENT}.be
 _WRITTEN, _REPLACED = "being-written", "being-replaced"  # in the names of directories beside a checkpoint
 # What processes that ended leave in a series; the last is CheckpointManager's, of earlier versions.
 _LEFT_OVER = (f".*.{_WRITTEN}-*", "*.orbax-checkpoint-tmp*")
+_MOST_READS = 10  # of a series that others write meanwhile
 _NONE_READS = (
     "None of the checkpoints in {directory} can be read: {reasons} Training does not begin anew over "
     "them: give another directory, or remove these."
@@ -62,7 +63,7 @@ def write_checkpoint(
     """
     import orbax.checkpoint as ocp
 
-    target = Path(path).absolute()
+    target = _find_directory(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     _recover(target)
     if target.exists() and not (target / DOCUMENT).exists():
@@ -96,7 +97,7 @@ def read_document(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
       CheckpointError: there is no checkpoint, it is not complete, or its document is damaged.
     """
-    directory = Path(path).absolute()
+    directory = _find_directory(path)
     _recover(directory)
     if not directory.is_dir():
         raise CheckpointError(f"There is no checkpoint at {directory}.")
@@ -130,7 +131,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Snapshot:
     """
     import orbax.checkpoint as ocp
 
-    directory = Path(path).absolute()
+    directory = _find_directory(path)
     document = read_document(directory)
     for name, digest in document["files"].items():
         file = directory / name
@@ -183,7 +184,9 @@ class CheckpointSeries:
         """The steps of which there is a directory, from the oldest to the newest."""
         if not self.directory.is_dir():
             return []
-        return sorted(int(entry.name) for entry in self.directory.iterdir() if entry.name.isdecimal())
+        directories = [entry.name for entry in self.directory.iterdir() if entry.is_dir()]
+        numbers = [int(name) for name in directories if name.isdecimal()]
+        return sorted(number for number in numbers if str(number) in directories)
 
     def path(self, step: int) -> Path:
         """Where the checkpoint of a step is."""
@@ -204,14 +207,18 @@ class CheckpointSeries:
         Raises:
           CheckpointError: there are complete checkpoints, and none can be read.
         """
-        skipped: dict[int, CheckpointError] = {}
-        found = None
-        for step in reversed(self.steps()):
-            try:
-                found = step, read_checkpoint(self.path(step))
-                break
-            except CheckpointError as error:
-                skipped[step] = error
+        for _attempt in range(_MOST_READS):
+            listed = self.steps()
+            skipped: dict[int, CheckpointError] = {}
+            found = None
+            for step in reversed(listed):
+                try:
+                    found = step, read_checkpoint(self.path(step))
+                    break
+                except CheckpointError as error:
+                    skipped[step] = error
+            if found is not None or listed == self.steps():
+                break  # else another process has written a new one meanwhile, and deleted these
         reasons = " ".join(map(str, skipped.values()))
         if found is None and not all(isinstance(e, IncompleteCheckpointError) for e in skipped.values()):
             raise CheckpointError(_NONE_READS.format(directory=self.directory, reasons=reasons))
@@ -255,7 +262,7 @@ class CheckpointSeries:
         path = self.path(step)
         if (path / DOCUMENT).exists():
             return path
-        if path.exists():
+        if os.path.lexists(path):
             self._set_aside(step)
         for pattern in _LEFT_OVER:
             for left in self.directory.glob(pattern):
@@ -263,9 +270,7 @@ class CheckpointSeries:
         write_checkpoint(path, snapshot)
         for old in self.steps()[: -self._max_to_keep] if self._max_to_keep is not None else ():
             try:
-                # Without its document it is incomplete, if the rest is not deleted.
-                (self.path(old) / DOCUMENT).unlink(missing_ok=True)
-                shutil.rmtree(self.path(old))
+                _delete(self.path(old))
             except OSError as error:
                 _logger.error("The checkpoint %s could not be deleted: %s.", self.path(old), error)
         return path
@@ -291,11 +296,11 @@ class CheckpointSeries:
     def _set_aside(self, step: int) -> None:
         """Renames what cannot be read; what was being written when a process ended is deleted."""
         path = self.path(step)
-        if {entry.name for entry in path.iterdir()} <= _PARTS:
+        if not path.is_symlink() and path.is_dir() and {e.name for e in path.iterdir()} <= _PARTS:
             shutil.rmtree(path)
             return
         number = 0
-        while (other := path.with_name(f"unreadable-{step}-{number}")).exists():
+        while os.path.lexists(other := path.with_name(f"unreadable-{step}-{number}")):
             number += 1
         path.rename(other)
 
@@ -324,6 +329,20 @@ def _with_empty_ones(described: dict[str, Any], stored: dict[str, Any]) -> dict[
         else:
             found[key] = from_numpy(stored.get(key), part)
     return found
+
+
+def _find_directory(path: str | os.PathLike[str]) -> Path:
+    """Where a checkpoint lies: of a link, where it leads."""
+    return Path(os.path.realpath(path)) if os.path.islink(path) else Path(path).absolute()
+
+
+def _delete(path: Path) -> None:
+    """Deletes a checkpoint; of a link, the link."""
+    if path.is_symlink():
+        path.unlink()
+        return
+    (path / DOCUMENT).unlink(missing_ok=True)  # without it, what is left if this fails is incomplete
+    shutil.rmtree(path)
 
 
 def _beside(target: Path, what: str) -> Path:

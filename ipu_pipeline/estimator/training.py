@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -58,6 +59,7 @@ class Training:
         input_fn: Any,
         global_step: int,
         initializer: Any,
+        is_same_data: bool,
         begins_anew: bool,
     ) -> None:
         """Takes what it needs.
@@ -72,6 +74,7 @@ class Training:
           input_fn: where the data came from.
           global_step: where it begins.
           initializer: of the infeed.
+          is_same_data: whether the session's checkpoint is of training on what this `input_fn` returns.
           begins_anew: whether, if there are no more data right away, they are to begin again.
         """
         self._runs = Runs(made, session, hooks)
@@ -81,7 +84,8 @@ class Training:
         self._series = series
         self._scalars = scalars
         self._input_fn = describe_function(input_fn)
-        self._step = self._saved_step = self._reported_step = global_step
+        self._first_step = self._step = self._saved_step = self._reported_step = global_step
+        self._is_same_data = is_same_data
         self._begins_anew = begins_anew
         self._initializer = initializer
         self._has_ended = False  # the data
@@ -152,6 +156,13 @@ class Training:
     def _end_with_data(self, error: OutOfRangeError) -> None:
         self._has_ended = True
         _logger.info("Training ends at step %d: %s", self._step, error)
+        if self._step == self._first_step:
+            warnings.warn(
+                "train: nothing was trained, since the data of input_fn, or what an earlier call left of "
+                f"them, ended within the first weight update: {error} Give more of them, or repeat them, "
+                "or a smaller gradient_accumulation_count.",
+                stacklevel=5,
+            )
 
     def _mean_loss(self, outputs: Any) -> float:
         total, count = self._sum_losses(outputs)
@@ -228,7 +239,9 @@ class Training:
             return
         try:
             if (self._series.path(self._step) / DOCUMENT).exists():
-                self._series.amend(self._step, self._extra())
+                # That of an earlier training is about its own data, unless these are the same ones.
+                if self._step > self._first_step or (self._is_same_data and not is_error):
+                    self._series.amend(self._step, self._extra())
             else:
                 self._series.save(self._step, self._session.take_snapshot(extra=self._extra()))
         except Exception as error:

@@ -124,13 +124,24 @@ class Session:
         """Sets variables.
 
         Args:
-          mapping: full name -> array. A variable that does not exist yet takes the value when it comes
-            into being.
+          mapping: full name -> array of numbers or booleans. A variable that does not exist yet takes the
+            value when it comes into being.
 
         Raises:
-          ValueError: a variable exists with another shape, or a dtype that the value does not fit.
+          TypeError: a key is no string, or a value no such array.
+          ValueError: a variable exists with another shape, or a dtype that the value does not fit; or the
+            model has been compiled and has no such variable. Where it has not, the next run raises this.
         """
+        before = self._store.state
         self._store.load(mapping)
+        programs = compiled_programs()
+        known = {*mapping, *before.variables}
+        if any(not known.isdisjoint(program.variables) for program in programs):
+            try:
+                self._store.check_loaded(programs)
+            except ValueError:
+                self._store.state = before
+                raise
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes everything that training goes on from as a checkpoint, and returns when it is complete.
@@ -297,6 +308,8 @@ class Session:
     ) -> list[Any]:
         _check_feeds(programs, feeds)
         self._resumption.check(programs)
+        if programs:
+            self._store.check_loaded(compiled_programs())
         needs_devices = any(isinstance(one, (Program, InitializerOperation)) for one in fetches)
         if needs_devices:
             self._select_devices()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ipu_pipeline.checkpointing.session_state import KeptGradients, KeptOptimizer, Record, SessionState
@@ -14,6 +16,7 @@ from ipu_pipeline.engine.state import PipelineState, RunState
 from ipu_pipeline.engine.tracing.specs import VariableSpec, initial_value
 from ipu_pipeline.graph.placeholders import cast_exactly
 from ipu_pipeline.program.calls import Call, LoopCall, PipelineCall
+from ipu_pipeline.program.program import Program
 
 __all__ = ["Store"]
 
@@ -40,6 +43,9 @@ class Store:
         self.seed = seed
         self._key: Any = None
         self._key_implementation = key_implementation
+        self._unclaimed: set[str] = (
+            set()
+        )  # full names that were loaded, and that no program is known to have
 
     @property
     def key(self) -> Any:
@@ -56,7 +62,14 @@ class Store:
         """Sets variables; see `Session.load`."""
         loaded = {}
         for name, value in mapping.items():
+            if not isinstance(name, str):
+                raise TypeError(f"load: variables are called by their full names; got the key {name!r}.")
             array = np.array(value)
+            if not (jnp.issubdtype(array.dtype, jnp.number) or array.dtype == np.bool_):
+                raise TypeError(
+                    f"load: the value of variable {name} must be an array of numbers or booleans; got "
+                    f"{type(value).__name__} ({array.dtype})."
+                )
             known = self.state.variables.get(name)
             if known is not None:
                 if array.shape != known.shape:
@@ -65,8 +78,35 @@ class Store:
                     )
                 array = cast_exactly(array, known.dtype, f"load: the value of variable {name}")
             loaded[name] = array
+        self._unclaimed.update(name for name in loaded if name not in self.state.variables)
         variables = {**self.state.variables, **loaded}
         self.state = dataclasses.replace(self.state, variables=variables)
+
+    def check_loaded(self, programs: Sequence[Program]) -> None:
+        """Raises if no program has a variable that was loaded, and takes back what was.
+
+        Args:
+          programs: all that are known.
+
+        Raises:
+          ValueError: there is such a variable.
+        """
+        known = {name for program in programs for name in program.variables}
+        wrong = sorted(self._unclaimed - known)
+        self._unclaimed.clear()
+        if not wrong:
+            return
+        kept = {name: value for name, value in self.state.variables.items() if name not in wrong}
+        self.state = dataclasses.replace(self.state, variables=kept)
+        described = []
+        for name in wrong:
+            similar = difflib.get_close_matches(name, known, 1)
+            described.append(repr(name) + (f" (did you mean {similar[0]!r}?)" if similar else ""))
+        raise ValueError(
+            f"load: no compiled program has a variable {', '.join(described)}. Variables are called by "
+            "their full names, such as 'encoder/dense/kernel'; load them after their program has been "
+            "compiled."
+        )
 
     def variable(self, spec: VariableSpec) -> Any:
         """The value of a variable, which comes into being if it does not exist.
