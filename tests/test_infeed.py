@@ -2,12 +2,15 @@ import gc
 import threading
 import time
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import ipu_pipeline as ipu
 from ipu_pipeline.errors import OutOfRangeError
 from ipu_pipeline.ipu_infeed_queue import IPUInfeedQueue
 from ipu_pipeline.ipu_outfeed_queue import IPUOutfeedMode, IPUOutfeedQueue
+from ipu_pipeline.pipelining_ops import DispatchPlan
 
 
 def same(leaves):
@@ -239,3 +242,57 @@ def test_elements_that_are_random_keys():
 
     with pytest.raises(ValueError, match="must be pytrees of numeric arrays"):
         _shapes = IPUInfeedQueue([jax.random.key(0)]).element
+
+
+def refilling(count, as_jax):
+    """Elements of one array that is filled again for each, beside another one."""
+    buffer = np.empty(3, "float32")
+    for number in range(count):
+        buffer[...] = number
+        other = np.full((), number, "float32")
+        yield buffer, jnp.asarray(other) if as_jax else other
+        buffer[...] = -1
+
+
+@pytest.mark.parametrize("as_jax", [False, True])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"device_mapping": [0, 1]}, {"device_mapping": [1, 0]}),
+        ({"device_mapping": [0, 0]}, {"device_mapping": [0, 1]}),
+        ({"device_mapping": [0, 1], "dispatch_plan": DispatchPlan(2)}, {"device_mapping": [0, 0]}),
+        ({"device_mapping": [0, 1]}, {"device_mapping": [0, 1], "dispatch_plan": DispatchPlan(2)}),
+    ],
+)
+def test_a_refilled_buffer_is_shared_by_two_programs(first, second, as_jax):
+    """What was fetched ahead for one program goes to the other one as it was when it was fetched."""
+    infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(lambda: refilling(24, as_jax))
+
+    def compile_one(options):
+        outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
+
+        def model():
+            return ipu.pipelining_ops.pipeline(
+                [lambda x, y: (x, y), lambda x, y: (x, y * 1.0)],
+                gradient_accumulation_count=4,
+                infeed_queue=infeed,
+                outfeed_queue=outfeed,
+                **options,
+            )
+
+        with ipu.scopes.ipu_scope("/device:IPU:0"):
+            return ipu.ipu_compiler.compile(model), outfeed.dequeue()
+
+    programs = [compile_one(options) for options in (first, second)]
+    found = []
+    with ipu.Session() as session:
+        session.run(infeed.initializer)
+        for turn in (0, 1, 1, 0, 1, 0):
+            program, dequeue = programs[turn]
+            time.sleep(0.02)  # for what is fetched ahead
+            session.run(program)
+            found.append(session.run(dequeue))
+    expected = np.arange(24, dtype="float32")
+    x, y = (np.concatenate(parts) for parts in zip(*found, strict=True))
+    np.testing.assert_array_equal(y, expected)
+    np.testing.assert_array_equal(x, np.repeat(expected[:, None], 3, 1))

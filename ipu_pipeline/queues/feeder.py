@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ipu_pipeline.engine.devices.feeds import Element
 from ipu_pipeline.engine.jaxprs.shapes import as_shape, check_like, trees_equal
 from ipu_pipeline.errors import CheckpointError, OutOfRangeError
 from ipu_pipeline.graph.placeholders import cast_exactly
@@ -25,7 +26,7 @@ Place = Callable[[Sequence[Any]], Any]
 
 
 class _Entry(NamedTuple):
-    """An element that was fetched: as it came, and placed by `place`. Or an error, after the last one."""
+    """An element that was fetched: its leaves, what `place` made of them; or an error, after the last."""
 
     leaves: Sequence[Any]
     placed: Any
@@ -168,7 +169,9 @@ class Feeder:
         try:
             leaves = self._check(next(self._data))
             self._number += 1
-            return _Entry(leaves, place(leaves), place, None)
+            placed = place(leaves)
+            # The data set may overwrite its arrays from here on.
+            return _Entry(placed.leaves if isinstance(placed, Element) else leaves, placed, place, None)
         except StopIteration:
             error: BaseException = OutOfRangeError(
                 f"The infeed's data ended after {self._number} elements, before the run had all the "

@@ -1,7 +1,7 @@
 """Micro-batches on their way to the devices: each an `Element`, stacked as the programs take them.
 
 Elements are made by the thread that fetches micro-batches, and placed together: as many as a program
-handles.
+handles. An element has memory of its own: a data set may give the same arrays again, with other values.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class Stack:
 
 @dataclass(frozen=True, eq=False)
 class Element:
-    """A micro-batch: a row of a stack; or JAX arrays, which stay where they are until they are stacked.
+    """A micro-batch: a row of a stack; or with JAX arrays, which stay where they are until stacked.
 
     Attributes:
-      stack: None for JAX arrays.
+      stack: None for one with JAX arrays that is to be stacked.
       row: in the stack.
-      arrays: the JAX arrays, with NumPy arrays beside them.
+      arrays: the leaves, if they are not those of the stack's row.
     """
 
     stack: Stack | None
@@ -57,7 +57,9 @@ class Element:
     @property
     def leaves(self) -> Sequence[Any]:
         """The micro-batch's leaves."""
-        return self.arrays if self.stack is None else [array[self.row] for array in self.stack.arrays]
+        if self.arrays or self.stack is None:
+            return self.arrays
+        return [array[self.row] for array in self.stack.arrays]
 
 
 class Feed:
@@ -67,8 +69,8 @@ class Feed:
         """Makes an empty feed.
 
         Args:
-          place: puts stacked leaves on the devices that read them. Where stacks have one row, it is given
-            the leaves of a micro-batch as they are.
+          place: puts stacked leaves, whose memory nobody changes any more, on the devices that read them.
+            Where stacks have one row, it is given the leaves of a micro-batch as they are.
           size: micro-batches in a stack.
           is_block: whether stacks are large and of changing size (`set_size`): they have a first axis
             always, JAX arrays are copied to them, and they are placed when they are asked for. Else that is
@@ -89,11 +91,9 @@ class Feed:
 
     def add(self, leaves: Sequence[Any]) -> Element:
         """Takes a micro-batch. Safe to call from several threads; shares no memory with NumPy arrays."""
-        if not self._is_block:
-            if self._size == 1:
-                return Element(Stack([], self._place(leaves), 1), 0)
-            if any(isinstance(leaf, jax.Array) for leaf in leaves):
-                return Element(None, 0, leaves)
+        if not self._is_block and (self._size == 1 or any(isinstance(leaf, jax.Array) for leaf in leaves)):
+            own = [leaf if isinstance(leaf, jax.Array) else _copy(leaf) for leaf in leaves]
+            return Element(Stack([], self._place(own), 1) if self._size == 1 else None, 0, own)
         arrays = [np.asarray(leaf) for leaf in leaves]
         with self._lock:
             if self._stack is None or self._row == self._stack.num_rows:
@@ -158,6 +158,13 @@ def _make_stack(arrays: Sequence[Any], num_rows: int) -> Stack:
 def _fill(stack: Stack, row: int, leaves: Sequence[Any]) -> None:
     for array, leaf in zip(stack.arrays, leaves, strict=True):
         array[row] = leaf
+
+
+def _copy(leaf: Any) -> Any:
+    leaf = np.asarray(leaf)
+    copy = _empty(leaf.shape, leaf.dtype)
+    copy[...] = leaf
+    return copy
 
 
 def _empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:

@@ -124,7 +124,7 @@ class Executor(Runner[PendingStep]):
         )
         carried = () if iterated is None else iterated.carried
         self._carried_places = [traced.outputs.index(source) for source in carried]
-        self._feed = Feed(functools.partial(self._place_leaves, len(carried)), self._chunk.size)
+        self._feed = Feed(functools.partial(self._place_leaves, put, len(carried)), self._chunk.size)
         self._is_compiled = False
         self._options = options
         self._make_timetable = make_timetable
@@ -202,7 +202,7 @@ class Executor(Runner[PendingStep]):
         """Runs the weight update, and of a loop the iteration before."""
         request, accumulated = pending.request, pending.accumulated
         if accumulated is None:
-            carried = iter(self._place_leaves(0, request.carried))
+            carried = iter(self._place_leaves(put_host_copies, 0, request.carried))
             fed = iter(pending.chunk)
             num_carried = len(request.carried)
             chunk = [next(carried if slot.leaf < num_carried else fed) for slot in self.plan.feed_slots]
@@ -222,10 +222,11 @@ class Executor(Runner[PendingStep]):
         after = self.advance(state, variables, leaves, accumulators, pending.count, request.every)
         return Progress(after, accumulated.carried, accumulated.collected, pending.count)
 
-    def _place_leaves(self, first: int, leaves: Sequence[Any]) -> list[Any]:
+    def _place_leaves(self, put: Callable[..., list[Any]], first: int, leaves: Sequence[Any]) -> list[Any]:
         """Leaves of a micro-batch or chunk where they are needed, in the order of `feed_slots`.
 
         Args:
+          put: puts arrays on a row.
           first: the number of the first one that is given.
           leaves: all that follow, or some.
         """
@@ -236,7 +237,7 @@ class Executor(Runner[PendingStep]):
             wanted = [p for p, feed_slot in enumerate(feed_slots) if feed_slot.row is row]
             if wanted:
                 arrays = [leaves[feed_slots[p].leaf - first] for p in wanted]
-                for p, array in zip(wanted, put_host_copies(arrays, row), strict=True):
+                for p, array in zip(wanted, put(arrays, row), strict=True):
                     placed[p] = array
         return placed
 
