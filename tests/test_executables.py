@@ -9,7 +9,8 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from ipu_pipeline import engine
 from ipu_pipeline.engine import reference
-from ipu_pipeline.engine.execution import executables
+from ipu_pipeline.engine.execution import compiling, executables
+from ipu_pipeline.engine.execution.executables import Executable
 from tests import models
 
 WIDTH, COUNT, NUM_STAGES = 16, 8, 5
@@ -150,3 +151,41 @@ def test_what_cannot_be_loaded_is_compiled(method, monkeypatch, no_cache):
 
 def test_what_runs_in_the_thread_that_starts_it_is_compiled_apart(no_cache):
     assert len(run(make(), width=2)) == 3 * NUM_STAGES - 1
+
+
+@pytest.mark.parametrize(
+    "moment", ["the first is loaded", "the last is loaded", "the first is put in place"]
+)
+def test_ctrl_c_while_equal_stages_are_compiled(moment, no_cache, monkeypatch):
+    """What has been loaded and put in place by then hinders no later run."""
+    pipeline = make()
+    rng = np.random.default_rng(0)
+    step = [tuple(rng.normal(size=(2, 4, WIDTH)).astype("float32")) for _ in range(COUNT)]
+    state = pipeline.init(jax.random.key(0), step[0])
+    executor = pipeline.prepare()
+    calls = []
+
+    def interrupted(original, number):
+        def call(*arguments):
+            calls.append(arguments)
+            if len(calls) == number:
+                raise KeyboardInterrupt
+            return original(*arguments)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        if moment == "installing":
+            original = compiling._Programs.start
+
+            def start(self, function, arguments, row, options, install):
+                original(self, function, arguments, row, options, interrupted(install, 2))
+
+            patch.setattr(compiling._Programs, "start", start)
+        else:
+            number = 1 if "first" in moment else 3
+            patch.setattr(Executable, "load", interrupted(Executable.load, number))
+        with pytest.raises(KeyboardInterrupt):
+            pipeline.step(state, step)
+    assert not executor._is_compiled
+    run(pipeline)

@@ -11,6 +11,14 @@ from ipu_pipeline.errors import OutOfRangeError
 from ipu_pipeline.ipu_infeed_queue import IPUInfeedQueue
 from ipu_pipeline.ipu_outfeed_queue import IPUOutfeedMode, IPUOutfeedQueue
 from ipu_pipeline.pipelining_ops import DispatchPlan
+from ipu_pipeline.queues import outfeed as outfeed_module
+
+
+def dequeue(queue):
+    value = queue.read()
+    queue.set_aside()
+    queue.drop()
+    return value
 
 
 def same(leaves):
@@ -167,8 +175,8 @@ def test_outfeed_copies_to_the_host_beyond_its_depth():
         queue.extend([jax.block_until_ready(jnp.float32(number))], None)
     assert [type(part.leaves[0]) for part in queue._on_host] == [np.ndarray] * 3
     assert len(queue._on_device) == 2
-    np.testing.assert_array_equal(queue.take(), range(5))
-    assert queue.take().shape == (0,)
+    np.testing.assert_array_equal(dequeue(queue), range(5))
+    assert dequeue(queue).shape == (0,)
 
 
 @pytest.mark.parametrize("mode", list(IPUOutfeedMode))
@@ -184,7 +192,7 @@ def test_outfeed_of_stacked_elements(mode):
     queue.extend([stack[5], -stack[5]], None)
     assert len(queue._on_device) == 1  # the four are on the host
     queue.extend([stack, -stack], 0)
-    first, second = queue.take()
+    first, second = dequeue(queue)
     expected = [0, 1, 2, 3, 5] if mode is IPUOutfeedMode.ALL else 5
     np.testing.assert_array_equal(first, expected)
     np.testing.assert_array_equal(second, np.negative(expected))
@@ -296,3 +304,62 @@ def test_a_refilled_buffer_is_shared_by_two_programs(first, second, as_jax):
     x, y = (np.concatenate(parts) for parts in zip(*found, strict=True))
     np.testing.assert_array_equal(y, expected)
     np.testing.assert_array_equal(x, np.repeat(expected[:, None], 3, 1))
+
+
+@pytest.mark.parametrize("has_started", [False, True])
+def test_ctrl_c_while_the_thread_starts(has_started, monkeypatch):
+    """The interrupt arrives as such, and the next connection goes on with the next element."""
+    queue = IPUInfeedQueue(lambda: iter([np.float32(number) for number in range(20)]))
+    queue.initialize()
+    start = threading.Thread.start
+
+    def interrupted(thread):
+        if has_started:
+            start(thread)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            queue.connect(same)
+    queue.stop()
+    take_some = queue.connect(same, num_taken=4)
+    for number in range(0, 20, 4):
+        assert [float(*one) for one in take_some(4)] == list(range(number, number + 4))
+    assert sum(thread.name == "ipu-infeed" for thread in threading.enumerate()) <= 1
+
+
+@pytest.mark.parametrize("mode", list(IPUOutfeedMode))
+def test_what_nobody_got_is_dequeued_again(mode, monkeypatch):
+    """By a run that is interrupted while it dequeues, and by one in which something later fails."""
+    infeed = IPUInfeedQueue(lambda: iter([(np.full(2, number, "float32"),) for number in range(8)]))
+    outfeed = IPUOutfeedQueue(outfeed_mode=mode)
+
+    def model():
+        return ipu.pipelining_ops.pipeline(
+            [lambda x: x, lambda x: x * 2.0],
+            gradient_accumulation_count=4,
+            infeed_queue=infeed,
+            outfeed_queue=outfeed,
+        )
+
+    with ipu.scopes.ipu_scope("/device:IPU:0"):
+        program = ipu.ipu_compiler.compile(model)
+    with ipu.Session() as session:
+        session.run([infeed.initializer, program])
+        with monkeypatch.context() as patch:
+            patch.setattr(outfeed_module._Part, "on_host", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                session.run(outfeed.dequeue())
+        with pytest.raises(OutOfRangeError):
+            session.run([outfeed.dequeue(), program, outfeed.dequeue(), program])
+        found = session.run(outfeed.dequeue())
+        expected = 2 * np.repeat(np.arange(8, dtype="float32")[:, None], 2, 1)
+        np.testing.assert_array_equal(found, expected if mode is IPUOutfeedMode.ALL else expected[-1])
+        if mode is IPUOutfeedMode.ALL:
+            found = session.run(outfeed.dequeue())
+            assert found.shape == (0, 2)
+
+
+def interrupt(*_arguments):
+    raise KeyboardInterrupt

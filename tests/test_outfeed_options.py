@@ -416,4 +416,4 @@ def test_the_last_element_is_all_that_is_held():
         queue.extend([values.pop(0)], None)
     gc.collect()
     assert [reference() is None for reference in dropped] == [True, True, False]
-    assert queue.take() == 2
+    assert queue.read() == 2

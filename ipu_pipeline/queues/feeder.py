@@ -57,7 +57,8 @@ class Feeder:
         self._taken: list[_Entry] = []  # at the last call of `take`, if it may be given back
         self._has_wide_dtypes = False
         self._place: Place | None = None
-        self._thread: threading.Thread | None = None
+        self._thread: threading.Thread | None = None  # the last one that was started
+        self._turn: object = None  # of the thread that is to run; another one ends
         self._is_running = False
         self._is_stopping = False
         self._is_given_up = False
@@ -73,9 +74,17 @@ class Feeder:
             self._condition.notify_all()
             self._is_stopping = self._is_given_up = False
             if not self._is_running and not self._has_ended():
-                self._is_running = True
-                self._thread = threading.Thread(target=self._run, name="ipu-infeed", daemon=True)
-                self._thread.start()
+                turn = object()
+                try:
+                    self._turn, self._is_running = turn, True
+                    thread = threading.Thread(
+                        target=self._run, args=(turn,), name="ipu-infeed", daemon=True
+                    )
+                    thread.start()
+                    self._thread = thread
+                except BaseException:  # Ctrl-C: the thread may have been started or not; if it was, it ends
+                    self._turn, self._is_running = None, False
+                    raise
 
     def stop(self) -> None:
         """Ends the thread, and waits for it half a second."""
@@ -144,9 +153,11 @@ class Feeder:
     def _has_ended(self) -> bool:
         return bool(self._buffer) and self._buffer[-1].error is not None
 
-    def _run(self) -> None:
+    def _run(self, turn: object) -> None:
         while True:
             with self._condition:
+                if turn is not self._turn:
+                    return
                 while len(self._buffer) >= self._depth and not self._is_stopping:
                     self._condition.wait()
                 if self._is_stopping or self._has_ended():

@@ -92,6 +92,7 @@ class IPUOutfeedQueue:
         self._structure: tuple[Any, tuple[jax.ShapeDtypeStruct, ...]] | None = None
         self._on_device: collections.deque[_Part] = collections.deque()
         self._on_host: list[_Part] = []
+        self._read: list[_Part] = []  # by a run that has not returned yet
 
     @property
     def outfeed_mode(self) -> IPUOutfeedMode:
@@ -188,8 +189,8 @@ class IPUOutfeedQueue:
             )
         return OutfeedOperation(self)
 
-    def take(self) -> Any:
-        """What the operation returns; waits for what is still being computed.
+    def read(self) -> Any:
+        """What the operation returns; waits for what is still being computed. It changes nothing.
 
         Raises:
           ValueError: no program enqueues to the queue; or, in mode LAST, nothing was enqueued yet.
@@ -205,7 +206,6 @@ class IPUOutfeedQueue:
                 raise ValueError("The outfeed is in mode LAST and nothing has been enqueued yet.")
             arrays = [leaf[-1] for leaf in parts[-1].on_host().stacked()]
         else:
-            self._on_host, self._on_device = [], collections.deque()
             stacks = [part.on_host().stacked() for part in parts]
             arrays = [
                 np.concatenate([stack[place] for stack in stacks])
@@ -215,6 +215,20 @@ class IPUOutfeedQueue:
             ]
         value = tree.unflatten(arrays)
         return list(value) if isinstance(value, tuple) else value
+
+    def set_aside(self) -> None:
+        """Sets aside what `read` returned, so that the next one does not; in mode LAST it comes again."""
+        if self._mode is IPUOutfeedMode.ALL:
+            self._read += [*self._on_host, *self._on_device]
+            self._on_host, self._on_device = [], collections.deque()
+
+    def put_back(self) -> None:
+        """Takes `set_aside` back: nobody got what was read."""
+        self._on_host, self._read = [*self._read, *self._on_host], []
+
+    def drop(self) -> None:
+        """Lets go of what was set aside."""
+        self._read = []
 
 
 def _as_array(leaf: Any) -> jax.Array:

@@ -20,7 +20,7 @@ from ipu_pipeline.program.program import Program
 from ipu_pipeline.program.registry import compiled_programs
 from ipu_pipeline.queues.infeed import InfeedOperation, IPUInfeedQueue
 from ipu_pipeline.queues.outfeed import OutfeedOperation
-from ipu_pipeline.session import exporting
+from ipu_pipeline.session import exporting, interrupts
 from ipu_pipeline.session.resuming import Resumption, check_snapshot
 from ipu_pipeline.session.running import Limit, run_program
 from ipu_pipeline.session.store import Store
@@ -271,14 +271,20 @@ class Session:
                     f"{type(one).__name__}."
                 )
         programs = [one for one in fetches if isinstance(one, Program)]
+        outfeeds = [one.queue for one in fetches if isinstance(one, OutfeedOperation)]
         try:
             values = self._run_all(fetches, programs, feed_dict or {})
+            result = jax.tree.unflatten(tree, values)
         except BaseException:
+            with interrupts.deferred():  # what was dequeued before it failed goes to nobody
+                for outfeed in outfeeds:
+                    outfeed.put_back()
             for program in programs:
                 for infeed in program.infeeds:
                     infeed.stop()
             raise
-        result = jax.tree.unflatten(tree, values)
+        for outfeed in outfeeds:
+            outfeed.drop()
         return list(result) if isinstance(result, tuple) else result
 
     def run_part(
@@ -332,7 +338,10 @@ class Session:
             self._resumption = Resumption()
             return None
         if isinstance(operation, OutfeedOperation):
-            return operation.queue.take()
+            value = operation.queue.read()
+            with interrupts.deferred():
+                operation.queue.set_aside()
+            return value
         if operation.starts:
             self._infeeds[operation.queue] = operation.queue.initialize()
         else:

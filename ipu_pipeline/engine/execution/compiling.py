@@ -23,6 +23,7 @@ from ipu_pipeline.engine.devices.residence import Residence
 from ipu_pipeline.engine.devices.rows import Row
 from ipu_pipeline.engine.execution.dispatches import Plan
 from ipu_pipeline.engine.execution.executables import Executable, is_portable
+from ipu_pipeline.engine.execution.weight_updates import WeightUpdate
 from ipu_pipeline.engine.programs.chunks import ChunkForm
 from ipu_pipeline.engine.schedules.actions import ActionKind
 from ipu_pipeline.engine.updates.environment import UpdateEnvironment
@@ -84,12 +85,16 @@ class _Programs:
         """
         temporary_bytes: dict[int, int] = {}
         compiled = [(future.result(), same) for future, same in self._started]
-        waiting = [self.threads.submit(_load, one, same[1:]) for one, same in compiled if len(same) > 1]
+        waiting = [
+            (same[1:], self.threads.submit(_load, one, same[1:])) for one, same in compiled if len(same) > 1
+        ]
         for one, same in compiled:
             for lowered in same:
                 note_temporaries(temporary_bytes, lowered.row, one)
-        for future in waiting:
-            future.result()
+        loaded = [(programs, future.result()) for programs, future in waiting]
+        for programs, functions in loaded:  # when all is there: what came before can be done again
+            for program, function in zip(programs, functions, strict=False):
+                program.install(function)
         return temporary_bytes
 
 
@@ -101,17 +106,18 @@ def note_temporaries(temporary_bytes: dict[int, int], row: Row, compiled: Any) -
         temporary_bytes[row.ipu] = max(known, int(analysis.temp_size_in_bytes))
 
 
-def _load(compiled: Any, programs: Sequence[_Lowered]) -> None:
-    """Loads a compiled program for the others' devices; compiles them where that cannot be done."""
+def _load(compiled: Any, programs: Sequence[_Lowered]) -> list[Any]:
+    """A compiled program, loaded for the others' devices.
+
+    Where that cannot be done, they are compiled; then nothing is returned, as JAX finds them.
+    """
     try:
         executable = Executable(compiled)
-        loaded = [executable.load(program.row.devices[0]) for program in programs]
+        return [executable.load(program.row.devices[0]) for program in programs]
     except Exception:  # of JAX or XLA, whatever it is: loading only saves time
         for program in programs:
             program.lowered.compile()
-        return
-    for program, function in zip(programs, loaded, strict=True):
-        program.install(function)
+        return []
 
 
 def compile_ahead(
@@ -119,7 +125,7 @@ def compile_ahead(
     prepared: Sequence[Sequence[Any]],
     accumulators: Mapping[str, Any],
     residence: Residence,
-    update_functions: list[Any],
+    weight_update: WeightUpdate,
     chunk: ChunkForm,
     options: CompilerOptions,
     is_shared: bool,
@@ -131,7 +137,7 @@ def compile_ahead(
       prepared: of each, the arguments that stay the same during a step, None for others.
       accumulators: by key.
       residence: where state lives.
-      update_functions: the programs of the weight update, jitted.
+      weight_update: what follows the micro-batches.
       chunk: how many micro-batches a program handles.
       options: XLA's, per program.
       is_shared: whether programs that are the same on several devices may be compiled once.
@@ -143,7 +149,7 @@ def compile_ahead(
     try:
         results = _start_templates(plan, prepared, accumulators, residence, chunk, options, programs)
         if residence.updates is not None:
-            _start_updates(residence, accumulators, update_functions, results, options.update, programs)
+            _start_updates(residence, accumulators, weight_update, results, options.update, programs)
         return programs.finish()
     finally:  # after an error or an interrupt, what has not begun is not waited for
         programs.threads.shutdown(wait=False, cancel_futures=True)
@@ -180,8 +186,8 @@ def _start_templates(
         is_forward = template.kind is ActionKind.FORWARD
         own = (options.of_forward if is_forward else options.of_backward)(template.stage)
         install = functools.partial(setattr, template, "function")
-        programs.start(template.function, arguments, row, own, install)
-        results = jax.eval_shape(template.function, *arguments)
+        programs.start(template.jitted, arguments, row, own, install)
+        results = jax.eval_shape(template.jitted, *arguments)
         moved = [
             (place, slot)
             for _row, places, to in template.transfers
@@ -195,7 +201,7 @@ def _start_templates(
 def _start_updates(
     residence: Residence,
     accumulators: Mapping[str, Any],
-    functions: list[Any],
+    weight_update: WeightUpdate,
     outputs: Sequence[Any],
     options: Options,
     programs: _Programs,
@@ -205,12 +211,12 @@ def _start_updates(
     leaves = [leaf.aval for leaf in updates.state_leaves]
     count = jax.ShapeDtypeStruct((), np.int32)
     known = UpdateEnvironment(residence.traced.variables, accumulators, leaves, outputs, count)
-    for number, (program, function) in enumerate(zip(updates.updates, functions, strict=True)):
+    for number, (program, jitted) in enumerate(zip(updates.updates, weight_update.jitted, strict=True)):
         row = residence.rows[program.stage]
         arguments = [_struct(known[value].shape, known[value].dtype, row) for value in program.arguments]
-        install = functools.partial(functions.__setitem__, number)
-        programs.start(function, arguments, row, options, install)
-        for value, result in zip(program.results, jax.eval_shape(function, *arguments), strict=True):
+        install = functools.partial(weight_update.functions.__setitem__, number)
+        programs.start(jitted, arguments, row, options, install)
+        for value, result in zip(program.results, jax.eval_shape(jitted, *arguments), strict=True):
             if value.kind == UpdateKind.SENT:
                 known[value] = result
 

@@ -271,7 +271,7 @@ class Executor(Runner[PendingStep]):
                 prepared,
                 accumulators,
                 self.residence,
-                self._weight_update.functions,
+                self._weight_update,
                 self._chunk,
                 self._options,
                 is_shared=not self._has_callbacks,

@@ -34,7 +34,8 @@ class Template:
       index: its place among the plan's templates.
       kind: forward or backward.
       stage: whose.
-      function: the jitted program.
+      jitted: the jitted program.
+      function: what is called: that, or what was loaded in its place.
       row: where it runs.
       num_arguments: how many there are.
       accumulators: keys of accumulators, in the order of the first arguments and the first results.
@@ -56,6 +57,7 @@ class Template:
     index: int
     kind: ActionKind
     stage: int
+    jitted: Any
     function: Callable[..., list[Any]]
     row: Row
     num_arguments: int
@@ -139,11 +141,13 @@ class TemplateMaker:
         accumulators = named(BindingKind.ACCUMULATOR)
         assert [place for place, _key in accumulators] == list(range(len(accumulators)))
         loads = [(place, slot_of(binding, row)) for place, binding in arguments]
+        jitted = _jit(work.program, row, len(accumulators) if donate_accumulators else 0, options)
         template = Template(
             index=index,
             kind=work.kind,
             stage=work.stage,
-            function=_jit(work.program, row, len(accumulators) if donate_accumulators else 0, options),
+            jitted=jitted,
+            function=jitted,
             row=row,
             num_arguments=len(arguments),
             accumulators=tuple(key for _place, key in accumulators),

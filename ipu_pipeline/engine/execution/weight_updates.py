@@ -26,7 +26,8 @@ class WeightUpdate:
 
     Attributes:
       residence: where the pipeline's state lives.
-      functions: its programs, jitted; none without training.
+      jitted: its programs, jitted; none without training.
+      functions: what is called: these, or what was loaded in their place.
       read: positions of the last stage's outputs that are read, by what makes the optimizer's state at the
         start, and by the update.
     """
@@ -44,14 +45,15 @@ class WeightUpdate:
         """
         self.residence = residence
         self.read: tuple[set[Any], set[Any]] = (set(), set())
-        self.functions: list[Callable[..., list[Any]]] = []
+        self.jitted: tuple[Any, ...] = ()
         if residence.updates is not None:
             programs = residence.updates.updates
             self.read = (_find_read(residence.updates.inits), _find_read(programs))
-            self.functions = [
+            self.jitted = tuple(
                 jit_update(program, programs[number + 1 :], donate, donate_accumulators, options)
                 for number, program in enumerate(programs)
-            ]
+            )
+        self.functions: list[Callable[..., list[Any]]] = list(self.jitted)
 
     def run(
         self,
