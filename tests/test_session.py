@@ -561,3 +561,71 @@ def test_a_bigger_program_compiled_later_does_not_disturb():
         small.run(session)
         with pytest.raises(RuntimeError, match="20 IPUs are needed"):
             session.run(big)
+
+
+@pytest.mark.parametrize("mapping", [[0, 1], [0, 0]])
+def test_threads_run_one_after_another_and_read_meanwhile(mapping):
+    """The runs of three threads are those of one, and readers find the variables of one update each time."""
+    num_threads, num_runs = 3, 6
+    models_ = [front.Model(device_mapping=mapping, repeat_count=2) for _ in range(2)]
+    with ipu.Session(seed=3) as session, ipu.Session(seed=3) as plain:
+        session.run(models_[0].initializer)
+        session.run(ipu.global_variables_initializer())
+        plain.run(models_[1].initializer)
+        plain.run(ipu.global_variables_initializer())
+        errors, seen = [], []
+        is_done = threading.Event()
+
+        def work():
+            try:
+                for _ in range(num_runs):
+                    session.run(models_[0].program, {models_[0].rate: 0.01})
+            except BaseException as error:
+                errors.append(error)
+
+        def read():
+            try:
+                while not is_done.is_set():
+                    seen.append((session.update_count(), session.variables))
+                    session.variable_value(next(iter(seen[-1][1])))
+                    session.take_snapshot()
+            except BaseException as error:
+                errors.append(error)
+
+        workers = [threading.Thread(target=work) for _ in range(num_threads)]
+        reader = threading.Thread(target=read)
+        for thread in (*workers, reader):
+            thread.start()
+        for thread in workers:
+            thread.join()
+        is_done.set()
+        reader.join()
+        assert not errors, errors
+        states = [plain.variables]
+        for _ in range(num_threads * num_runs):
+            plain.run(models_[1].program, {models_[1].rate: 0.01})
+        assert session.update_count() == plain.update_count() == 2 * num_threads * num_runs
+        for name, value in plain.variables.items():
+            np.testing.assert_array_equal(session.variables[name], value)
+        assert len(seen) > 1
+        assert all(variables.keys() == states[0].keys() for _count, variables in seen)
+
+
+def test_python_that_is_called_back_may_read_the_session():
+    """Also while the update of a pipeline waits for it."""
+    found = []
+
+    def optimizer_function(rate, loss):
+        def update(updates, state, params=None):
+            jax.debug.callback(lambda: found.append(session.variables))
+            return optax.sgd(rate).update(updates, state, params)
+
+        made = optax.GradientTransformation(optax.sgd(0.1).init, update)
+        return ipu.pipelining_ops.OptimizerFunctionOutput(made, loss)
+
+    for mapping in ([0, 1], [0, 0]):
+        model = front.Model(device_mapping=mapping, optimizer_function=optimizer_function)
+        with ipu.Session() as session:
+            session.run([model.initializer, ipu.global_variables_initializer()])
+            model.run(session)
+    assert len(found) == 2 * session.update_count() > 0

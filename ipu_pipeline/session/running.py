@@ -6,6 +6,7 @@ iterations.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from jax.extend import core as jex_core
 from ipu_pipeline import config
 from ipu_pipeline.engine.devices.feeds import Take, take_nothing
 from ipu_pipeline.engine.devices.rows import make_rows, put_host_copies
-from ipu_pipeline.engine.execution.contract import Request
+from ipu_pipeline.engine.execution.contract import Request, Runner
 from ipu_pipeline.graph.placeholders import Placeholder
 from ipu_pipeline.program.calls import LoopCall, PipelineCall
 from ipu_pipeline.program.program import CallStep, Program, read_atom
@@ -115,7 +116,7 @@ def _run_pipeline(
         pending = pipeline.accumulate(state, take, inputs, left, call.repeat_count, count)
         # From here the old state may be gone (its memory is given to the new one) before the new
         # one is in its place.
-        with interrupts.deferred():
+        with interrupts.deferred(), _replacing(store, runner):
             before = int(state.execution_count)
             state, collected = pipeline.update(state, pending)
             done += int(state.execution_count) - before
@@ -158,7 +159,7 @@ def _run_loop(
     while (count is None or done < count) and loop.goes_on(inputs, changing):
         limit = num_fetched if count is None else min(num_fetched, count - done)
         elements = take(limit)  # an interrupt may end this; what has been taken is run
-        with interrupts.deferred():  # see _run_pipeline
+        with interrupts.deferred(), _replacing(store, runner):  # see _run_pipeline
             request = Request(inputs, every, limit, total, changing, done)
             pending = runner.fetch(state, request, functools.partial(_give, elements))
             progress = runner.run(state, pending)
@@ -176,6 +177,14 @@ def _run_loop(
             call.infeed_queue.give_back(num_unneeded)
     jax.block_until_ready((state.pipeline.variables, state.pipeline.optimizer_state))
     return loop.join_carried(constant, changing)
+
+
+def _replacing(store: Store, runner: Runner[Any]) -> contextlib.AbstractContextManager[Any]:
+    """For while a state is replaced by the next one; see `Store.lock`.
+
+    What waits for Python must not keep that from reading the session. Its arrays then stay readable anyway.
+    """
+    return contextlib.nullcontext() if runner.waits_for_python else store.lock
 
 
 def _give(elements: Sequence[Any], wanted: int) -> Sequence[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -58,6 +59,8 @@ class Session:
         self._limit = Limit()  # of the run, see `run_part`
         self._infeeds: dict[IPUInfeedQueue, object] = {}
         self._is_closed = False
+        # Held by whoever runs something or takes or gives the whole state; the others wait.
+        self._lock = threading.RLock()
 
     def __enter__(self) -> Session:
         """The session itself."""
@@ -93,15 +96,19 @@ class Session:
     @property
     def variables(self) -> dict[str, np.ndarray[Any, Any]]:
         """Copies of all variables, by full name."""
-        return {name: np.array(value) for name, value in sorted(self._store.state.variables.items())}
+        store = self._store
+        with store.lock:
+            return {name: np.array(value) for name, value in sorted(store.state.variables.items())}
 
-    def variable_value(self, name: str) -> Any:
-        """The value of a variable, where it is.
+    def variable_value(self, name: str) -> np.ndarray[Any, Any]:
+        """A copy of a variable's value.
 
         Raises:
           KeyError: there is none of this full name.
         """
-        return self._store.state.variables[name]
+        store = self._store
+        with store.lock:
+            return np.array(store.state.variables[name])
 
     def execution_count(self, name: str = "Pipeline") -> int:
         """How often the pipelines of this name have run: weight updates, or executions in inference."""
@@ -117,8 +124,9 @@ class Session:
         Raises:
           ValueError: one exists with another shape or dtype.
         """
-        for spec in program.variables.values():
-            self._store.variable(spec)
+        with self._lock:
+            for spec in program.variables.values():
+                self._store.variable(spec)
 
     def load(self, mapping: Mapping[str, Any]) -> None:
         """Sets variables.
@@ -132,16 +140,17 @@ class Session:
           ValueError: a variable exists with another shape, or a dtype that the value does not fit; or the
             model has been compiled and has no such variable. Where it has not, the next run raises this.
         """
-        before = self._store.state
-        self._store.load(mapping)
-        programs = compiled_programs()
-        known = {*mapping, *before.variables}
-        if any(not known.isdisjoint(program.variables) for program in programs):
-            try:
-                self._store.check_loaded(programs)
-            except ValueError:
-                self._store.state = before
-                raise
+        with self._lock:
+            before = self._store.state
+            self._store.load(mapping)
+            programs = compiled_programs()
+            known = {*mapping, *before.variables}
+            if any(not known.isdisjoint(program.variables) for program in programs):
+                try:
+                    self._store.check_loaded(programs)
+                except ValueError:
+                    self._store.state = before
+                    raise
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes everything that training goes on from as a checkpoint, and returns when it is complete.
@@ -157,9 +166,10 @@ class Session:
           OSError: it cannot be written.
           ValueError: there are no variables yet, or `path` exists and is no checkpoint.
         """
-        if not self._store.state.variables:
-            raise ValueError("There is nothing to save: no program has run, so there are no variables.")
-        checkpoints.write_checkpoint(path, self.take_snapshot(is_kept=False))
+        with self._lock:
+            if not self._store.state.variables:
+                raise ValueError("There is nothing to save: no program has run, so there are no variables.")
+            checkpoints.write_checkpoint(path, self.take_snapshot(is_kept=False))
 
     def export(
         self,
@@ -184,12 +194,13 @@ class Session:
           OSError: it cannot be written.
           ValueError: a placeholder has no value and is computed with, or `path` is something else.
         """
-        exporting.export(
-            path,
-            program,
-            dict(inputs or {}),
-            exporting.Exported(self._store.variable, lambda: self.key, self.seed, self.execution_count),
-        )
+        with self._lock:
+            exporting.export(
+                path,
+                program,
+                dict(inputs or {}),
+                exporting.Exported(self._store.variable, lambda: self.key, self.seed, self.execution_count),
+            )
 
     def restore(
         self, path: str | os.PathLike[str], *, allow_partial: bool = False, infeeds: bool = True
@@ -224,13 +235,14 @@ class Session:
           is_kept: whether programs may run before it is used.
           extra: what else belongs to it, JSON.
         """
-        state = self._store.state
-        if is_kept:
-            leaves, tree = jax.tree.flatten(state.arrays)
-            state = state.with_arrays(jax.tree.unflatten(tree, keep(leaves)))
-        implementation = jax.random.key_impl(self._store.key)
-        feeds = self._resumption.feeds
-        return Snapshot(state, self._store.seed, str(implementation), feeds, dict(extra or {}))
+        with self._lock:
+            state = self._store.state
+            if is_kept:
+                leaves, tree = jax.tree.flatten(state.arrays)
+                state = state.with_arrays(jax.tree.unflatten(tree, keep(leaves)))
+            implementation = jax.random.key_impl(self._store.key)
+            feeds = self._resumption.feeds
+            return Snapshot(state, self._store.seed, str(implementation), feeds, dict(extra or {}))
 
     def take_over(
         self, snapshot: Snapshot, path: str | os.PathLike[str], *, fits: bool = True, feeds: bool = True
@@ -238,11 +250,15 @@ class Session:
         """What `restore` does with a snapshot that was read from a path."""
         if fits:
             check_snapshot(snapshot, path, compiled_programs)
-        self._resumption = Resumption.of(snapshot, path, fits=fits, feeds=feeds)
-        self._store = Store(snapshot.seed, snapshot.key_implementation, snapshot.state)
+        with self._lock:
+            self._resumption = Resumption.of(snapshot, path, fits=fits, feeds=feeds)
+            self._store = Store(snapshot.seed, snapshot.key_implementation, snapshot.state)
 
     def run(self, fetch: Any, feed_dict: Mapping[Any, Any] | None = None) -> Any:
         """Runs something, and returns when it has completed.
+
+        Safe to call from several threads: they run one after another. Meanwhile `variables` and the counts
+        can be read.
 
         Args:
           fetch: a program, an infeed's `initializer` or `deleter`, what an outfeed's `dequeue` returned,
@@ -260,6 +276,10 @@ class Session:
           ValueError: `feed_dict` does not fit the program.
           KeyboardInterrupt: on Ctrl-C; completed weight updates stand.
         """
+        with self._lock:
+            return self._run(fetch, feed_dict or {})
+
+    def _run(self, fetch: Any, feed_dict: Mapping[Any, Any]) -> Any:
         if self._is_closed:
             raise RuntimeError("Attempted to use a closed Session.")
         fetches, tree = jax.tree.flatten(fetch, is_leaf=lambda node: not isinstance(node, (list, tuple)))
@@ -273,7 +293,7 @@ class Session:
         programs = [one for one in fetches if isinstance(one, Program)]
         outfeeds = [one.queue for one in fetches if isinstance(one, OutfeedOperation)]
         try:
-            values = self._run_all(fetches, programs, feed_dict or {})
+            values = self._run_all(fetches, programs, feed_dict)
             result = jax.tree.unflatten(tree, values)
         except BaseException:
             with interrupts.deferred():  # what was dequeued before it failed goes to nobody
@@ -303,11 +323,12 @@ class Session:
           max_updates: how many each pipeline does at most; executions, in inference.
           should_stop: asked after each update, or block of updates: whether the pipeline ends there.
         """
-        self._limit = Limit(max_updates, should_stop)
-        try:
-            return self.run(program, feed_dict)
-        finally:
-            self._limit = Limit()
+        with self._lock:
+            self._limit = Limit(max_updates, should_stop)
+            try:
+                return self.run(program, feed_dict)
+            finally:
+                self._limit = Limit()
 
     def _run_all(
         self, fetches: Sequence[Any], programs: Sequence[Program], feeds: Mapping[Any, Any]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -25,7 +26,9 @@ class Store:
     """The variables and optimizer state of a session.
 
     Attributes:
-      state: everything that runs change.
+      state: everything that runs change. It is replaced whole.
+      lock: held from when the memory of a state may be given to the next one until that is in its place;
+        and by those who read arrays of the state meanwhile, in another thread.
       seed: initial values and random keys depend on it.
     """
 
@@ -40,6 +43,7 @@ class Store:
           state: what it has.
         """
         self.state = SessionState() if state is None else state
+        self.lock = threading.RLock()
         self.seed = seed
         self._key: Any = None
         self._key_implementation = key_implementation

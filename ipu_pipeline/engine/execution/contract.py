@@ -88,6 +88,8 @@ class Runner(abc.ABC, Generic[PendingT]):
         long as nothing is compiled.
       assigned: full names of the variables that stages assign.
       needs_outputs: whether the optimizer's state at the start depends on the last stage's outputs.
+      waits_for_python: whether `run` may wait for Python that its programs call back into. Then it leaves
+        the memory of variables and optimizer state alone.
     """
 
     def __init__(
@@ -105,6 +107,7 @@ class Runner(abc.ABC, Generic[PendingT]):
         self._has_callbacks = any(jaxprs.has_callbacks(stage.flat) for stage in stages) or (
             updates is not None and updates.has_callbacks
         )
+        self.waits_for_python = self._has_callbacks
 
     @abc.abstractmethod
     def place_element(self, leaves: Sequence[Any]) -> Any:

@@ -146,7 +146,9 @@ class Executor(Runner[PendingStep]):
             lambda: [jnp.zeros(aval.shape, aval.dtype) for aval in collecting.avals],
             out_shardings=last_row.replicated,
         )
-        self._weight_update = WeightUpdate(residence, donate, options.update, not self._has_callbacks)
+        if iterated is None:  # of a pipeline, `fetch` waits for what stages call
+            self.waits_for_python = residence.updates is not None and residence.updates.has_callbacks
+        self._weight_update = WeightUpdate(residence, donate, options.update, self.waits_for_python)
 
     @property
     def weight_update(self) -> WeightUpdate:
@@ -217,7 +219,7 @@ class Executor(Runner[PendingStep]):
                 before.variables, leaves, accumulators, accumulated.last_outputs, request.every
             )
             variables = {**variables, **updated}
-            if self._has_callbacks:
+            if self.waits_for_python:
                 jax.block_until_ready((variables, leaves, accumulators))
         after = self.advance(state, variables, leaves, accumulators, pending.count, request.every)
         return Progress(after, accumulated.carried, accumulated.collected, pending.count)

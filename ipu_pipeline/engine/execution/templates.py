@@ -211,23 +211,23 @@ def jit_update(
     program: UpdateProgram,
     later: Sequence[UpdateProgram],
     donate: bool,
-    donate_accumulators: bool,
+    may_raise: bool,
     options: Options,
 ) -> Callable[..., list[Any]]:
-    """Jits an update program.
+    """Jits an update program, which may reuse the memory of the accumulators.
 
     Args:
       program: the program.
       later: those that run after it, whose arguments must still be there.
-      donate: whether the variables and optimizer state may be destroyed, if accumulators may.
-      donate_accumulators: whether these may be.
+      donate: whether the variables and optimizer state may be destroyed, too.
+      may_raise: whether Python may raise meanwhile: then nothing is destroyed.
       options: XLA's.
     """
 
     def is_donated(value: UpdateValue) -> bool:
         if value not in program.results or any(value in other.arguments for other in later):
             return False
-        return donate_accumulators and (donate or value.kind == UpdateKind.GRADIENT)
+        return not may_raise and (donate or value.kind == UpdateKind.GRADIENT)
 
     donated = tuple(place for place, value in enumerate(program.arguments) if is_donated(value))
 

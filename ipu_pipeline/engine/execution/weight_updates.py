@@ -33,7 +33,7 @@ class WeightUpdate:
     """
 
     def __init__(
-        self, residence: Residence, donate: bool, options: Options, donate_accumulators: bool = True
+        self, residence: Residence, donate: bool, options: Options, may_raise: bool = False
     ) -> None:
         """Jits the programs.
 
@@ -41,7 +41,7 @@ class WeightUpdate:
           residence: where the state lives.
           donate: whether an update may reuse the memory of the variables and optimizer state before it.
           options: XLA's.
-          donate_accumulators: whether it may reuse theirs; if not, no other memory either.
+          may_raise: whether Python may raise meanwhile: then it reuses no memory at all.
         """
         self.residence = residence
         self.read: tuple[set[Any], set[Any]] = (set(), set())
@@ -50,7 +50,7 @@ class WeightUpdate:
             programs = residence.updates.updates
             self.read = (_find_read(residence.updates.inits), _find_read(programs))
             self.jitted = tuple(
-                jit_update(program, programs[number + 1 :], donate, donate_accumulators, options)
+                jit_update(program, programs[number + 1 :], donate, may_raise, options)
                 for number, program in enumerate(programs)
             )
         self.functions: list[Callable[..., list[Any]]] = list(self.jitted)
