@@ -565,7 +565,7 @@ def test_a_bigger_program_compiled_later_does_not_disturb():
 
 @pytest.mark.parametrize("mapping", [[0, 1], [0, 0]])
 def test_threads_run_one_after_another_and_read_meanwhile(mapping):
-    """The runs of three threads are those of one, and readers find the variables of one update each time."""
+    """The runs of three threads are those of one, and readers find the variables of one update."""
     num_threads, num_runs = 3, 6
     models_ = [front.Model(device_mapping=mapping, repeat_count=2) for _ in range(2)]
     with ipu.Session(seed=3) as session, ipu.Session(seed=3) as plain:
