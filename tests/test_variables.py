@@ -3,6 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import ipu_pipeline as ipu
 from ipu_pipeline import engine, layers
 from ipu_pipeline.engine.tracing import scopes
 from ipu_pipeline.engine.tracing.specs import initial_value
@@ -172,3 +173,52 @@ def test_layer_names_do_not_depend_on_the_split():
     together = layer_names([lambda x: dense(dense(dense(x)))])
     assert together == ["dense/kernel", "dense_1/kernel", "dense_2/kernel"]
     assert layer_names([dense, dense, dense]) == together
+
+
+def compile_function(function, *inputs):
+    with ipu.scopes.ipu_scope("/device:IPU:0"):
+        return ipu.ipu_compiler.compile(function, list(inputs))
+
+
+def test_outside_of_stages_a_conflict_is_an_error_of_its_own():
+    def twice():
+        ipu.get_variable("w", (2,))
+        return ipu.get_variable("w", (2,))
+
+    with pytest.raises(ValueError, match="Variable w already exists, disallowed"):
+        compile_function(twice)
+
+    def shared():
+        ipu.get_variable("w", (2,))
+        with ipu.variable_scope("w", reuse=True):
+            pass
+        with scopes.absolute_scope("", reuse=True):
+            return ipu.get_variable("w", (3,))
+
+    with pytest.raises(ValueError, match=r"share variable w, but specified shape \(3,\)"):
+        compile_function(shared)
+
+
+def test_assign_outside_of_stages():
+    with pytest.raises(RuntimeError, match="assign.'w', .... was called outside of a computational stage"):
+        compile_function(lambda: ipu.assign("w", 1.0))
+
+
+@pytest.mark.parametrize(
+    ("function", "inputs", "message"),
+    [
+        ("no function", None, "fn must be a function; got 'no function'"),
+        (lambda x: x, [[1, [2, 3]]], "input"),
+        (lambda x: x, "text", "input"),
+    ],
+)
+def test_what_cannot_be_compiled(function, inputs, message):
+    with ipu.scopes.ipu_scope("/device:IPU:0"), pytest.raises(TypeError, match=message):
+        ipu.ipu_compiler.compile(function, inputs)
+
+
+def test_one_input_needs_no_list():
+    with ipu.scopes.ipu_scope("/device:IPU:0"):
+        program = ipu.ipu_compiler.compile(lambda x: x * 2, np.float32(3))
+    with ipu.Session() as session:
+        assert session.run(program) == 6
