@@ -629,3 +629,22 @@ def test_python_that_is_called_back_may_read_the_session():
             session.run([model.initializer, ipu.global_variables_initializer()])
             model.run(session)
     assert len(found) == 2 * session.update_count() > 0
+
+
+def test_a_data_set_that_runs_the_session_is_told():
+    """It would wait for the run that waits for it. What it may do is read."""
+
+    def dataset():
+        for number, element in enumerate(front.data()()):
+            assert isinstance(session.variables, dict)
+            if number == 6:
+                session.run(model.outfeed.dequeue())
+            yield element
+
+    with ipu.Session() as session:
+        model = front.Model(dataset=dataset)
+        session.run(ipu.global_variables_initializer())
+        session.run(model.initializer)
+        with pytest.raises(RuntimeError, match="A data set has called the session in the infeed's thread"):
+            for _ in range(5):
+                session.run(model.program, {model.rate: 0.01})

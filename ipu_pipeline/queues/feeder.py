@@ -19,9 +19,10 @@ from ipu_pipeline.errors import CheckpointError, OutOfRangeError
 from ipu_pipeline.graph.placeholders import cast_exactly
 from ipu_pipeline.queues.positions import DataPass, Position
 
-__all__ = ["Feeder", "Place", "as_array"]
+__all__ = ["Feeder", "Place", "as_array", "is_feeding"]
 
 _JOIN_SECONDS = 0.5
+_THREAD_NAME = "ipu-infeed"
 Place = Callable[[Sequence[Any]], Any]
 
 
@@ -78,7 +79,7 @@ class Feeder:
                 try:
                     self._turn, self._is_running = turn, True
                     thread = threading.Thread(
-                        target=self._run, args=(turn,), name="ipu-infeed", daemon=True
+                        target=self._run, args=(turn,), name=_THREAD_NAME, daemon=True
                     )
                     thread.start()
                     self._thread = thread
@@ -214,6 +215,11 @@ class Feeder:
             return array
 
         return check_like(jax.tree.map(convert, element), self._element, what)
+
+
+def is_feeding() -> bool:
+    """Whether the caller runs in the thread of an infeed, as data sets do."""
+    return threading.current_thread().name == _THREAD_NAME
 
 
 def _is_expected(leaf: Any, known: jax.ShapeDtypeStruct) -> bool:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -19,6 +20,7 @@ from ipu_pipeline.graph.operations import InitializerOperation
 from ipu_pipeline.graph.placeholders import Placeholder
 from ipu_pipeline.program.program import Program
 from ipu_pipeline.program.registry import compiled_programs
+from ipu_pipeline.queues.feeder import is_feeding
 from ipu_pipeline.queues.infeed import InfeedOperation, IPUInfeedQueue
 from ipu_pipeline.queues.outfeed import OutfeedOperation
 from ipu_pipeline.session import exporting, interrupts
@@ -124,7 +126,7 @@ class Session:
         Raises:
           ValueError: one exists with another shape or dtype.
         """
-        with self._lock:
+        with self._alone():
             for spec in program.variables.values():
                 self._store.variable(spec)
 
@@ -140,7 +142,7 @@ class Session:
           ValueError: a variable exists with another shape, or a dtype that the value does not fit; or the
             model has been compiled and has no such variable. Where it has not, the next run raises this.
         """
-        with self._lock:
+        with self._alone():
             before = self._store.state
             self._store.load(mapping)
             programs = compiled_programs()
@@ -166,7 +168,7 @@ class Session:
           OSError: it cannot be written.
           ValueError: there are no variables yet, or `path` exists and is no checkpoint.
         """
-        with self._lock:
+        with self._alone():
             if not self._store.state.variables:
                 raise ValueError("There is nothing to save: no program has run, so there are no variables.")
             checkpoints.write_checkpoint(path, self.take_snapshot(is_kept=False))
@@ -194,7 +196,7 @@ class Session:
           OSError: it cannot be written.
           ValueError: a placeholder has no value and is computed with, or `path` is something else.
         """
-        with self._lock:
+        with self._alone():
             exporting.export(
                 path,
                 program,
@@ -235,7 +237,7 @@ class Session:
           is_kept: whether programs may run before it is used.
           extra: what else belongs to it, JSON.
         """
-        with self._lock:
+        with self._alone():
             state = self._store.state
             if is_kept:
                 leaves, tree = jax.tree.flatten(state.arrays)
@@ -250,7 +252,7 @@ class Session:
         """What `restore` does with a snapshot that was read from a path."""
         if fits:
             check_snapshot(snapshot, path, compiled_programs)
-        with self._lock:
+        with self._alone():
             self._resumption = Resumption.of(snapshot, path, fits=fits, feeds=feeds)
             self._store = Store(snapshot.seed, snapshot.key_implementation, snapshot.state)
 
@@ -276,8 +278,26 @@ class Session:
           ValueError: `feed_dict` does not fit the program.
           KeyboardInterrupt: on Ctrl-C; completed weight updates stand.
         """
-        with self._lock:
+        with self._alone():
             return self._run(fetch, feed_dict or {})
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Waits for what other threads do with the session, and lets them wait.
+
+        Raises:
+          RuntimeError: a data set asks for it while a run may be waiting for the data.
+        """
+        if not self._lock.acquire(blocking=not is_feeding()):
+            raise RuntimeError(
+                "A data set has called the session in the infeed's thread, while a run of the session may "
+                "be waiting for its data. Compute what it needs before the run, or with JAX itself; "
+                "`Session.variables` can be read."
+            )
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     def _run(self, fetch: Any, feed_dict: Mapping[Any, Any]) -> Any:
         if self._is_closed:
@@ -323,7 +343,7 @@ class Session:
           max_updates: how many each pipeline does at most; executions, in inference.
           should_stop: asked after each update, or block of updates: whether the pipeline ends there.
         """
-        with self._lock:
+        with self._alone():
             self._limit = Limit(max_updates, should_stop)
             try:
                 return self.run(program, feed_dict)
