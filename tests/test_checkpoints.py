@@ -834,6 +834,7 @@ def test_odd_entries_of_a_series(tmp_path, trained):
     (tmp_path / "series").mkdir()
     (tmp_path / "series" / "500").write_text("notes")
     (tmp_path / "series" / "0016").mkdir()
+    (tmp_path / "series" / "007").mkdir()  # is no second step 7
     (tmp_path / "series" / "\u0663").mkdir()  # a decimal digit, too
     (tmp_path / "series" / "99").symlink_to(tmp_path / "nowhere")
     (tmp_path / "series" / "7").symlink_to(tmp_path / "elsewhere")
@@ -845,7 +846,7 @@ def test_odd_entries_of_a_series(tmp_path, trained):
         assert series.read_latest()[0] == step
     assert series.steps() == [99, 500]
     assert read_checkpoint(tmp_path / "elsewhere").seed == 7  # only the link to it was deleted
-    left = {"99", "500", "0016", "\u0663", "unreadable-99-0", "unreadable-500-0"}
+    left = {"99", "500", "0016", "007", "\u0663", "unreadable-99-0", "unreadable-500-0"}
     assert set(os.listdir(tmp_path / "series")) == left
 
 

@@ -184,9 +184,8 @@ class CheckpointSeries:
         """The steps of which there is a directory, from the oldest to the newest."""
         if not self.directory.is_dir():
             return []
-        directories = [entry.name for entry in self.directory.iterdir() if entry.is_dir()]
-        numbers = [int(name) for name in directories if name.isdecimal()]
-        return sorted(number for number in numbers if str(number) in directories)
+        names = [entry.name for entry in self.directory.iterdir() if entry.is_dir()]
+        return sorted(int(name) for name in names if name.isdecimal() and str(int(name)) == name)
 
     def path(self, step: int) -> Path:
         """Where the checkpoint of a step is."""
