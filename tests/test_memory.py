@@ -248,6 +248,14 @@ def test_the_state_that_is_on_each_ipu(mapping):
         )
 
 
+def test_an_ipu_that_only_infers_has_its_variables_alone():
+    pipeline = engine.Pipeline(make_stages(3), num_micro_batches=NUM_MICRO_BATCHES)
+    variables = bytes_by_device(run(pipeline).variables)
+    for plan in pipeline.plan_ipu_memory():
+        assert plan.num_variable_bytes == variables[plan.ipu] > 0
+        assert plan.num_optimizer_bytes == plan.num_accumulator_bytes == plan.num_activation_bytes == 0
+
+
 def test_the_temporaries_are_those_of_the_largest_program():
     pipeline = make(3, "grouped", None, dispatch_plan=engine.DispatchPlan())
     before = pipeline.plan_ipu_memory()

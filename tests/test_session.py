@@ -1,3 +1,4 @@
+import gc
 import threading
 
 import jax
@@ -532,6 +533,28 @@ def test_a_dropped_program_frees_its_memory():
     for _time in range(3):
         train()
     assert count() - before < 1000  # a few scalars that JAX keeps
+
+
+@pytest.mark.parametrize("is_run", [False, True])
+def test_programs_that_are_dropped_leave_next_to_nothing(is_run):
+    client = jax.devices()[0].client
+
+    def make_and_drop(number):
+        for _ in range(number):
+            model = front.Model()
+            if is_run:
+                with ipu.Session() as session:
+                    session.run(model.initializer)
+                    model.run(session)
+        for _ in range(3):
+            gc.collect()  # the first frees what the next one finds to be unused
+        return len(gc.get_objects()), len(client.live_executables())
+
+    num_objects, num_loaded = make_and_drop(2)
+    objects_left, loaded_left = make_and_drop(6)
+    # What JAX keeps in its caches of a few thousand entries; a program's own traces are 1600.
+    assert (objects_left - num_objects) / 6 < 800
+    assert loaded_left <= num_loaded
 
 
 def test_configuring_after_a_run_moves_the_program():

@@ -3,8 +3,9 @@
 Only this module uses such names, and `NAMES` lists them. A name is public if JAX's reference documentation
 describes it. `jax.extend.core`, on which the engine is built, is public in this sense; `jax.core` is not,
 nor is anything in jaxlib. The names are looked up once, when this module is imported. If one is missing,
-everything still works, only more slowly: arrays are moved by `jax.device_put`, loops are not reduced to the
-outputs that are needed, and equal programs are compiled one by one.
+everything still works, only more slowly or with more memory: arrays are moved by `jax.device_put`, loops
+are not reduced to the outputs that are needed, equal programs are compiled one by one, and what JAX traced
+for a program stays when the program is gone.
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ def make_send(device: Any, sharding: Any) -> Callable[[np.ndarray[Any, Any] | np
 _ShapedArray = _find("jax.core:ShapedArray")
 _Tracer = _find("jax.core:Tracer")
 _make_user_context = _find("jax:make_user_context")
-_trace_number = None if _make_user_context is None else _make_user_context(None)
+_trace_mark = None if _make_user_context is None else _make_user_context(None)
 
 
 def shaped_array(shape: Sequence[int], dtype: Any) -> Any:
@@ -151,16 +152,38 @@ def is_traced(value: Any) -> bool:
     return False
 
 
-@contextlib.contextmanager
-def fresh_trace(number: int) -> Iterator[None]:
-    """A context in which JAX traces inner functions anew, whatever its caches have.
+_trace_caches = [
+    cache
+    for cache in (
+        _find("jax._src.pjit:_infer_params_cached"),
+        _find("jax._src.interpreters.partial_eval:trace_to_jaxpr"),
+    )
+    if hasattr(cache, "cache_keys") and hasattr(cache, "evict_weakref")
+]
 
-    Args:
-      number: a different one for each context.
+
+def _drop_traces(mark: object) -> None:
+    """Takes the traces of a context, which nobody will look for again, out of JAX's caches.
+
+    A cache keeps a trace for as long as the traced function lives, and functions of `jax.numpy` live for
+    ever. It forgets all traces of a function at once; those of other contexts are made again when needed.
     """
-    if _trace_number is not None:
-        with _trace_number(number):
-            yield
+    for cache in _trace_caches:
+        for function in [key[0]() for key in cache.cache_keys() if mark in key[1]]:
+            if function is not None:
+                cache.evict_weakref(function)
+
+
+@contextlib.contextmanager
+def fresh_trace() -> Iterator[None]:
+    """A context in which JAX traces inner functions anew, whatever its caches have."""
+    if _trace_mark is not None:
+        mark = object()  # the caches tell contexts apart by it
+        try:
+            with _trace_mark(mark):
+                yield
+        finally:
+            _drop_traces(mark)
         return
     jax.clear_caches()  # which drops compiled programs, too; they are compiled again when called
     try:

@@ -12,10 +12,10 @@ import numpy as np
 from jax.extend import core as jex_core
 
 from ipu_pipeline import config
-from ipu_pipeline.engine import jaxprs
+from ipu_pipeline.engine import jax_compat, jaxprs
 from ipu_pipeline.engine.planning.dispatch_plans import DispatchPlan
 from ipu_pipeline.engine.tracing import frames, hoisting
-from ipu_pipeline.engine.tracing.specs import VariableSpec, fresh_trace
+from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.graph.operations import Operation
 from ipu_pipeline.graph.placeholders import Placeholder
 from ipu_pipeline.program.calls import Call, PipelineCall, ProgramBuilder, building, run_call_p
@@ -237,7 +237,7 @@ def build_program(
         for value in inputs
     ]
     try:
-        with fresh_trace():
+        with jax_compat.fresh_trace():
             closed_jaxpr = jax.make_jaxpr(traced)(*avals)
     except TypeError as error:
         # Most uses of a placeholder raise its own error; JAX's innermost functions look at types only.

@@ -12,11 +12,10 @@ from typing import Any, TypeAlias
 
 import jax
 
-from ipu_pipeline.engine import jaxprs
+from ipu_pipeline.engine import jax_compat, jaxprs
 from ipu_pipeline.engine.loops import shards
 from ipu_pipeline.engine.loops.recording import BodyFrame, Enqueued, TrainingStep, enqueue_p, minimize_p
 from ipu_pipeline.engine.tracing import faults, frames, hoisting
-from ipu_pipeline.engine.tracing.specs import fresh_trace
 from ipu_pipeline.engine.tracing.traced import Source, TracedPipeline
 
 __all__ = ["BodyFunction", "TracedBody", "trace_body"]
@@ -111,7 +110,7 @@ def _trace(
             return function(carried_values, element_value)
 
     try:
-        with fresh_trace():
+        with jax_compat.fresh_trace():
             closed_jaxpr = jax.make_jaxpr(call)(list(carried), element)
     except Exception as error:
         faults.add_note(error, place, given)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,10 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_pipeline.engine import jax_compat
 from ipu_pipeline.engine.tracing import scopes
 
-__all__ = ["Initializer", "VariableSpec", "fresh_trace", "initial_value", "make_spec", "serial_numbers"]
+__all__ = ["Initializer", "VariableSpec", "initial_value", "make_spec", "serial_numbers"]
 
 Initializer: TypeAlias = "Callable[[jax.Array, tuple[int, ...], Any], jax.Array]"
 
@@ -43,14 +41,9 @@ class VariableSpec:
 
 
 # JAX caches the traces of inner functions. A function that asks for variables or keys must be traced
-# again in every stage, so each stage is traced in a context of its own, which the caches respect. Within
-# one stage a trace that is used twice shows by the serial numbers of its markers.
+# again in every stage, so each stage is traced within `jax_compat.fresh_trace`. Within one stage a trace
+# that is used twice shows by the serial numbers of its markers.
 serial_numbers = itertools.count()
-
-
-def fresh_trace() -> contextlib.AbstractContextManager[None]:
-    """A context in which inner functions are traced anew."""
-    return jax_compat.fresh_trace(next(serial_numbers))
 
 
 def initial_value(spec: VariableSpec, key: jax.Array) -> jax.Array:

@@ -20,7 +20,6 @@ from ipu_pipeline.engine.jaxprs.shapes import describe
 from ipu_pipeline.engine.tracing import frames, hoisting
 from ipu_pipeline.engine.tracing.checkpoints import check_marks
 from ipu_pipeline.engine.tracing.faults import Faults, describe_arguments, find_signature_fault
-from ipu_pipeline.engine.tracing.specs import fresh_trace
 from ipu_pipeline.engine.tracing.traced import Source, TracedPipeline, TracedStage, share_variables
 
 __all__ = [
@@ -225,7 +224,7 @@ def _trace_stage(
             return list(result_leaves)
 
     try:
-        with fresh_trace():
+        with jax_compat.fresh_trace():
             closed_jaxpr = jax.make_jaxpr(call)(*leaves)
     except Exception as error:
         faults.add(frame.place, error, frame.given)
