@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         scopes,
         utils,
     )
+    from ipu_pipeline.config import set_num_devices
     from ipu_pipeline.engine.tracing.keys import next_rng_key
     from ipu_pipeline.engine.tracing.scopes import variable_scope
     from ipu_pipeline.engine.tracing.variables import assign, get_variable
@@ -61,6 +62,7 @@ __all__ = [
     "pipelining_ops",
     "placeholder",
     "scopes",
+    "set_num_devices",
     "utils",
     "variable_scope",
 ]
@@ -74,6 +76,7 @@ _HOMES = {  # of what is not a module itself
     "load_program": "session.loaded_program",
     "next_rng_key": "engine.tracing.keys",
     "placeholder": "graph.placeholders",
+    "set_num_devices": "config",
     "variable_scope": "engine.tracing.scopes",
 }
 

@@ -6,11 +6,12 @@ selects as many as the programs compiled so far need.
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import os
 import re
-from collections.abc import Iterable
+import tempfile
+import warnings
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,11 @@ __all__ = [
     "enable_executable_cache",
     "enable_executable_cache_of_environment",
     "is_selected",
+    "reserve",
     "reset_ipu_configuration",
     "select_automatically",
     "selected_devices",
+    "set_num_devices",
 ]
 
 
@@ -174,6 +177,29 @@ _DEFAULTS: dict[str, Any] = {
 }
 
 
+def set_num_devices(number: int) -> None:
+    """Makes JAX's CPU so many devices, each of which can be an IPU. Call it at the top of a program.
+
+    JAX fixes the number when it is first used: when an array is made (`jnp.float32(2)`, a module of Flax),
+    a random key, or when somebody looks at `jax.devices()`. Without this function, and without
+    `IPUConfig.configure_ipu_system`, there are as many as the programs need that are compiled before.
+    Accelerators are as many as there are.
+
+    Args:
+      number: from 1. Where JAX runs already, so many or more must be there.
+
+    Raises:
+      RuntimeError: JAX's CPU backend is running already, with fewer devices.
+      ValueError: it is no number from 1.
+    """
+    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+        raise ValueError(f"set_num_devices: number must be an integer from 1; got {number!r}.")
+    try:
+        jax.config.update("jax_num_cpu_devices", number)
+    except RuntimeError:
+        _check_num_cpu_devices(number)
+
+
 def enable_executable_cache(directory: str | os.PathLike[str]) -> None:
     """Keeps compiled programs in a directory, for later processes: these need not compile them again.
 
@@ -184,16 +210,25 @@ def enable_executable_cache(directory: str | os.PathLike[str]) -> None:
 
     The environment variable IPU_PIPELINE_CACHE_DIR does the same, when the first `Session` is made.
 
+    If the directory cannot be used, there is a warning, and programs are compiled without it.
+
     Args:
       directory: it is made if it does not exist.
-
-    Raises:
-      OSError: it cannot be made.
     """
     global _has_read_environment
     _has_read_environment = True
     path = Path(directory).absolute()
-    path.mkdir(parents=True, exist_ok=True)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        warnings.warn(
+            f"Compiled programs are not kept: the directory {path} of enable_executable_cache (or "
+            f"{CACHE_DIR_VARIABLE}) cannot be used: {error}. Later processes compile them again.",
+            stacklevel=2,
+        )
+        return
     jax.config.update("jax_compilation_cache_dir", str(path))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
@@ -222,10 +257,7 @@ def select_automatically(needs: Iterable[tuple[int, int]]) -> None:
     if _system is not None and not _system.is_automatic:
         return
     groups = [] if _system is None else [list(group) for group in _system.groups]
-    wanted = [len(group) for group in groups]
-    for ordinal, number in needs:
-        wanted += [1] * (ordinal + 1 - len(wanted))
-        wanted[ordinal] = max(wanted[ordinal], number)
+    wanted = _group_sizes(groups, needs)
     if wanted == [len(group) for group in groups]:
         return
     used = [device for group in groups for device in group]
@@ -236,6 +268,33 @@ def select_automatically(needs: Iterable[tuple[int, int]]) -> None:
         group += free[:num_missing]
         free = free[num_missing:]
     _system = _System(groups, is_automatic=True)
+
+
+def reserve(needs: Iterable[tuple[int, int]]) -> None:
+    """Sees to it that the CPU will have devices enough for programs, unless a system was configured.
+
+    It does not start JAX's backend.
+
+    Args:
+      needs: for each program the n of its `/device:IPU:<n>`, and how many IPUs it needs.
+
+    Raises:
+      RuntimeError: the CPU backend is running already, with fewer devices.
+    """
+    if _system is not None and not _system.is_automatic:
+        return
+    number = sum(_group_sizes([] if _system is None else _system.groups, needs))
+    if not _can_have_cpu_devices(number) and jax.default_backend() == "cpu":
+        _check_num_cpu_devices(number)
+
+
+def _group_sizes(groups: Sequence[Sequence[Any]], needs: Iterable[tuple[int, int]]) -> list[int]:
+    """How many IPUs each `/device:IPU:<n>` is to have."""
+    wanted = [len(group) for group in groups]
+    for ordinal, number in needs:
+        wanted += [1] * (ordinal + 1 - len(wanted))
+        wanted[ordinal] = max(wanted[ordinal], number)
+    return wanted
 
 
 def is_selected() -> bool:
@@ -286,25 +345,40 @@ def reset_ipu_configuration() -> None:
 
 def _find_devices(number: int, ipu_model: bool) -> list[Any]:
     """All devices that can be IPUs, at least `number`; makes that many if they are CPU devices."""
-    if _num_cpu_devices_set() < number:
-        # If the backend is running this fails; whether it has enough devices is seen below.
-        with contextlib.suppress(RuntimeError):
-            jax.config.update("jax_num_cpu_devices", number)
+    _can_have_cpu_devices(number)
     devices: list[Any] = jax.devices("cpu") if ipu_model else jax.devices()
     if len(devices) >= number:
         return devices
     platform = devices[0].platform
     if platform == "cpu":
-        raise RuntimeError(
-            f"{number} IPUs are needed, but JAX's CPU backend is already running with {len(devices)} "
-            "device(s), which cannot be changed any more. Call IPUConfig.configure_ipu_system(), or "
-            "compile all programs, before the first use of a JAX array, jax.random.key or jax.devices(); "
-            f'or start with jax.config.update("jax_num_cpu_devices", {number}).'
-        )
+        _check_num_cpu_devices(number)
     raise ValueError(
         f"{number} IPUs are needed, but there are {len(devices)} {platform} device(s). Set "
         "IPUConfig.ipu_model = True to use CPU devices as IPUs, or use fewer."
     )
+
+
+def _can_have_cpu_devices(number: int) -> bool:
+    """Makes so many virtual CPU devices, unless more were asked for; False if the backend runs already."""
+    if _num_cpu_devices_set() < number:
+        try:
+            jax.config.update("jax_num_cpu_devices", number)
+        except RuntimeError:
+            return False
+    return True
+
+
+def _check_num_cpu_devices(number: int) -> None:
+    """Raises a RuntimeError if JAX's CPU backend, which is running, has fewer devices."""
+    num_devices = len(jax.devices("cpu"))
+    if num_devices < number:
+        raise RuntimeError(
+            f"{number} IPUs are needed, but JAX's CPU backend is already running with {num_devices} "
+            "device(s), which cannot be changed any more. It started when a JAX array (jnp.float32(2), a "
+            "module of Flax) or a random key was made, or with jax.devices(). Call "
+            f"ipu.set_num_devices({number}) at the top of the program, or "
+            "IPUConfig.configure_ipu_system() before that."
+        )
 
 
 def _num_cpu_devices_set() -> int:

@@ -10,7 +10,7 @@ import numpy as np
 
 from ipu_pipeline.graph.placeholders import Placeholder, cast_exactly
 from ipu_pipeline.program.program import Program, build_program
-from ipu_pipeline.program.registry import register
+from ipu_pipeline.program.registry import register, reserve_ipus
 from ipu_pipeline.scopes import current_ipu_device
 
 __all__ = ["compile"]
@@ -19,7 +19,8 @@ __all__ = ["compile"]
 def compile(fn: Callable[..., Any], inputs: Sequence[Any] | None = None) -> Program:
     """Traces a function and checks all that can be checked without running it.
 
-    It does not start JAX's backend; XLA compiles when the program first runs.
+    It does not start JAX's backend; XLA compiles when the program first runs. If the devices are a CPU's,
+    there will be as many as the programs need that were compiled before the backend starts.
 
     Args:
       fn: takes one array per input. It calls `pipelining_ops.pipeline` or `loops.repeat`, may compute
@@ -30,7 +31,8 @@ def compile(fn: Callable[..., Any], inputs: Sequence[Any] | None = None) -> Prog
       The program, for `Session.run`.
 
     Raises:
-      RuntimeError: called outside of `scopes.ipu_scope`.
+      RuntimeError: called outside of `scopes.ipu_scope`, or JAX's CPU backend is running already with
+        fewer devices than the programs need (see `set_num_devices`).
       TypeError: `fn` is not callable, or an input is neither a placeholder nor an array.
       Others: what is wrong with the function; see `pipelining_ops.pipeline`.
     """
@@ -47,6 +49,7 @@ def compile(fn: Callable[..., Any], inputs: Sequence[Any] | None = None) -> Prog
     elif not isinstance(inputs, (list, tuple)):
         inputs = [inputs]
     program = build_program(fn, [_check_input(index, value) for index, value in enumerate(inputs)], device)
+    reserve_ipus(device, program.num_ipus)
     register(program)
     return program
 

@@ -32,7 +32,7 @@ from ipu_pipeline.estimator.scalars import ScalarWriter
 from ipu_pipeline.estimator.training import Training, describe_function
 from ipu_pipeline.ipu_run_config import RunConfig
 from ipu_pipeline.ipu_session_run_hooks import SessionRunHook, check_hooks
-from ipu_pipeline.session.resuming import check_program
+from ipu_pipeline.session.resuming import check_optimizers, check_program
 from ipu_pipeline.session.session import Session
 
 __all__ = ["IPUPipelineEstimator", "IPUPipelineEstimatorSpec", "ModeKeys"]
@@ -175,8 +175,8 @@ class IPUPipelineEstimator:
         if steps is None and max_steps is None:
             raise ValueError("One of `steps` or `max_steps` must be specified.")
         self._check_steps(steps)
-        if max_steps is not None and (not isinstance(max_steps, int) or max_steps <= 0):
-            raise ValueError(f"Must specify max_steps > 0, given: {max_steps}")
+        _check_number("max_steps", max_steps)
+        self._select_devices()
         dataset = call_input_fn(input_fn, ModeKeys.TRAIN, self.params, self._config)
         made = self._build(ModeKeys.TRAIN, dataset)
         found = self._series.read_latest(set_aside=True)
@@ -190,6 +190,7 @@ class IPUPipelineEstimator:
             if found is not None and path is not None:
                 snapshot = found[1]
                 check_program(snapshot, path, made.program, allow_extra=False)
+                check_optimizers(snapshot, path, made.program)
                 is_same_data = snapshot.extra.get("input_fn") == describe_function(input_fn)
                 goes_on = is_same_data and not snapshot.extra.get("data_has_ended")
                 session.take_over(snapshot, path, fits=False, feeds=goes_on)
@@ -278,7 +279,7 @@ class IPUPipelineEstimator:
           hooks: called around each run, after those of the specification.
           checkpoint_path: as for `evaluate`.
           yield_single_examples: False yields what the last stage returns for each micro-batch, not example
-            by example along the first axis.
+            by example along the first axis. A scalar for each micro-batch is one example.
           num_predictions: how many to yield at most.
 
         Yields:
@@ -289,10 +290,7 @@ class IPUPipelineEstimator:
           ValueError: an argument is not usable; or the last stage returns neither one array nor a dict.
         """
         given = check_hooks(hooks, "hooks")
-        if num_predictions is not None and (not isinstance(num_predictions, int) or num_predictions < 1):
-            raise ValueError(
-                f"predict: num_predictions must be an integer of at least 1; got {num_predictions!r}."
-            )
+        _check_number("num_predictions", num_predictions)
         keys = [predict_keys] if isinstance(predict_keys, str) else predict_keys
 
         def generate() -> Iterator[Any]:
@@ -351,8 +349,7 @@ class IPUPipelineEstimator:
     def _check_steps(self, steps: int | None) -> None:
         if steps is None:
             return
-        if not isinstance(steps, int) or isinstance(steps, bool) or steps <= 0:
-            raise ValueError(f"Must specify steps > 0, given: {steps}")
+        _check_number("steps", steps)
         iterations_per_loop = self._config.ipu_run_config.iterations_per_loop
         if steps % iterations_per_loop != 0:
             raise ValueError(
@@ -360,12 +357,10 @@ class IPUPipelineEstimator:
             )
 
     def _build(self, mode: ModeKeys, dataset: Any) -> EstimatorProgram:
-        made = build_estimator_program(self._model_fn, mode, self.params, self._config, dataset)
-        self._select_devices()
-        return made
+        return build_estimator_program(self._model_fn, mode, self.params, self._config, dataset)
 
     def _select_devices(self) -> None:
-        """To be called before a checkpoint is read, as Orbax starts JAX's backend."""
+        """To be called before the user's functions and before a checkpoint is read: both may start JAX."""
         run_config = self._config.ipu_run_config
         if run_config.ipu_options is not None:
             run_config.ipu_options.configure_ipu_system()
@@ -381,6 +376,7 @@ class IPUPipelineEstimator:
         checkpoint_path: str | os.PathLike[str] | None,
     ) -> Iterator[tuple[Inference, int]]:
         """What evaluates or predicts, and the step of its variables."""
+        self._select_devices()
         data = PaddedData(call_input_fn(input_fn, mode, self.params, self._config))
         made = self._build(mode, data)
         found = self._find_checkpoint(checkpoint_path)
@@ -425,6 +421,11 @@ class IPUPipelineEstimator:
         return {name: snapshot.state.variables[name] for name in made.program.variables}
 
 
+def _check_number(name: str, value: Any) -> None:
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value <= 0):
+        raise ValueError(f"Must specify {name} > 0, given: {value}")
+
+
 def _choose(batch: Any, keys: Sequence[str] | None) -> Any:
     if keys is None:
         return batch
@@ -441,6 +442,9 @@ def _split(batch: Any, into_examples: bool) -> Iterator[Any]:
         yield batch
         return
     leaves = jax.tree.leaves(batch)
+    if leaves and all(leaf.ndim == 0 for leaf in leaves):  # the micro-batch is one example
+        yield batch
+        return
     lengths = {leaf.shape[0] if leaf.ndim else -1 for leaf in leaves}
     if len(lengths) != 1 or -1 in lengths:
         raise ValueError(

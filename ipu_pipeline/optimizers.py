@@ -19,6 +19,7 @@ from ipu_pipeline.engine.programs.gradient_maps import GradientMap, check_gradie
 from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.engine.updates import optimizer_tracing
 from ipu_pipeline.engine.updates.loss_scaling import scale_loss
+from ipu_pipeline.engine.updates.optimizer_tracing import describe_other_optimizer
 from ipu_pipeline.gradient_accumulation import GradientAccumulationReductionMethod
 from ipu_pipeline.graph.operations import Operation
 
@@ -40,7 +41,8 @@ class _Optimizer:
         if not isinstance(opt, (_Optimizer, optax.GradientTransformation)):
             raise TypeError(
                 f"{type(self).__name__}: the optimizer to wrap must be an optax.GradientTransformation, "
-                f"for example optax.sgd(0.01), or one of ipu.optimizers; got {type(opt).__name__}."
+                "for example optax.sgd(0.01), or one of ipu.optimizers; got "
+                f"{describe_other_optimizer(opt)}."
             )
         self.wrapped = opt
         self.name = name

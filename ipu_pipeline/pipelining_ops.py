@@ -40,6 +40,7 @@ from ipu_pipeline.program.pipeline_arguments import (
     check_recomputation_checkpoints,
     check_replication,
 )
+from ipu_pipeline.program.registry import reserve_ipus
 from ipu_pipeline.program.stage_options import PipelineStageOptions, compiler_options
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
 from ipu_pipeline.queues.outfeed import IPUOutfeedQueue
@@ -233,6 +234,7 @@ def pipeline(
             "pipelining_ops.pipeline was called within a computational stage; pipelines do not nest. Call "
             "it in the compiled function, or make its stages stages of the outer pipeline."
         )
+    reserve_ipus(builder.ipu_device, 1 + max(jax.tree.leaves(device_mapping)))  # stages may make arrays
     if isinstance(count, Placeholder):
         count = builder.traced_input(count)
     has_count_operand = isinstance(count, jax.Array)

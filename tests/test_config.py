@@ -78,10 +78,9 @@ def test_devices_are_made_as_needed():
         session.run(compiled, {rate: 1})
         session.run(three)
         assert session.run(queue.dequeue()) == 4
-        queue, five = program(5)
-        text = message(lambda: session.run(five), RuntimeError)
+        text = message(lambda: program(5), RuntimeError)
         assert "5 IPUs are needed, but JAX's CPU backend is already running with 3 device(s)" in text
-        assert "configure_ipu_system()" in text and 'jax_num_cpu_devices", 5' in text
+        assert "configure_ipu_system()" in text and "ipu.set_num_devices(5)" in text
     """)
 
 
@@ -142,6 +141,97 @@ def test_the_backend_is_running_already():
         assert "already running with 1 device(s)" in text
         assert configure(auto_select_ipus=1) == [0]
     """)
+
+
+def test_an_array_made_too_early_is_told_at_compile():
+    run("""
+        jax.numpy.float32(2)
+        text = message(lambda: program(3), RuntimeError)
+        assert "3 IPUs are needed, but JAX's CPU backend is already running with 1 device(s)" in text
+        assert "ipu.set_num_devices(3)" in text
+        queue, one = program(1)
+        ipu.Session().run(one)
+        def loop():
+            def body(x):
+                with ipu.scopes.ipu_shard(0):
+                    x = x + 1
+                with ipu.scopes.ipu_shard(1):
+                    return x * 2
+            return ipu.loops.repeat(2, body, 1.0)
+        def compile_loop():
+            with ipu.scopes.ipu_scope("/device:IPU:0"):
+                ipu.ipu_compiler.compile(loop)
+        assert "2 IPUs are needed" in message(compile_loop, RuntimeError)
+    """)
+
+
+def test_arrays_made_in_stages_and_after_compile_are_not_too_early():
+    run("""
+        queue, three = program(3)
+        assert not is_started()
+        assert len(jax.devices()) == 3
+        with ipu.Session() as session:
+            session.run(three)
+            assert session.run(queue.dequeue()) == 4
+    """)
+    run("""
+        queue = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
+        def stage(x):
+            return x + jax.device_put(np.float32(2)) + jax.random.uniform(jax.random.key(0)) * 0
+        with ipu.scopes.ipu_scope("/device:IPU:0"):
+            three = ipu.ipu_compiler.compile(lambda: ipu.pipelining_ops.pipeline(
+                [stage] * 3, gradient_accumulation_count=1, inputs=[1.0], outfeed_queue=queue))
+        jax.numpy.ones(1)
+        with ipu.Session() as session:
+            session.run(three)
+            assert session.run(queue.dequeue()) == 7
+    """)
+
+
+def test_set_num_devices():
+    run("""
+        for wrong in (0, -1, True, 2.0, "4", None):
+            text = message(lambda: ipu.set_num_devices(wrong), ValueError)
+            assert text == f"set_num_devices: number must be an integer from 1; got {wrong!r}."
+        ipu.set_num_devices(6)
+        ipu.set_num_devices(4)
+        assert not is_started()
+        jax.numpy.float32(2)
+        assert len(jax.devices()) == 4
+        ipu.set_num_devices(4)
+        ipu.set_num_devices(3)  # so many are there
+        text = message(lambda: ipu.set_num_devices(5), RuntimeError)
+        assert "5 IPUs are needed, but JAX's CPU backend is already running with 4 device(s)" in text
+        queue, three = program(3)
+        ipu.Session().run(three)
+        message(lambda: program(5), RuntimeError)
+    """)
+    run(
+        "ipu.set_num_devices(4); assert len(jax.devices()) == 4",
+        XLA_FLAGS="--xla_force_host_platform_device_count=2",
+    )
+
+
+def test_the_estimator_selects_devices_before_it_calls_functions(tmp_path):
+    run(
+        """
+        import os, jax.numpy as jnp, optax
+        from tests.estimating import Batches, make_estimator
+        from tests import estimating
+        def model_fn(mode, params):
+            jnp.float32(2)
+            return estimating.model_fn(mode, params)
+        def input_fn():
+            jnp.float32(2)
+            return Batches()
+        estimator = make_estimator(os.environ["MODEL_DIR"], num_stages=3)
+        estimator._model_fn = model_fn
+        estimator.train(input_fn, steps=8)
+        assert len(jax.devices()) == 3
+        """,
+        MODEL_DIR=str(tmp_path),
+        PYTHONPATH=os.getcwd(),
+    )
 
 
 def test_import_is_light():

@@ -33,7 +33,7 @@ from tests.estimating import (
     model_fn,
     variables_of,
 )
-from tests.resumable import Batches, Inference, make_stages
+from tests.resumable import Batches, Inference, loss_of, make_stages
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +157,7 @@ def predicting(last, mode_fn=None):
     ("last", "message"),
     [
         (lambda x: (x, x + 1), "must return exactly one prediction tensor, but got 2"),
-        (lambda x: jnp.sum(x), "one first axis, over examples"),
+        (lambda x: {"a": x, "b": jnp.sum(x)}, "one first axis, over examples"),
         (lambda x: {"a": x, "b": x[:2]}, "one first axis, over examples"),
     ],
 )
@@ -182,6 +182,21 @@ def test_predictions_in_dicts_and_tuples(trained):
     np.testing.assert_array_equal(next(single.predict(finite_of(5))), both[0]["a"])
     with pytest.raises(ValueError, match="non-dict predictions"):
         next(single.predict(finite_of(5), predict_keys=["a"]))
+
+
+@pytest.mark.parametrize("is_dict", [False, True])
+def test_a_scalar_of_each_micro_batch_is_one_prediction(trained, is_dict):
+    def last(x):
+        return {"sum": jnp.sum(x), "first": x[0, 0]} if is_dict else jnp.sum(x)
+
+    estimator = IPUPipelineEstimator(predicting(last), trained.model_dir, make_config(2))
+    found = list(estimator.predict(finite_of(5)))
+    batches = list(trained.predict(finite_of(5), yield_single_examples=False))
+    sums = [one["sum"] if is_dict else one for one in found]
+    np.testing.assert_allclose(sums, [batch.sum() for batch in batches], rtol=1e-5)
+    if is_dict:
+        firsts = [batch[0, 0] for batch in batches]
+        np.testing.assert_allclose([one["first"] for one in found], firsts, rtol=1e-5)
 
 
 # Going on.
@@ -274,6 +289,22 @@ def test_checkpoints_that_are_kept(tmp_path):
     estimator = make_estimator(tmp_path / "all", save_checkpoints_steps=4, keep_checkpoint_max=0)
     estimator.train(input_fn, steps=32)
     assert len(os.listdir(tmp_path / "all" / "checkpoints")) == 8
+
+
+def test_another_optimizer_is_told_what_to_do(trained, tmp_path):
+    shutil.copytree(trained.model_dir, tmp_path / "model")
+
+    def with_sgd(mode, params):
+        spec = model_fn(mode, params)
+        opt = optax.sgd(0.1, momentum=0.9)
+        spec.optimizer_function = lambda y, target: OptimizerFunctionOutput(opt, loss_of(y, target))
+        return spec
+
+    estimator = IPUPipelineEstimator(with_sgd, tmp_path / "model", make_config(2), {"num_stages": 2})
+    wanted = "another optimizer: its state differs in .*mu.*another model_dir, where warm_start_from"
+    with pytest.raises(CheckpointError, match=wanted):
+        estimator.train(input_fn, steps=8)
+    assert estimator.get_variable_value("global_step") == 32  # nothing was written
 
 
 def test_a_damaged_checkpoint_is_skipped(trained, tmp_path):
@@ -720,6 +751,7 @@ def test_the_model_dir(tmp_path, caplog):
         ({"steps": 8, "max_steps": 8}, "Can not provide both steps and max_steps"),
         ({"steps": 0}, "Must specify steps > 0, given: 0"),
         ({"max_steps": -1}, "Must specify max_steps > 0, given: -1"),
+        ({"max_steps": True}, "Must specify max_steps > 0, given: True"),
         ({"steps": 12}, r"steps \(12\) must be a multiple of iterations_per_loop \(8\)"),
     ],
 )

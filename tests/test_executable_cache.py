@@ -2,6 +2,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tests.programs import ROOT, STEP3
 
 _COUNT = """
@@ -72,13 +74,26 @@ def test_the_variable_is_read_by_the_first_session_only(tmp_path):
     start("-c", script, IPU_PIPELINE_CACHE_DIR=str(tmp_path))
 
 
-def test_a_directory_that_cannot_be_made(tmp_path):
+@pytest.mark.parametrize("is_in_environment", [False, True])
+def test_without_a_usable_directory_programs_are_compiled_all_the_same(tmp_path, is_in_environment):
     (tmp_path / "file").touch()
+    directory = str(tmp_path / "file" / "cache")
+    call = f"ipu.config.enable_executable_cache({directory!r})"
     script = (
-        "import ipu_pipeline as ipu\n"
-        "try:\n"
-        f"    ipu.config.enable_executable_cache({str(tmp_path / 'file' / 'cache')!r})\n"
-        "except OSError as error:\n"
-        "    print(error)\n"
+        "import warnings, jax, ipu_pipeline as ipu\n"
+        "with warnings.catch_warnings(record=True) as caught:\n"
+        "    warnings.simplefilter('always')\n"
+        f"    {'ipu.Session()' if is_in_environment else call}\n"
+        "print(*(warning.message for warning in caught))\n"
+        "assert jax.config.jax_compilation_cache_dir is None\n"
+        "from tests.front import Model\n"
+        "model = Model()\n"
+        "with ipu.Session() as session:\n"
+        "    session.run(model.initializer)\n"
+        "    print(len(model.run(session)), 'losses')\n"
     )
-    assert "Not a directory" in start("-c", script).stdout
+    environment = {"IPU_PIPELINE_CACHE_DIR": directory} if is_in_environment else {}
+    told = start("-c", script, **environment).stdout
+    assert f"the directory {directory} of enable_executable_cache (or IPU_PIPELINE_CACHE_DIR)" in told
+    assert "Not a directory" in told
+    assert "3 losses" in told

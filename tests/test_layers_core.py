@@ -93,6 +93,32 @@ def test_dropout():
         (lambda: layers.Dense(2, activation="rellu"), None, ValueError, "no activation 'rellu'"),
         (lambda: layers.Dense(2, kernel_initializer="x"), None, ValueError, "no initializer 'x'"),
         (lambda: layers.Dropout(1.0), None, ValueError, "rate must be at least 0 and below 1"),
+        (
+            lambda: layers.Dense(2, use_bias="no"),
+            None,
+            TypeError,
+            "use_bias must be True or False",
+        ),
+        (
+            lambda: layers.Conv2D(2, 3, use_bias=0),
+            None,
+            TypeError,
+            "use_bias must be True or False",
+        ),
+        (lambda: layers.LayerNormalization(center=None), None, TypeError, "center must be True or False"),
+        (
+            lambda: layers.Dropout(0.5, seed="x"),
+            None,
+            TypeError,
+            "seed must be an integer or None",
+        ),
+        (lambda: layers.Dropout(0.5, seed=True), None, TypeError, "seed must be an integer or None"),
+        (
+            lambda: layers.Dropout(0.5, seed=2**32),
+            None,
+            ValueError,
+            "seed must have 32 bits",
+        ),
         (lambda: layers.Dense(2), np.zeros((2, 3), "int32"), TypeError, "Dense dense needs floating-point"),
         (lambda: layers.Dense(2), np.zeros(3, "float32"), ValueError, "rank 2 or more"),
         (

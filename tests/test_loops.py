@@ -1019,6 +1019,8 @@ def test_training_steps_outside_of_loops():
 def test_wrong_optimizers():
     with pytest.raises(TypeError, match=r"must be an optax.GradientTransformation.* got float"):
         GradientAccumulationOptimizerV2(0.1, 2)
+    with pytest.raises(TypeError, match=r"MultiSteps, of which \.gradient_transformation\(\) gives one"):
+        GradientAccumulationOptimizerV2(optax.MultiSteps(optax.sgd(0.1), 2), 2)
     with pytest.raises(TypeError, match="num_mini_batches must be an integer; got 2.0"):
         GradientAccumulationOptimizerV2(optax.sgd(1.0), 2.0)
     with pytest.raises(ValueError, match="num_mini_batches must be from 1 to .*; got 0"):

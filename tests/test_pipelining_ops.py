@@ -105,6 +105,15 @@ def compile_with(**options):
             "opt must be an optax.GradientTransformation",
         ),
         (
+            {
+                "optimizer_function": lambda rate, loss: OptimizerFunctionOutput(
+                    optax.MultiSteps(optax.sgd(0.1), 2), loss
+                )
+            },
+            TypeError,
+            r"got MultiSteps, of which \.gradient_transformation\(\) gives one",
+        ),
+        (
             {"optimizer_function": lambda rate, loss: OptimizerFunctionOutput(optax.sgd(1), loss[None])},
             ValueError,
             r"loss must be a scalar, but it has shape \(1,\)",

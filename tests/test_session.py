@@ -327,6 +327,14 @@ def test_feed_dict_errors(feed, error, message):
         session.run(model.program, {keys[name]: value for name, value in feed.items()})
 
 
+@pytest.mark.parametrize("dtype", [None, object, str, "M8[s]", [("a", "f4")], "no dtype"])
+def test_placeholders_are_of_numbers(dtype):
+    with pytest.raises(TypeError, match="dtype must be one of numbers or booleans|not understood"):
+        ipu.placeholder(dtype, [])
+    for known in (np.float32, "bool", jnp.bfloat16, "complex64", np.int8):
+        assert ipu.placeholder(known, []).dtype == np.dtype(known)
+
+
 def test_wrong_fetches_and_seeds():
     with pytest.raises(TypeError, match="fetch must be a compiled program"):
         ipu.Session().run(front.first_stage)

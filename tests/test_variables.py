@@ -1,12 +1,15 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline import engine, layers
 from ipu_pipeline.engine.tracing import scopes
 from ipu_pipeline.engine.tracing.specs import initial_value
+from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput
+from tests import front
 
 
 def trace(function):
@@ -92,6 +95,8 @@ def test_initial_values():
         (("v", (-1,)), {}, "non-negative integers"),
         (("v", (None, 2)), {}, "non-negative integers"),
         (("v", (), "text"), {}, "'text' is not a dtype"),
+        (("v", (), None), {}, "None is not a dtype of numbers"),
+        (("v", (), object), {}, "'object'> is not a dtype of numbers"),
         (("v", (), "float64"), {}, "jax_enable_x64"),
         (("v", (3,)), {"initializer": [1.0, 2.0]}, r"array of shape \(2,\), but shape=\(3,\)"),
     ],
@@ -222,3 +227,51 @@ def test_one_input_needs_no_list():
         program = ipu.ipu_compiler.compile(lambda x: x * 2, np.float32(3))
     with ipu.Session() as session:
         assert session.run(program) == 6
+
+
+@pytest.mark.parametrize("device_mapping", [[0, 0], [0, 1]])
+def test_a_variable_of_size_zero(device_mapping, tmp_path, rng):
+    def first(x):
+        return x @ ipu.get_variable("w", (4, 3))
+
+    def last(h):
+        return jnp.mean((h - 1) ** 2) + jnp.sum(h @ ipu.get_variable("empty", (3, 0)))
+
+    data = rng.normal(size=(4, 2, 4)).astype("float32")
+    infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(data)
+    outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
+
+    def model():
+        return ipu.pipelining_ops.pipeline(
+            [first, last],
+            gradient_accumulation_count=2,
+            infeed_queue=infeed,
+            outfeed_queue=outfeed,
+            outfeed_loss=True,
+            optimizer_function=lambda loss: OptimizerFunctionOutput(optax.sgd(0.1), loss),
+            device_mapping=device_mapping,
+        )
+
+    program = front.compile_program(model)
+    initializer = infeed.initializer
+    with ipu.Session() as session:
+        session.run(initializer)
+        session.run(ipu.global_variables_initializer())
+        w = session.variables["w"]
+        session.run(program)
+        session.save(tmp_path / "checkpoint")
+        session.run(program)
+        losses, trained = session.run(outfeed.dequeue()), session.variables
+    assert trained["empty"].shape == (3, 0)
+    expected = []
+    for pair in data.reshape(2, 2, 2, 4):
+        made = [jax.value_and_grad(lambda w, x: jnp.mean((x @ w - 1) ** 2))(w, x) for x in pair]
+        expected += [loss for loss, _grad in made]
+        w = w - 0.1 * sum(grad for _loss, grad in made)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    np.testing.assert_allclose(trained["w"], w, rtol=1e-5)
+    with ipu.Session() as session:
+        session.restore(tmp_path / "checkpoint")
+        session.run(initializer)
+        session.run(program)
+        np.testing.assert_array_equal(session.variables["w"], trained["w"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,11 @@ class KeptOptimizer:
 
     shapes: dict[str, jax.ShapeDtypeStruct]
     tree: Any
+
+    def find_differences(self, shapes: Mapping[str, jax.ShapeDtypeStruct]) -> list[str]:
+        """Paths at which the state of another optimizer, given like `shapes`, is not like this one."""
+        paths = shapes.keys() | self.shapes.keys()
+        return sorted(path for path in paths if shapes.get(path) != self.shapes.get(path))
 
 
 @dataclass(frozen=True, eq=False)

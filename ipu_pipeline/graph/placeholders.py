@@ -7,6 +7,8 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
+from ipu_pipeline.engine.tracing.specs import is_of_numbers
+
 __all__ = ["Placeholder", "as_traced_inputs", "cast_exactly", "placeholder"]
 
 
@@ -156,10 +158,14 @@ def placeholder(dtype: Any, shape: Any = None, name: str | None = None) -> Place
       The placeholder, for `ipu_compiler.compile(fn, inputs=[...])` and as a key of `feed_dict`.
 
     Raises:
-      TypeError: the dtype is none.
+      TypeError: the dtype is none, or not one of numbers or booleans.
       ValueError: the shape is not static.
     """
     global _count
+    if dtype is None or not is_of_numbers(np.dtype(dtype)):
+        raise TypeError(
+            f"placeholder: dtype must be one of numbers or booleans, for example np.float32; got {dtype!r}."
+        )
     shape = () if shape is None else (shape,) if isinstance(shape, int) else tuple(shape)
     if not all(isinstance(size, (int, np.integer)) and size >= 0 for size in shape):
         raise ValueError(f"placeholder: shape must be static, non-negative integers; got {shape}.")

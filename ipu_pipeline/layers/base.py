@@ -18,6 +18,7 @@ __all__ = [
     "ActivationFunction",
     "Layer",
     "at_least_float32",
+    "check_flag",
     "check_positive_integer",
     "find_activation",
     "find_initializer",
@@ -125,7 +126,7 @@ class Layer(abc.ABC):
         """
         if training is None:
             return frames.current_frame(type(self).__name__).is_training()
-        return bool(training)
+        return check_flag(type(self).__name__, "training", training)
 
     def _check_floating(self, inputs: jax.Array) -> None:
         if not jnp.issubdtype(inputs.dtype, jnp.floating):
@@ -159,6 +160,22 @@ def check_positive_integer(layer: str, argument: str, value: Any) -> int:
     if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{layer}: {argument} must be a positive integer; got {value!r}.")
     return int(value)
+
+
+def check_flag(layer: str, argument: str, value: Any) -> bool:
+    """The value of an argument that must be True or False.
+
+    Args:
+      layer: the class of the layer, for the error.
+      argument: what the argument is called.
+      value: what was given for it.
+
+    Raises:
+      TypeError: it is neither.
+    """
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{layer}: {argument} must be True or False; got {value!r}.")
+    return bool(value)
 
 
 def find_activation(activation: ActivationFunction) -> Callable[[Any], Any]:

@@ -12,6 +12,7 @@ from ipu_pipeline.layers import spatial
 from ipu_pipeline.layers.base import (
     ActivationFunction,
     Layer,
+    check_flag,
     check_positive_integer,
     find_activation,
     find_initializer,
@@ -79,7 +80,7 @@ class Conv2D(Layer):
         self.dilation_rate = spatial.find_pair("Conv2D", "dilation_rate", dilation_rate)
         self.padding = spatial.find_padding("Conv2D", padding)
         spatial.check_data_format("Conv2D", data_format)
-        self.use_bias = use_bias
+        self.use_bias = check_flag("Conv2D", "use_bias", use_bias)
         self._activation = find_activation(activation)
         self._kernel_initializer = find_initializer(kernel_initializer)
         self._bias_initializer = find_initializer(bias_initializer)

@@ -8,12 +8,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ipu_pipeline.engine.tracing import keys
 from ipu_pipeline.engine.tracing.variables import get_variable
 from ipu_pipeline.layers.base import (
     ActivationFunction,
     Layer,
+    check_flag,
     check_positive_integer,
     find_activation,
     find_initializer,
@@ -50,11 +52,12 @@ class Dense(Layer):
           dtype: of its variables and of the computation.
 
         Raises:
+          TypeError: `use_bias` is neither True nor False.
           ValueError: `units` is not a positive integer; an activation or initializer is unknown.
         """
         super().__init__(name, dtype)
         self.units = check_positive_integer("Dense", "units", units)
-        self.use_bias = use_bias
+        self.use_bias = check_flag("Dense", "use_bias", use_bias)
         self._activation = find_activation(activation)
         self._kernel_initializer = find_initializer(kernel_initializer)
         self._bias_initializer = find_initializer(bias_initializer)
@@ -177,18 +180,19 @@ class Dropout(Layer):
         Args:
           rate: the part that is set to 0, at least 0 and below 1.
           noise_shape: the mask's shape, which is broadcast; None for an axis's own size.
-          seed: folded into the layer's random key.
+          seed: an integer, folded into the layer's random key.
           name: the layer's scope.
 
         Raises:
-          ValueError: the rate is out of range.
+          TypeError: the seed is no integer.
+          ValueError: the rate is out of range, or the seed has more than 32 bits.
         """
         super().__init__(name)
         if not 0 <= rate < 1:
             raise ValueError(f"Dropout: rate must be at least 0 and below 1; got {rate!r}.")
         self.rate = float(rate)
         self._noise_shape = noise_shape
-        self._seed = seed
+        self._seed = _check_seed(seed)
 
     def _apply(self, inputs: jax.Array, training: bool | None = None) -> jax.Array:
         """`training` None: True in a program that trains, False in others."""
@@ -208,3 +212,13 @@ class Dropout(Layer):
             key = jax.random.fold_in(key, self._seed)
         is_kept = jax.random.bernoulli(key, 1 - self.rate, shape)
         return jnp.where(is_kept, inputs / (1 - self.rate), jnp.zeros((), inputs.dtype))
+
+
+def _check_seed(seed: Any) -> int | None:
+    if seed is None:
+        return None
+    if not isinstance(seed, (int, np.integer)) or isinstance(seed, bool):
+        raise TypeError(f"Dropout: seed must be an integer or None; got {seed!r}.")
+    if not -(2**31) <= seed < 2**32:
+        raise ValueError(f"Dropout: seed must have 32 bits; got {seed}.")
+    return int(seed) % 2**32

@@ -19,7 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from ipu_pipeline.engine.tracing.variables import assign, get_variable
-from ipu_pipeline.layers.base import Layer, at_least_float32, check_positive_integer, find_initializer
+from ipu_pipeline.layers.base import (
+    Layer,
+    at_least_float32,
+    check_flag,
+    check_positive_integer,
+    find_initializer,
+)
 
 __all__ = ["BatchNormalization", "GroupNormalization", "LayerNormalization"]
 
@@ -41,8 +47,8 @@ class _Normalization(Layer):
         if not epsilon >= 0:
             raise ValueError(f"{type(self).__name__}: epsilon must be at least 0; got {epsilon!r}.")
         self.epsilon = float(epsilon)
-        self.center = center
-        self.scale = scale
+        self.center = check_flag(type(self).__name__, "center", center)
+        self.scale = check_flag(type(self).__name__, "scale", scale)
         self._beta_initializer = find_initializer(beta_initializer)
         self._gamma_initializer = find_initializer(gamma_initializer)
         self._statistics_dtype = at_least_float32(self.dtype)

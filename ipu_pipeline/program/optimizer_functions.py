@@ -11,6 +11,7 @@ import optax
 from ipu_pipeline.engine.programs.gradient_maps import GradientMap
 from ipu_pipeline.engine.tracing import frames
 from ipu_pipeline.engine.tracing.stages import check_signature
+from ipu_pipeline.engine.updates.optimizer_tracing import describe_other_optimizer
 from ipu_pipeline.optimizers import unwrap
 
 __all__ = ["LossAndTransformation", "OptimizerFunction", "OptimizerFunctionOutput"]
@@ -80,7 +81,7 @@ class OptimizerFunctionOutput:
         if not isinstance(unwrapped.transformation, optax.GradientTransformation):
             raise TypeError(
                 "OptimizerFunctionOutput: opt must be an optax.GradientTransformation, for example "
-                f"optax.sgd(0.01); got {type(self.opt).__name__}."
+                f"optax.sgd(0.01); got {describe_other_optimizer(self.opt)}."
             )
         if unwrapped.accumulates:
             raise ValueError(

@@ -18,7 +18,7 @@ from ipu_pipeline.program.calls import Call
 from ipu_pipeline.program.program import Program
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
 
-__all__ = ["Resumption", "check_program", "check_snapshot"]
+__all__ = ["Resumption", "check_optimizers", "check_program", "check_snapshot"]
 
 
 class Resumption:
@@ -147,6 +147,29 @@ def check_program(
     if allow_extra:
         known = {name: text for name, text in known.items() if name in wanted}
     _refuse(path, find_differences(known, wanted), "")
+
+
+def check_optimizers(snapshot: Snapshot, path: str | os.PathLike[str], program: Program) -> None:
+    """Raises if a program's optimizers cannot go on from a checkpoint's.
+
+    Args:
+      snapshot: the checkpoint's.
+      path: where it was, for the error.
+      program: the program.
+
+    Raises:
+      CheckpointError: the state of one has another structure.
+    """
+    for call in program.calls:
+        record = snapshot.state.pipelines.get(call.name)
+        if not call.trains or record is None or record.optimizer is None:
+            continue
+        if different := record.optimizer.find_differences(call.optimizer_shapes):
+            raise CheckpointError(
+                f"The checkpoint {os.fspath(path)} was trained with another optimizer: its state differs "
+                f"in {', '.join(different)}. Train with the same one; or in another model_dir, where "
+                "warm_start_from begins with the checkpoint's variables."
+            )
 
 
 def _compare(known: Mapping[str, str], programs: Sequence[Program]) -> list[str]:

@@ -142,13 +142,7 @@ class Store:
         known = record.optimizer
         optimizer_state = None
         if call.trains and known is not None:
-            shapes = call.optimizer_shapes
-            if known.shapes != shapes:
-                different = sorted(
-                    path
-                    for path in shapes.keys() | known.shapes.keys()
-                    if shapes.get(path) != known.shapes.get(path)
-                )
+            if different := known.find_differences(call.optimizer_shapes):
                 raise ValueError(
                     "The session has optimizer state of another structure under the pipeline name "
                     f"{call.name!r}; it differs in {', '.join(different)}. Give one of the pipelines "

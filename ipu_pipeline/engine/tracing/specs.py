@@ -13,7 +13,7 @@ import numpy as np
 
 from ipu_pipeline.engine.tracing import scopes
 
-__all__ = ["Initializer", "VariableSpec", "initial_value", "make_spec", "serial_numbers"]
+__all__ = ["Initializer", "VariableSpec", "initial_value", "is_of_numbers", "make_spec", "serial_numbers"]
 
 Initializer: TypeAlias = "Callable[[jax.Array, tuple[int, ...], Any], jax.Array]"
 
@@ -60,6 +60,8 @@ def initial_value(spec: VariableSpec, key: jax.Array) -> jax.Array:
     Raises:
       ValueError: the initializer returns another shape or dtype.
     """
+    if 0 in spec.shape:  # Keras's initializers divide by the sizes
+        return jnp.zeros(spec.shape, spec.dtype)
     own_key = key
     if getattr(spec.initializer, "needs_key", True):
         own_key = jax.random.fold_in(key, np.uint32(scopes.hash_name(spec.name)))
@@ -74,12 +76,20 @@ def initial_value(spec: VariableSpec, key: jax.Array) -> jax.Array:
     return value
 
 
+def is_of_numbers(dtype: np.dtype[Any]) -> bool:
+    """Whether arrays of a dtype hold numbers or booleans."""
+    return dtype == np.bool_ or bool(jnp.issubdtype(dtype, jnp.number))
+
+
 def make_spec(full_name: str, shape: Any, dtype: Any, initializer: Any, trainable: bool) -> VariableSpec:
     """The specification of a variable that was asked for; see `get_variable`."""
+    given = dtype
     try:
         dtype = np.dtype(dtype)
     except TypeError as error:
         raise ValueError(f"Variable {full_name}: {dtype!r} is not a dtype.") from error
+    if given is None or not is_of_numbers(dtype):
+        raise ValueError(f"Variable {full_name}: {given!r} is not a dtype of numbers or booleans.")
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise ValueError(
             f"Variable {full_name}: dtype {dtype.name} needs 64-bit mode; call "

@@ -27,11 +27,22 @@ __all__ = [
     "UpdateKind",
     "UpdateValue",
     "check_optimizer_captures",
+    "describe_other_optimizer",
     "lift_captures",
     "trace_optimizer",
 ]
 
 OptimizerFunction: TypeAlias = "Callable[..., Any]"
+
+
+def describe_other_optimizer(value: object) -> str:
+    """What errors call an object that is no `optax.GradientTransformation`, and how to get one from it."""
+    name = type(value).__name__
+    if not callable(getattr(value, "gradient_transformation", None)):
+        return name
+    return f"{name}, of which .gradient_transformation() gives one"
+
+
 Optimizer: TypeAlias = "optax.GradientTransformation | OptimizerFunction"
 
 
@@ -129,7 +140,8 @@ def trace_optimizer(
             made, extra = made
         if not isinstance(made, optax.GradientTransformation):
             raise TypeError(
-                f"The optimizer must be an optax.GradientTransformation; got {type(made).__name__}."
+                "The optimizer must be an optax.GradientTransformation; got "
+                f"{describe_other_optimizer(made)}."
             )
         return optax.with_extra_args_support(made), extra
 
