@@ -6,8 +6,10 @@ BIN := $(VENV)/bin
 WORKERS ?= 2
 # How many random pipelines `make random` compares.
 EXAMPLES ?= 5000
-# How many times `make soak` kills a process that trains.
+# How many times `make soak` kills a process that trains, and interrupts one; and how often its threads train.
 KILLS ?= 50
+INTERRUPTS ?= 200
+THREAD_RUNS ?= 1000
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
 .PHONY: tutorial test thorough tests random soak bench lint clean
@@ -30,7 +32,8 @@ random: $(VENV)/installed-dev
 	RANDOM_PIPELINES=$(EXAMPLES) $(PYTEST) tests/test_random_pipelines.py
 
 soak: $(VENV)/installed-dev
-	KILLS=$(KILLS) $(BIN)/python -m pytest tests/test_survival.py -k random_moments
+	KILLS=$(KILLS) INTERRUPTS=$(INTERRUPTS) THREAD_RUNS=$(THREAD_RUNS) $(BIN)/python -m pytest \
+	    tests/test_survival.py tests/test_interrupts.py -k "random_moments or two_threads"
 
 bench: $(VENV)/installed-bench
 	$(BIN)/python -m benchmarks.run_all --short --write docs/benchmarks.md

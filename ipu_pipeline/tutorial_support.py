@@ -160,7 +160,7 @@ def train(
       examples_per_step: in each.
       num_examples: of the training data, an epoch.
     """
-    begin = time.time()
+    begin = time.perf_counter()
     is_terminal = sys.stdout.isatty()
     with tqdm(total=steps, unit="step", file=sys.stdout, disable=not is_terminal) as progress:
         for step in range(steps):
@@ -173,7 +173,7 @@ def train(
                 else:
                     print(line, flush=True)
             progress.update()
-    elapsed = time.time() - begin
+    elapsed = time.perf_counter() - begin
     print(f"Elapsed {elapsed}, {steps * examples_per_step / elapsed} samples/sec")
 
 

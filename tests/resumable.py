@@ -1,5 +1,7 @@
 """A model with all that a checkpoint has to hold: dropout, batch statistics, Adam, an order of the data."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -53,15 +55,16 @@ def layers(width=16):
     return [dense("a", width, relu), dropout, dense("b", width, relu), normalize, dense("c", 8), last]
 
 
-def make_stages(num_stages, width=16):
-    """The layers as stages; the last one returns predictions and targets."""
+def make_stages(num_stages, width=16, scope=""):
+    """The layers as stages, within a scope; the last one returns predictions and targets."""
     rest, stages = layers(width), []
     for size in SPLITS[num_stages]:
         own, rest = rest[:size], rest[size:]
 
         def stage(x, y, own=own):
-            for layer in own:
-                x, y = layer(x, y)
+            with ipu.variable_scope(scope) if scope else contextlib.nullcontext():
+                for layer in own:
+                    x, y = layer(x, y)
             return x, y
 
         stages.append(stage)
@@ -75,7 +78,9 @@ def loss_of(prediction, y):
 class Training:
     """A training program with its queues."""
 
-    def __init__(self, num_stages=2, dataset=None, optimizer=None, width=16, name=None, **options):
+    def __init__(
+        self, num_stages=2, dataset=None, optimizer=None, width=16, name=None, scope="", **options
+    ):
         self.infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(Batches() if dataset is None else dataset)
         self.outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
 
@@ -84,7 +89,7 @@ class Training:
 
         def model():
             return pipeline(
-                make_stages(num_stages, width),
+                make_stages(num_stages, width, scope),
                 gradient_accumulation_count=MICRO_BATCHES,
                 infeed_queue=self.infeed,
                 outfeed_queue=self.outfeed,

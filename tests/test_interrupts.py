@@ -1,15 +1,24 @@
 """Ctrl-C, in processes of their own."""
 
 import os
+import random
 import signal
 import subprocess
 import sys
 import textwrap
 import time
+from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 
+import ipu_pipeline as ipu
 from ipu_pipeline.session import interrupts
+from tests.programs import ROOT, environment
+from tests.resumable import Training
+
+INTERRUPTS = int(os.environ.get("INTERRUPTS", "12"))
+UPDATES = 20
 
 PROGRAM = """
     import os, signal, sys, threading, time
@@ -108,3 +117,72 @@ def test_deferred_lets_the_section_finish():
         pass
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
+
+
+def interrupted(mapping, path, after=None):
+    """Runs tests.interrupted, with SIGINT after so many seconds.
+
+    Returns:
+      The process, its output and errors, and for how many seconds it ran.
+    """
+    begin = time.monotonic()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.interrupted", mapping, str(UPDATES), str(path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=environment(as_tests=True),
+    )
+    try:
+        if after is not None:
+            try:
+                process.wait(after)
+            except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGINT)
+        out, errors = process.communicate(timeout=240)
+    finally:
+        process.kill()
+    return process, out, errors, time.monotonic() - begin
+
+
+def states_after(mapping, counts):
+    """Variables and losses of training without interrupts, by the number of updates."""
+    training = Training(2, device_mapping=[int(ipu) for ipu in mapping])
+    found = {}
+    with ipu.Session(seed=3) as session:
+        training.start(session)
+        losses = []
+        for count in range(1, max(counts) + 1):
+            losses += list(training.run(session, 1))
+            if count in counts:
+                found[count] = session.variables | {"losses": np.array(losses)}
+    return found
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("mapping", ["01", "00"])
+def test_interrupted_at_random_moments(mapping, tmp_path):
+    """From the first line of a program to its end: it ends by it, or goes on exactly."""
+    expected = states_after(mapping, [UPDATES, UPDATES + 1])
+    seconds = max(interrupted(mapping, tmp_path / f"warm{number}.npz")[-1] for number in range(2))
+    generator = random.Random(INTERRUPTS)  # noqa: S311  # of moments
+    moments = [seconds * generator.random() for _ in range(INTERRUPTS // 2)]
+
+    def run(number):
+        path = tmp_path / f"{number}.npz"
+        process, out, errors, _seconds = interrupted(mapping, path, moments[number])
+        told = f"after {moments[number]} s: {process.returncode} {out}{errors}"
+        if process.returncode != 0:  # Python itself, if it is only starting, ends with 1
+            is_told = process.returncode == -signal.SIGINT or errors.rstrip().endswith("KeyboardInterrupt")
+            return (is_told and "interrupted in" not in out) or told
+        if "done" not in out:
+            return told
+        found = dict(np.load(path))
+        wanted = expected[int(found.pop("count"))]
+        is_same = all(np.array_equal(found[name], value) for name, value in wanted.items())
+        return (is_same and found.keys() == wanted.keys()) or told
+
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(run, range(len(moments))))
+    assert [result for result in results if result is not True] == []

@@ -11,13 +11,16 @@ import sys
 import threading
 import time
 
+import numpy as np
 import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline.checkpointing.checkpoints import CheckpointSeries
 from tests.estimating import assert_same_variables, input_fn, make_estimator
 from tests.programs import ROOT, environment
+from tests.resumable import Batches, Training, assert_same
 
+THREAD_RUNS = int(os.environ.get("THREAD_RUNS", "30"))
 KILLS = int(os.environ.get("KILLS", "5"))
 STEPS = 40 * KILLS
 
@@ -108,6 +111,72 @@ def test_killed_at_random_moments(tmp_path, uninterrupted):
     assert "Traceback" not in errors
     assert_same_variables(make_estimator(tmp_path), uninterrupted(STEPS))
     assert resumed > 0
+
+
+def compile_two():
+    """Two training programs that share no variable, one over two devices and one on one."""
+    return [
+        Training(2, dataset=Batches(seed=number), name=name, scope=name, device_mapping=mapping)
+        for number, (name, mapping) in enumerate({"one": [0, 1], "two": [0, 0]}.items())
+    ]
+
+
+@pytest.mark.thorough
+def test_two_threads_train_on_one_session(tmp_path):
+    """While a third one reads and saves: all is as if they had trained one after the other."""
+    together, apart = compile_two(), compile_two()
+    losses, errors, saved = [[], []], [], []
+    is_done = threading.Event()
+
+    def guarded(function, *arguments):
+        try:
+            function(*arguments)
+        except BaseException as error:
+            errors.append(error)
+
+    def work(session, number):
+        for _run in range(THREAD_RUNS):
+            losses[number] += list(together[number].run(session, 1))
+
+    def read_and_save(session):
+        while not is_done.is_set():
+            path = tmp_path / str(len(saved))
+            session.save(path)
+            saved.append(path)
+            assert all(np.isfinite(value).all() for value in session.variables.values())
+
+    with ipu.Session(seed=3) as session, ipu.Session(seed=3) as plain:
+        for both, one in ((together, session), (apart, plain)):
+            for training in both:
+                training.start(one)
+            one.run(ipu.global_variables_initializer())
+        threads = [threading.Thread(target=guarded, args=(work, session, number)) for number in (0, 1)]
+        saver = threading.Thread(target=guarded, args=(read_and_save, session))
+        for thread in (*threads, saver):
+            thread.start()
+        for thread in threads:
+            thread.join()
+        is_done.set()
+        saver.join()
+        assert errors == []
+        states = {name: [plain.variables] for name in ("one", "two")}
+        for training, name, found in zip(apart, states, losses, strict=True):
+            expected = []
+            for _run in range(THREAD_RUNS):
+                expected += list(training.run(plain, 1))
+                states[name].append(plain.variables)
+            np.testing.assert_array_equal(found, expected)
+        assert_same(session, plain)
+    assert len(saved) > 1
+    for path in random.Random(0).sample(saved, min(len(saved), 5)):  # noqa: S311  # of checkpoints
+        with ipu.Session() as session:
+            session.restore(path)
+            variables = session.variables
+            for name, known in states.items():
+                wanted = known[session.update_count(name)]
+                for full_name, value in variables.items():
+                    if full_name.startswith(f"{name}/"):
+                        np.testing.assert_array_equal(value, wanted[full_name])
 
 
 @pytest.mark.parametrize(
