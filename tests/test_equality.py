@@ -1,5 +1,6 @@
 """Every schedule, stage count, micro-batch count, reduction and optimizer equals the reference."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -172,3 +173,31 @@ def test_device_mappings(schedule, mapping):
         models.assert_trees_close(state.variables, reference_state.variables)
     for name, array in state.variables.items():
         assert array.devices() == {jax.devices()[mapping[int(name[len("dense")])]]}
+
+
+@pytest.mark.parametrize("mapping", [[0, 1], [0, 0]])
+def test_counts_beyond_32_bits(mapping, rng):
+    def first(x, labels):
+        noise = jax.random.normal(engine.next_rng_key(), x.shape)
+        return models.dense("first", 10, x + noise, jax.nn.relu), labels
+
+    def last(x, labels):
+        return models.cross_entropy(models.dense("last", 10, x, lambda x: x), labels)
+
+    options = {"loss": lambda loss: loss, "optimizer": optax.sgd(0.1)}
+    pipeline = engine.Pipeline([first, last], num_micro_batches=3, device_mapping=mapping, **options)
+    steps = [models.mlp_batches(rng, 3) for _ in range(3)]
+    state = pipeline.init(jax.random.key(0), steps[0][0])
+    expected = models.on_one_device(state)
+    counts = {"update_count": 2**31 - 2, "execution_count": 2**32 - 2}
+    state, expected = dataclasses.replace(state, **counts), dataclasses.replace(expected, **counts)
+    for step in steps:
+        state, outputs = pipeline.step(state, step)
+        expected, wanted = reference.step(pipeline.traced, expected, step, optimizer=optax.sgd(0.1))
+        models.assert_trees_close(outputs.losses, wanted.losses)
+        models.assert_trees_close(state.variables, expected.variables)
+    assert (state.update_count, state.execution_count) == (2**31 + 1, 2**32 + 1)
+    # Keys begin again.
+    again = dataclasses.replace(expected, execution_count=1, optimizer_state=None)
+    wanted = reference.step(pipeline.traced, again, steps[0], optimizer=optax.sgd(0.1))[1]
+    models.assert_trees_close(pipeline.step(state, steps[0])[1].losses, wanted.losses)

@@ -1,7 +1,9 @@
 import gc
+import itertools
 import threading
 import time
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,7 +13,9 @@ from ipu_pipeline.errors import OutOfRangeError
 from ipu_pipeline.ipu_infeed_queue import IPUInfeedQueue
 from ipu_pipeline.ipu_outfeed_queue import IPUOutfeedMode, IPUOutfeedQueue
 from ipu_pipeline.pipelining_ops import DispatchPlan
+from ipu_pipeline.queues import feeder
 from ipu_pipeline.queues import outfeed as outfeed_module
+from tests import front
 
 
 def dequeue(queue):
@@ -27,7 +31,9 @@ def same(leaves):
 
 def take(queue, count):
     take_some = queue.connect(same)
-    return [take_some(1)[0][0].item() for _ in range(count)]
+    taken = [take_some(1)[0][0].item() for _ in range(count)]
+    queue.mark()
+    return taken
 
 
 def scalars(count):
@@ -206,13 +212,81 @@ def test_elements_given_back_come_again():
     while len(found) < 6:
         time.sleep(0.05)  # as many are taken at once as there are just then
         taken = [leaf.item() for (leaf,) in take_some(4)]
-        queue.give_back(len(taken) - 1)
+        queue.mark(len(taken) - 1)
+        queue.give_back()
         found += taken[:1]
         most = max(most, len(taken))
     assert found == [0, 1, 2, 3, 4, 5]
     assert most == 4
     with pytest.raises(OutOfRangeError, match="ended after 6 elements"):
         take_some(4)
+
+
+@pytest.mark.parametrize("is_other_program", [False, True])
+def test_what_was_taken_and_not_used_comes_again(is_other_program):
+    queue = IPUInfeedQueue(scalars(8))
+    queue.initialize()
+    assert take(queue, 2) == [0, 1]
+    take_some = queue.connect(same)
+    assert [take_some(1)[0][0].item() for _ in range(3)] == [2, 3, 4]
+    assert queue.position.count == 2
+    other = queue.connect(list if is_other_program else same)  # the run that took them ended before `mark`
+    assert [other(2)[0][0].item() for _ in range(2)] == [2, 4]
+    queue.mark(1)
+    assert queue.position.count == 5
+    assert take(queue, 3) == [5, 6, 7]
+    with pytest.raises(OutOfRangeError, match="ended after 8 elements"):
+        take(queue, 1)
+    queue.delete()
+
+
+def test_of_very_large_updates_nothing_is_kept(monkeypatch):
+    monkeypatch.setattr(feeder, "_MAX_KEPT_BYTES", 12)  # three of these elements
+    queue = IPUInfeedQueue(scalars(20))
+    queue.initialize()
+    take_some = queue.connect(same)
+    assert [take_some(1)[0][0].item() for _ in range(5)] == [0, 1, 2, 3, 4]
+    queue.mark()
+    assert [take_some(1)[0][0].item() for _ in range(5)] == [5, 6, 7, 8, 9]
+    assert queue._feeder._entries[:5] == [feeder._LOST] * 5
+    assert queue.position.count == 5
+    with pytest.warns(UserWarning, match="The 5 elements of the data set .* are lost"):
+        assert take(queue, 2) == [10, 11]
+    assert queue.position.count == 12
+    queue.delete()
+
+
+@pytest.mark.parametrize("mapping", [[0, 1], [0, 0]])
+def test_a_run_that_fails_within_an_update_loses_nothing(mapping):
+    """It is as if it had not been: whatever called back raises, the run after it has the same elements."""
+    calls = []
+
+    def fail_once(x):
+        calls.append(float(x[0, 0]))
+        if len(calls) == 8:
+            raise RuntimeError("for once")
+        return x
+
+    def stage(rate, x, labels):
+        x = jax.pure_callback(fail_once, jax.ShapeDtypeStruct(x.shape, x.dtype), jax.lax.stop_gradient(x))
+        return front.first_stage(rate, x, labels)
+
+    stages = [stage, front.second_stage]
+    model = front.Model(computational_stages=stages, device_mapping=mapping, repeat_count=2)
+    plain = front.Model(device_mapping=mapping, repeat_count=2)
+    with ipu.Session(seed=1) as session, ipu.Session(seed=1) as other:
+        session.run(model.initializer)
+        with pytest.raises(Exception, match="for once"):
+            while True:
+                session.run(model.program, {model.rate: 0.1})
+        while session.update_count() < 6:
+            session.run(model.program, {model.rate: 0.1})
+        losses = session.run(model.outfeed.dequeue())
+        other.run(plain.initializer)
+        expected = [loss for _run in range(4) for loss in plain.run(other)]
+        np.testing.assert_allclose(losses, expected[: len(losses)], rtol=1e-6)
+    data = [x[0, 0] for x, _labels in itertools.islice(front.data()(), len(losses))]
+    assert set(calls) >= {float(value) for value in data}
 
 
 def test_a_slow_data_set_holds_up_nobody():
@@ -246,8 +320,6 @@ def test_a_slow_data_set_holds_up_nobody():
 
 
 def test_elements_that_are_random_keys():
-    import jax
-
     with pytest.raises(ValueError, match="must be pytrees of numeric arrays"):
         _shapes = IPUInfeedQueue([jax.random.key(0)]).element
 

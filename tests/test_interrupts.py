@@ -173,10 +173,11 @@ def test_interrupted_at_random_moments(mapping, tmp_path):
         path = tmp_path / f"{number}.npz"
         process, out, errors, _seconds = interrupted(mapping, path, moments[number])
         told = f"after {moments[number]} s: {process.returncode} {out}{errors}"
-        if process.returncode != 0:  # Python itself, if it is only starting, ends with 1
-            is_told = process.returncode == -signal.SIGINT or errors.rstrip().endswith("KeyboardInterrupt")
-            return (is_told and "interrupted in" not in out) or told
-        if "done" not in out:
+        if process.returncode != 0 and "begins" not in out:
+            return True  # Python and jaxlib, while they start, tell it as they like: jaxlib by ImportError
+        if process.returncode == -signal.SIGINT:
+            return "interrupted in" not in out or told
+        if process.returncode != 0 or "done" not in out:
             return told
         found = dict(np.load(path))
         wanted = expected[int(found.pop("count"))]
@@ -185,4 +186,5 @@ def test_interrupted_at_random_moments(mapping, tmp_path):
 
     with ThreadPoolExecutor(2) as pool:
         results = list(pool.map(run, range(len(moments))))
-    assert [result for result in results if result is not True] == []
+    faults = [result for result in results if result is not True]
+    assert not faults, "\n\n".join(faults)

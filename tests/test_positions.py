@@ -177,8 +177,8 @@ def test_an_infeeds_position_with_what_was_given_back():
     infeed.initialize()
     take = infeed.connect(list, num_taken=4, is_tentative=True)
     taken = take(4)
-    infeed.give_back(len(taken))
-    infeed.mark()
+    infeed.mark(len(taken))
+    infeed.give_back()
     assert infeed.position == Position(0)
     assert take(1) == [[np.float32(0)]]
     infeed.mark()

@@ -15,7 +15,6 @@ from typing import Any, Concatenate, ParamSpec
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ipu_pipeline.engine import schedules
 from ipu_pipeline.engine.building import Built, Recipe, build
@@ -412,8 +411,8 @@ class Pipeline:
         return PipelineState(
             variables=variables,
             optimizer_state=self.init_optimizer_state(variables),
-            update_count=np.int32(0),
-            execution_count=np.int32(0),
+            update_count=0,
+            execution_count=0,
             key=key,
         )
 

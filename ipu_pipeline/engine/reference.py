@@ -135,7 +135,10 @@ def step(
     running = state
     for index, micro_batch in enumerate(micro_batches):
         differentiated = tuple(trained) if optimizer is not None else ()
-        stateless = dataclasses.replace(running, optimizer_state=None)
+        execution_count: Any = keys.as_int32(state.execution_count)  # as any other traced value
+        stateless = dataclasses.replace(
+            running, optimizer_state=None, update_count=0, execution_count=execution_count
+        )
         loss, grads, outputs, variables = _compile_gradients(traced, differentiated)(
             stateless, micro_batch, index, inputs, loss_scale
         )
@@ -157,7 +160,7 @@ def step(
         for outputs, loss in zip(all_outputs, losses, strict=True)
     ]
     step_outputs = StepOutputs(collected, unflatten)
-    running = dataclasses.replace(running, execution_count=np.int32(state.execution_count + 1))
+    running = dataclasses.replace(running, execution_count=int(state.execution_count) + 1)
     if optimizer is None:
         return running, step_outputs
     if reduction is Reduction.MEAN:
@@ -191,7 +194,7 @@ def step(
             running,
             variables={**running.variables, **parameters},
             optimizer_state=optimizer_state,
-            update_count=np.int32(state.update_count + 1),
+            update_count=int(state.update_count) + 1,
         ),
         step_outputs,
     )

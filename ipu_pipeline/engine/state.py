@@ -21,16 +21,16 @@ class PipelineState:
       variables: full name -> array.
       optimizer_state: what the optimizer's `init` returns for the trained variables, a flat dict. None
         without training, and until the first step if it depends on what the last stage returns.
-      update_count: int32 scalar, weight updates so far.
-      execution_count: int32 scalar, steps so far, those without training included; random keys are
-        folded from it.
+      update_count: an int, weight updates so far.
+      execution_count: an int, steps so far, those without training included; random keys are folded from
+        it, modulo 2**32.
       key: the random key that all others are folded from.
     """
 
     variables: dict[str, Any]
     optimizer_state: Any
-    update_count: Any
-    execution_count: Any
+    update_count: int
+    execution_count: int
     key: Any
 
 

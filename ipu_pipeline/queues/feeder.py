@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
+import math
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from ipu_pipeline.queues.positions import DataPass, Position
 __all__ = ["Feeder", "Place", "as_array", "is_feeding"]
 
 _JOIN_SECONDS = 0.5
+_MAX_KEPT_BYTES = 2**30  # of elements that are kept until their weight update is done
 _THREAD_NAME = "ipu-infeed"
 Place = Callable[[Sequence[Any]], Any]
 
@@ -31,9 +33,12 @@ class _Entry(NamedTuple):
 
     leaves: Sequence[Any]
     placed: Any
-    place: Place
+    place: Place | None
     error: BaseException | None
     traceback: TracebackType | None = None
+
+
+_LOST = _Entry((), None, None, None)
 
 
 class Feeder:
@@ -42,20 +47,25 @@ class Feeder:
     Whether a thread runs is known from `_is_running`, which the thread itself clears, under the lock that
     everyone takes to read it. It is never joined for long: a data set that hangs holds up nobody else, and
     the thread, a daemon, ends when it wakes up or goes on if it is wanted again.
+
+    What is taken stays among the entries until `mark` says that it was used. A run that ends before that,
+    by Ctrl-C or an error, loses nothing: the next one gets the same elements.
     """
 
     def __init__(self, data: DataPass, element: Any) -> None:
         self._data = data
         self._element = element
         self._expected, self._expected_tree = jax.tree.flatten(element)
-        self._number = self._num_taken = self._num_used = data.start
+        self._number = self._num_used = data.start
+        num_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in self._expected)
+        self._max_kept = _MAX_KEPT_BYTES // max(num_bytes, 1)
         self._has_raised_end = False
         self._condition = threading.Condition()
         # What follows is read and written with the condition held.
-        self._buffer: collections.deque[_Entry] = collections.deque()
+        self._entries: list[_Entry] = []  # first those taken since the last `mark`
+        self._num_taken = 0
         self._depth = 1
         self._is_tentative = False
-        self._taken: list[_Entry] = []  # at the last call of `take`, if it may be given back
         self._has_wide_dtypes = False
         self._place: Place | None = None
         self._thread: threading.Thread | None = None  # the last one that was started
@@ -70,7 +80,7 @@ class Feeder:
             self._place = place
             self._depth = depth
             self._is_tentative = is_tentative
-            self._taken = []
+            self._give_back()
             self._has_wide_dtypes = jax.config.jax_enable_x64  # type: ignore[attr-defined]  # set dynamically
             self._condition.notify_all()
             self._is_stopping = self._is_given_up = False
@@ -102,47 +112,71 @@ class Feeder:
         """Ends the thread and lets go of what was fetched, and of the data set."""
         self.stop()
         with self._condition:
-            self._buffer.clear()
-            self._taken = []
+            self._entries, self._num_taken = [], 0
             self._data = DataPass(())
 
     def take(self, wanted: int) -> list[Any]:
         """Up to so many elements; see `IPUInfeedQueue.connect`."""
         with self._condition:
             at_least = 1 if self._is_tentative else wanted
-            while len(self._buffer) < at_least and not self._has_ended():
-                if not self._is_running and not self._buffer:
+            while self._num_ahead < at_least and not self._has_ended():
+                if not self._is_running and not self._num_ahead:
                     raise RuntimeError("The infeed was stopped, by its deleter or its session's end.")
                 if not self._is_running:
                     break
                 self._condition.wait()
-            error = self._buffer[0].error
+            first = self._num_taken
+            error = self._entries[first].error
             if error is not None:  # it stays: whoever asks again gets the same answer
                 self._has_raised_end = isinstance(error, OutOfRangeError)
-                raise error.with_traceback(self._buffer[0].traceback)  # raising it again would add to it
-            num_taken = min(wanted, len(self._buffer) - self._has_ended())
-            taken = [self._buffer.popleft() for _element in range(num_taken)]
-            self._num_taken += num_taken
-            if self._is_tentative:
-                self._taken = taken
+                raise error.with_traceback(
+                    self._entries[first].traceback
+                )  # raising it again would add to it
+            end = first + min(wanted, self._num_ahead - self._has_ended())
+            taken = self._entries[first:end]
+            self._num_taken = end  # in one step: Ctrl-C comes before or after it
+            if not self._is_tentative:
+                self._let_go(first, end)
             place = self._place
             self._condition.notify_all()
         assert place is not None
         # Fetched ahead for another program, an element goes to this one's devices now.
         return [entry.placed if entry.place == place else place(entry.leaves) for entry in taken]
 
-    def give_back(self, count: int) -> None:
-        """Puts the last elements that were taken at once back."""
+    def _let_go(self, first: int, end: int) -> None:
+        """Keeps of what is taken only what is on the host, and nothing if that is very much."""
+        if end <= self._max_kept:
+            for number in range(first, end):
+                self._entries[number] = self._entries[number]._replace(placed=None, place=None)
+        elif end > first:
+            first = 0 if self._entries[0] is not _LOST else first
+            self._entries[first:end] = [_LOST] * (end - first)
+
+    def give_back(self) -> None:
+        """What was taken since the last `mark`, and what that was told is not needed, comes again."""
         with self._condition:
-            first = len(self._taken) - count
-            self._buffer.extendleft(reversed(self._taken[first:]))
-            self._taken = []
-            self._num_taken -= count
+            self._give_back()
+
+    def _give_back(self) -> None:
+        num_lost = sum(entry is _LOST for entry in self._entries[: self._num_taken])
+        if num_lost:
+            warnings.warn(
+                f"A run was interrupted, or failed, within a weight update. The {self._num_taken} elements "
+                "of the data set that it had taken for this update were too many to be kept, and are lost: "
+                "the next run goes on behind them.",
+                stacklevel=2,
+            )
+            del self._entries[: self._num_taken]
+            self._num_used += self._num_taken
+        self._num_taken = 0
 
     def mark(self, num_unneeded: int) -> None:
-        """Notes that what was taken so far has been used, except the last ones."""
+        """Notes that what was taken so far has been used, except the last ones. Not to be interrupted."""
         with self._condition:
-            self._num_used = self._num_taken - num_unneeded
+            num_used = self._num_taken - num_unneeded
+            del self._entries[:num_used]
+            self._num_taken = num_unneeded
+            self._num_used += num_used
         self._data.forget_before(self._num_used)
 
     @property
@@ -151,15 +185,20 @@ class Feeder:
         position = self._data.position(self._num_used)
         return dataclasses.replace(position, has_ended=self._has_raised_end)
 
+    @property
+    def _num_ahead(self) -> int:
+        """Of entries that are not taken; the error at the end is one."""
+        return len(self._entries) - self._num_taken
+
     def _has_ended(self) -> bool:
-        return bool(self._buffer) and self._buffer[-1].error is not None
+        return bool(self._entries) and self._entries[-1].error is not None
 
     def _run(self, turn: object) -> None:
         while True:
             with self._condition:
                 if turn is not self._turn:
                     return
-                while len(self._buffer) >= self._depth and not self._is_stopping:
+                while self._num_ahead >= self._depth and not self._is_stopping:
                     self._condition.wait()
                 if self._is_stopping or self._has_ended():
                     self._is_running = False
@@ -174,7 +213,7 @@ class Feeder:
                 with jax.enable_x64(has_wide_dtypes):  # of the thread that wants the elements
                     entry = self._fetch(place)
             with self._condition:
-                self._buffer.append(entry)
+                self._entries.append(entry)
                 self._condition.notify_all()
 
     def _fetch(self, place: Place) -> _Entry:

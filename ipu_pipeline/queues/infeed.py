@@ -10,7 +10,7 @@ import jax
 from ipu_pipeline.engine.devices.feeds import Take
 from ipu_pipeline.engine.jaxprs.shapes import as_shape
 from ipu_pipeline.queues.feeder import Feeder, Place, as_array
-from ipu_pipeline.queues.positions import DataPass, Position, is_sequence
+from ipu_pipeline.queues.positions import DataPass, Position, is_factory, is_sequence
 
 __all__ = ["IPUInfeedQueue", "InfeedOperation"]
 
@@ -53,13 +53,13 @@ class IPUInfeedQueue:
         is_integer = isinstance(prefetch_depth, int) and not isinstance(prefetch_depth, bool)
         if not is_integer or not 1 <= prefetch_depth <= 255:
             raise ValueError(f"prefetch_depth must be an integer from 1 to 255; got {prefetch_depth!r}.")
-        if hasattr(dataset, "__next__"):
+        if hasattr(dataset, "__next__") and not isinstance(dataset, type):
             raise TypeError(
                 "IPUInfeedQueue: dataset must be something that can be iterated over again, but it is an "
                 f"iterator ({type(dataset).__name__}). Pass what it was made from, or a callable that "
                 "returns a new iterator."
             )
-        if not callable(dataset) and not hasattr(dataset, "__iter__") and not is_sequence(dataset):
+        if not is_factory(dataset) and not hasattr(dataset, "__iter__") and not is_sequence(dataset):
             raise TypeError(
                 "IPUInfeedQueue: dataset must be iterable, or a callable that returns an iterator; got "
                 f"{type(dataset).__name__}."
@@ -201,10 +201,10 @@ class IPUInfeedQueue:
         self._feeder.start(place, max(self._prefetch_depth, num_taken), is_tentative)
         return self._feeder.take
 
-    def give_back(self, count: int) -> None:
-        """Puts the last elements that were taken at once back; they come again."""
+    def give_back(self) -> None:
+        """What `mark` was told is not needed comes again."""
         if self._feeder is not None:
-            self._feeder.give_back(count)
+            self._feeder.give_back()
 
     def mark(self, num_unneeded: int = 0) -> None:
         """Notes that what was taken so far has been used, except the last ones; see `position`."""

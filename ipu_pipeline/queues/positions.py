@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from ipu_pipeline.data import json_trees
 
-__all__ = ["DataPass", "Position", "is_sequence"]
+__all__ = ["DataPass", "Position", "is_factory", "is_sequence"]
 
 _STATES_EVERY = 16  # elements; asking an iterator for its state takes time
 
@@ -46,6 +46,11 @@ class _State(NamedTuple):
     state: Any
 
 
+def is_factory(dataset: Any) -> bool:
+    """Whether a data set is to be called: a function, or a class, whose instances may be iterators."""
+    return callable(dataset) and (isinstance(dataset, type) or not hasattr(dataset, "__iter__"))
+
+
 class DataPass:
     """An iterator over a data set, from its beginning or from a position.
 
@@ -59,7 +64,7 @@ class DataPass:
           dataset: see `IPUInfeedQueue`.
           start: where to begin.
         """
-        made = dataset() if callable(dataset) and not hasattr(dataset, "__iter__") else dataset
+        made = dataset() if is_factory(dataset) else dataset
         self.count = 0  # elements read
         self._skip_to = 0 if start is None else start.count
         if not hasattr(made, "__iter__") and is_sequence(made):

@@ -21,6 +21,7 @@ from ipu_pipeline.checkpointing.snapshots import Snapshot, parse_array
 from ipu_pipeline.data import json_trees
 from ipu_pipeline.engine.devices.rows import make_rows, put
 from ipu_pipeline.engine.jaxprs.shapes import check_like
+from ipu_pipeline.engine.tracing.keys import as_int32
 from ipu_pipeline.errors import CheckpointError
 from ipu_pipeline.graph.placeholders import cast_exactly
 from ipu_pipeline.session.exporting import FORMAT_VERSION, PROGRAM, input_name
@@ -196,7 +197,7 @@ class LoadedProgram:
                 implementation = self._snapshot.key_implementation
                 return jax.random.key_data(jax.random.key(self._snapshot.seed, impl=implementation))
             if kind == "execution_count":
-                return np.int32(self._execution_count + number // self._program["num_micro_batches"])
+                return as_int32(self._execution_count + number // self._program["num_micro_batches"])
             if kind == "micro_batch":
                 return np.int32(number % self._program["num_micro_batches"])
             return _find_source(argument, leaves, inputs, outputs)

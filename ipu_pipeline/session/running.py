@@ -174,7 +174,7 @@ def _run_loop(
                 for (entry, _places), leaves in zip(body.enqueued, enqueued, strict=True):
                     entry.target.extend(leaves, part.size)
         if call.infeed_queue is not None and num_unneeded:
-            call.infeed_queue.give_back(num_unneeded)
+            call.infeed_queue.give_back()
     jax.block_until_ready((state.pipeline.variables, state.pipeline.optimizer_state))
     return loop.join_carried(constant, changing)
 

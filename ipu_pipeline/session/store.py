@@ -155,8 +155,8 @@ class Store:
         return PipelineState(
             variables=variables,
             optimizer_state=optimizer_state,
-            update_count=np.int32(record.update_count),
-            execution_count=np.int32(record.execution_count),
+            update_count=record.update_count,
+            execution_count=record.execution_count,
             key=self.key,
         )
 
@@ -196,7 +196,7 @@ class Store:
         """Takes the state that iterations of a loop left."""
         # The count of runs goes up with the first iterations: a run that is broken off counts too.
         counted = dataclasses.replace(
-            state.pipeline, execution_count=np.int32(state.pipeline.execution_count + 1)
+            state.pipeline, execution_count=int(state.pipeline.execution_count) + 1
         )
         accumulated = None
         if call.trains:

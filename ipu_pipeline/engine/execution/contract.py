@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 import jax
-import numpy as np
 
 from ipu_pipeline.engine import jaxprs
 from ipu_pipeline.engine.devices.feeds import Take
@@ -242,13 +241,13 @@ class Runner(abc.ABC, Generic[PendingT]):
         pipeline = dataclasses.replace(pipeline, variables={**pipeline.variables, **variables})
         if self.iterated is None:  # of a loop, whole runs are counted
             pipeline = dataclasses.replace(
-                pipeline, execution_count=np.int32(pipeline.execution_count + num_updates)
+                pipeline, execution_count=int(pipeline.execution_count) + num_updates
             )
         if updates is None:
             return RunState(pipeline, {})
         pipeline = dataclasses.replace(
             pipeline,
             optimizer_state=updates.state_tree.unflatten(state_leaves),
-            update_count=np.int32(pipeline.update_count + num_updates),
+            update_count=int(pipeline.update_count) + num_updates,
         )
         return RunState(pipeline, dict(accumulators), num_accumulated)

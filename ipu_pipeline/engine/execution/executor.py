@@ -12,7 +12,6 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ipu_pipeline.engine.devices.compiler_options import NO_OPTIONS, CompilerOptions
 from ipu_pipeline.engine.devices.feeds import Element, Feed, Take, gather
@@ -29,6 +28,7 @@ from ipu_pipeline.engine.programs.collecting import Collecting
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms
 from ipu_pipeline.engine.schedules.checking import Timetable
 from ipu_pipeline.engine.state import Collected, Progress, RunState
+from ipu_pipeline.engine.tracing.keys import as_int32
 
 __all__ = ["Executor", "Observer"]
 
@@ -441,7 +441,7 @@ class Executor(Runner[PendingStep]):
             for place in template.loss_scales:
                 (arguments[place],) = put([loss_scale], row)
             for place in template.execution_counts:
-                (arguments[place],) = put([np.int32(pipeline.execution_count)], row)
+                (arguments[place],) = put([as_int32(pipeline.execution_count)], row)
             prepared.append(arguments)
         return prepared, placed
 

@@ -17,7 +17,7 @@ from ipu_pipeline.engine import jax_compat
 from ipu_pipeline.engine.tracing import frames, scopes
 from ipu_pipeline.engine.tracing.specs import serial_numbers
 
-__all__ = ["key_aval", "micro_batch_key", "micro_batch_key_p", "next_rng_key"]
+__all__ = ["as_int32", "key_aval", "micro_batch_key", "micro_batch_key_p", "next_rng_key"]
 
 micro_batch_key_p = jex_core.Primitive("micro_batch_key")
 
@@ -51,6 +51,11 @@ def next_rng_key() -> jax.Array:
 def key_aval() -> Any:
     """Shape and dtype of a random key."""
     return jax_compat.shaped_array((), jax.eval_shape(jax.random.key, 0).dtype)
+
+
+def as_int32(count: Any) -> np.int32:
+    """A count on the host as programs take it: modulo 2**32, by the bits of which keys are folded."""
+    return np.uint32(int(count) % 2**32).astype(np.int32)
 
 
 def micro_batch_key(key: jax.Array, execution_count: jax.Array, micro_batch: jax.Array) -> jax.Array:

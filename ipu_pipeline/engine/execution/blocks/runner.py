@@ -39,6 +39,7 @@ from ipu_pipeline.engine.planning.memory import IpuMemory, StageMemory
 from ipu_pipeline.engine.programs.collecting import Collecting
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms
 from ipu_pipeline.engine.state import Collected, Progress, RunState
+from ipu_pipeline.engine.tracing.keys import as_int32
 from ipu_pipeline.engine.updates.optimizer_tracing import UpdateKind
 
 __all__ = ["BlockRunner", "PendingBlock"]
@@ -222,7 +223,7 @@ class BlockRunner(Runner[PendingBlock]):
         pipeline = state.pipeline
         position = Position(
             accumulated=state.num_accumulated + begun.count,
-            execution=int(pipeline.execution_count),
+            execution=int(as_int32(pipeline.execution_count)),
             iteration=request.iteration,
             count=len(elements),
             every=request.every,
