@@ -30,7 +30,7 @@ def train(session, training, updates):
 def main():
     mapping, updates, path = sys.argv[1:]
     ipu.set_num_devices(2)
-    jax.devices()  # JAX's own start is no place for an interrupt; nor is Orbax's import
+    jax.random.key(0)  # JAX's own start is no place for an interrupt; nor is Orbax's import
     import orbax.checkpoint  # noqa: F401
 
     options = {"device_mapping": [int(ipu) for ipu in mapping], "repeat_count": 2}

@@ -608,6 +608,10 @@ def test_killed_while_a_checkpoint_is_replaced(tmp_path, trained):
     assert set(os.listdir(tmp_path)) == {"checkpoint", ".checkpoint.being-written-123"}
     checkpoints.write_checkpoint(tmp_path / "checkpoint", snapshot)
     assert os.listdir(tmp_path) == ["checkpoint"]
+    # One that was interrupted when all but deleting the old one was done.
+    shutil.copytree(trained[0], tmp_path / f".checkpoint.being-replaced-{os.getpid()}")
+    checkpoints.write_checkpoint(tmp_path / "checkpoint", snapshot)
+    assert os.listdir(tmp_path) == ["checkpoint"]
 
 
 def test_random_keys_in_the_optimizers_state(tmp_path):

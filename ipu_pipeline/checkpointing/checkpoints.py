@@ -82,6 +82,10 @@ def write_checkpoint(
             (started / name).write_bytes(content)
         _complete(started, snapshot.document())
         if target.exists():
+            for left in target.parent.glob(
+                f".{target.name}.{_REPLACED}-*"
+            ):  # by a save that was interrupted
+                shutil.rmtree(left, ignore_errors=True)
             target.rename(old)
         started.rename(target)
     finally:

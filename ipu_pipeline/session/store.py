@@ -18,6 +18,7 @@ from ipu_pipeline.engine.tracing.specs import VariableSpec, initial_value
 from ipu_pipeline.graph.placeholders import cast_exactly
 from ipu_pipeline.program.calls import Call, LoopCall, PipelineCall
 from ipu_pipeline.program.program import Program
+from ipu_pipeline.session import interrupts
 
 __all__ = ["Store"]
 
@@ -55,7 +56,8 @@ class Store:
     def key(self) -> Any:
         """The random key that all others are folded from; starts JAX's backend."""
         if self._key is None:
-            self._key = jax.random.key(self.seed, impl=self._key_implementation)
+            with interrupts.deferred():  # what JAX imports and caches when it begins must be whole
+                self._key = jax.random.key(self.seed, impl=self._key_implementation)
         return self._key
 
     def record(self, name: str) -> Record:
@@ -120,7 +122,8 @@ class Store:
         """
         value = self.state.variables.get(spec.name)
         if value is None:
-            value = initial_value(spec, self.key)
+            with interrupts.deferred():
+                value = initial_value(spec, self.key)
             variables = {**self.state.variables, spec.name: value}
             self.state = dataclasses.replace(self.state, variables=variables)
         if isinstance(value, np.ndarray) and value.shape == spec.shape:  # loaded, and not used yet
@@ -151,7 +154,8 @@ class Store:
             optimizer_state = call.state_tree.unflatten(jax.tree.leaves(known.tree))
         variables = {name: self.variable(spec) for name, spec in call.variables.items()}
         if optimizer_state is None and isinstance(call, PipelineCall) and call.trains:
-            optimizer_state = call.pipeline.init_optimizer_state(variables)
+            with interrupts.deferred():
+                optimizer_state = call.pipeline.init_optimizer_state(variables)
         return PipelineState(
             variables=variables,
             optimizer_state=optimizer_state,
