@@ -2,6 +2,7 @@ import dataclasses
 import gc
 import json
 import os
+import pathlib
 import shutil
 import threading
 import warnings
@@ -597,6 +598,32 @@ def test_what_others_change_meanwhile(tmp_path, trained):
     shutil.rmtree(tmp_path / "series")
     series.save(20, read_checkpoint(trained[0]))
     assert series.read_latest()[0] == 20
+
+
+@pytest.mark.parametrize("num_times", [1, 3, 100])
+def test_others_who_look_while_a_checkpoint_is_replaced(tmp_path, trained, monkeypatch, num_times):
+    """They put the old one back, as its writer might have been killed just then."""
+    path, snapshot = tmp_path / "checkpoint", read_checkpoint(trained[0])
+    checkpoints.write_checkpoint(path, snapshot)
+    rename, left = pathlib.Path.rename, [num_times]
+
+    def rename_and_look(self, target):
+        renamed = rename(self, target)
+        if "being-replaced" in str(target) and left[0] > 0:
+            left[0] -= 1
+            assert checkpoints.read_document(path)  # by another process
+        return renamed
+
+    monkeypatch.setattr(pathlib.Path, "rename", rename_and_look)
+    newer = dataclasses.replace(snapshot, seed=snapshot.seed + 1)
+    if num_times < 100:
+        checkpoints.write_checkpoint(path, newer)
+        assert read_checkpoint(path).seed == newer.seed
+    else:
+        with pytest.raises(OSError, match="not empty"):
+            checkpoints.write_checkpoint(path, newer)
+        assert read_checkpoint(path).seed == snapshot.seed
+    assert os.listdir(tmp_path) == ["checkpoint"]
 
 
 def test_killed_while_a_checkpoint_is_replaced(tmp_path, trained):

@@ -37,6 +37,7 @@ DOCUMENT = "checkpoint.json"
 _ARRAYS = "default"  # what Orbax's CheckpointManager calls its only item
 # What there is of a checkpoint without its document.
 _PARTS = {_ARRAYS, "_CHECKPOINT_METADATA", "commit_success.txt", f"{DOCUMENT}.being-written"}
+_MAX_REPLACEMENTS = 10  # before a save gives up against processes that put the old checkpoint back
 _WRITTEN, _REPLACED = "being-written", "being-replaced"  # in the names of directories beside a checkpoint
 # What processes that ended leave in a series; the last is CheckpointManager's, of earlier versions.
 _LEFT_OVER = (f".*.{_WRITTEN}-*", "*.orbax-checkpoint-tmp*")
@@ -81,18 +82,28 @@ def write_checkpoint(
         for name, content in (files or {}).items():
             (started / name).write_bytes(content)
         _complete(started, snapshot.document())
-        if target.exists():
-            for left in target.parent.glob(
-                f".{target.name}.{_REPLACED}-*"
-            ):  # by a save that was interrupted
-                shutil.rmtree(left, ignore_errors=True)
-            target.rename(old)
-        started.rename(target)
+        _replace(target, started, old)
     finally:
         shutil.rmtree(started, ignore_errors=True)
         if not target.exists() and old.exists():
             old.rename(target)
         shutil.rmtree(old, ignore_errors=True)
+
+
+def _replace(target: Path, started: Path, old: Path) -> None:
+    """Puts a checkpoint in its place; the one that was there goes to `old`."""
+    for is_last in [*[False] * _MAX_REPLACEMENTS, True]:
+        if target.exists():
+            # A save that was interrupted may have left one.
+            for left in target.parent.glob(f".{target.name}.{_REPLACED}-*"):
+                shutil.rmtree(left, ignore_errors=True)
+            target.rename(old)
+        try:
+            started.rename(target)
+            return
+        except OSError:  # another process looked just then, and put the old one back
+            if is_last or not target.exists():
+                raise
 
 
 def read_document(path: str | os.PathLike[str]) -> dict[str, Any]:
