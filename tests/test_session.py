@@ -1,4 +1,5 @@
 import gc
+import signal
 import threading
 
 import jax
@@ -660,6 +661,57 @@ def test_python_that_is_called_back_may_read_the_session():
             session.run([model.initializer, ipu.global_variables_initializer()])
             model.run(session)
     assert len(found) == 2 * session.update_count() > 0
+
+
+@pytest.mark.parametrize("mapping", [[0, 1], [0, 0]])  # called in the main thread, and in one of JAX
+def test_python_that_is_called_back_may_not_run_the_session(mapping):
+    told = []
+
+    def call_session(_value):
+        try:
+            session.run(model.outfeed.dequeue())
+        except RuntimeError as error:
+            told.append(str(error))
+
+    def stage(rate, x, labels):
+        jax.debug.callback(call_session, x[0, 0])
+        return front.first_stage(rate, x, labels)
+
+    model = front.Model(computational_stages=[stage, front.second_stage], device_mapping=mapping)
+    with ipu.Session() as session:
+        session.run(model.initializer)
+        assert len(model.run(session)) == 3
+    assert len(told) == 3
+    assert all("within one of its runs" in message for message in told)
+
+
+def test_a_signals_handler_may_save(tmp_path):
+    model = front.Model(repeat_count=50)
+    handled = []
+
+    def save(*_arguments):
+        session.save(tmp_path / "checkpoint")
+        with pytest.raises(RuntimeError, match="within one of its runs"):
+            model.run(session)
+        handled.append(session.update_count())
+
+    before = signal.signal(signal.SIGUSR1, save)
+    try:
+        with ipu.Session() as session:
+            session.run(model.initializer)
+            model.run(session)
+            timer = threading.Timer(0.01, signal.raise_signal, [signal.SIGUSR1])
+            timer.start()
+            while not handled:
+                model.run(session)
+            timer.join()
+            trained = session.variables
+        with ipu.Session() as session:
+            session.restore(tmp_path / "checkpoint")
+            assert session.variables.keys() == trained.keys()
+            assert session.update_count() <= handled[0]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_a_data_set_that_runs_the_session_is_told():

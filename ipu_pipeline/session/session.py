@@ -31,6 +31,13 @@ from ipu_pipeline.session.store import Store
 __all__ = ["Session"]
 
 
+_CALLED_BACK = (
+    "The session was called within one of its runs, by a function that JAX calls back (jax.debug.callback, "
+    "jax.pure_callback) or by a signal's handler. The run would have to wait for itself. Call the session "
+    "after the run; `Session.variables` can be read."
+)
+
+
 class Session:
     """Holds variables and optimizer state, and runs programs.
 
@@ -63,6 +70,7 @@ class Session:
         self._is_closed = False
         # Held by whoever runs something or takes or gives the whole state; the others wait.
         self._lock = threading.RLock()
+        self._running_in: int | None = None  # the thread of a run; Ctrl-C may leave it behind
 
     def __enter__(self) -> Session:
         """The session itself."""
@@ -168,7 +176,7 @@ class Session:
           OSError: it cannot be written.
           ValueError: there are no variables yet, or `path` exists and is no checkpoint.
         """
-        with self._alone():
+        with self._alone(changes=False):
             if not self._store.state.variables:
                 raise ValueError("There is nothing to save: no program has run, so there are no variables.")
             checkpoints.write_checkpoint(path, self.take_snapshot(is_kept=False))
@@ -196,7 +204,7 @@ class Session:
           OSError: it cannot be written.
           ValueError: a placeholder has no value and is computed with, or `path` is something else.
         """
-        with self._alone():
+        with self._alone(changes=False):
             exporting.export(
                 path,
                 program,
@@ -237,7 +245,7 @@ class Session:
           is_kept: whether programs may run before it is used.
           extra: what else belongs to it, JSON.
         """
-        with self._alone():
+        with self._alone(changes=False):
             state = self._store.state
             if is_kept:
                 leaves, tree = jax.tree.flatten(state.arrays)
@@ -279,22 +287,41 @@ class Session:
           KeyboardInterrupt: on Ctrl-C; completed weight updates stand.
         """
         with self._alone():
-            return self._run(fetch, feed_dict or {})
+            try:
+                self._running_in = threading.get_ident()
+                return self._run(fetch, feed_dict or {})
+            finally:
+                self._running_in = None
 
     @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _alone(self, changes: bool = True) -> Iterator[None]:
         """Waits for what other threads do with the session, and lets them wait.
 
+        Args:
+          changes: whether the session's state may be another one afterwards. What only reads it may be
+            called by a signal's handler, during a run.
+
         Raises:
-          RuntimeError: a data set asks for it while a run may be waiting for the data.
+          RuntimeError: a data set, or a function that JAX calls back, asks for it while a run may be
+            waiting for it.
         """
-        if not self._lock.acquire(blocking=not is_feeding()):
+        # As threading.Condition asks; a note of our own would be wrong after Ctrl-C.
+        is_within = self._lock._is_owned()  # type: ignore[attr-defined]  # noqa: SLF001
+        if changes and is_within and self._running_in == threading.get_ident():
+            raise RuntimeError(_CALLED_BACK)
+        # Threads of JAX are not Python's, which calls them "Dummy-1" and so on.
+        is_called_back = threading.current_thread().name.startswith("Dummy-")
+        if not self._lock.acquire(blocking=not (is_feeding() or is_called_back)):
+            if is_called_back:
+                raise RuntimeError(_CALLED_BACK)
             raise RuntimeError(
                 "A data set has called the session in the infeed's thread, while a run of the session may "
                 "be waiting for its data. Compute what it needs before the run, or with JAX itself; "
                 "`Session.variables` can be read."
             )
         try:
+            if not is_within:
+                self._running_in = None
             yield
         finally:
             self._lock.release()
