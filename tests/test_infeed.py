@@ -83,6 +83,32 @@ def test_callables_sequences_and_structures():
     queue.delete()
 
 
+def test_classes_are_called():
+    class Numbers:
+        def __init__(self):
+            self.number = -1
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            self.number += 1
+            return np.float32(self.number)
+
+    class Iterable:
+        def __iter__(self):
+            return iter(scalars(9))
+
+    for dataset in (Numbers, Iterable):
+        queue = IPUInfeedQueue(dataset)
+        for _pass in range(2):
+            queue.initialize()
+            assert take(queue, 3) == [0, 1, 2]
+        queue.delete()
+    with pytest.raises(TypeError, match=r"it is an iterator \(Numbers\)"):
+        IPUInfeedQueue(Numbers())
+
+
 def test_prefetch_depth_bounds_what_is_read_ahead():
     read = []
 
