@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint
 import pytest
 
 import ipu_pipeline as ipu
@@ -598,6 +599,29 @@ def test_what_others_change_meanwhile(tmp_path, trained):
     shutil.rmtree(tmp_path / "series")
     series.save(20, read_checkpoint(trained[0]))
     assert series.read_latest()[0] == 20
+
+
+def test_what_orbax_still_writes_after_ctrl_c_is_not_in_the_way(tmp_path, trained, monkeypatch):
+    """Its threads go on for a while after a save that was interrupted."""
+    snapshot, path = read_checkpoint(trained[0]), tmp_path / "checkpoint"
+    original, begun = orbax.checkpoint.Checkpointer.save, []
+
+    def save(self, directory, *arguments, **options):
+        begun.append(pathlib.Path(directory).parent)
+        if len(begun) == 1:
+            raise KeyboardInterrupt
+        if len(begun) == 2:
+            begun[0].mkdir()  # by a thread of the first one
+            (begun[0] / "arrays").write_text("of the save before")
+        return original(self, directory, *arguments, **options)
+
+    monkeypatch.setattr(orbax.checkpoint.Checkpointer, "save", save)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoints.write_checkpoint(path, snapshot)
+    checkpoints.write_checkpoint(path, snapshot)
+    assert read_checkpoint(path).seed == snapshot.seed
+    checkpoints.write_checkpoint(path, snapshot)
+    assert os.listdir(tmp_path) == ["checkpoint"]
 
 
 @pytest.mark.parametrize("num_times", [1, 3, 100])

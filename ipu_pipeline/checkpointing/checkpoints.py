@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -37,6 +38,7 @@ DOCUMENT = "checkpoint.json"
 _ARRAYS = "default"  # what Orbax's CheckpointManager calls its only item
 # What there is of a checkpoint without its document.
 _PARTS = {_ARRAYS, "_CHECKPOINT_METADATA", "commit_success.txt", f"{DOCUMENT}.being-written"}
+_numbers = itertools.count()
 _MAX_REPLACEMENTS = 10  # before a save gives up against processes that put the old checkpoint back
 _WRITTEN, _REPLACED = "being-written", "being-replaced"  # in the names of directories beside a checkpoint
 # What processes that ended leave in a series; the last is CheckpointManager's, of earlier versions.
@@ -360,7 +362,8 @@ def _delete(path: Path) -> None:
 
 
 def _beside(target: Path, what: str) -> Path:
-    return target.with_name(f".{target.name}.{what}-{os.getpid()}")
+    """A name that no other save has: after Ctrl-C Orbax's threads go on writing for a while."""
+    return target.with_name(f".{target.name}.{what}-{os.getpid()}-{next(_numbers)}")
 
 
 def _recover(target: Path) -> None:
