@@ -28,6 +28,8 @@ __all__ = [
     "devices_for",
     "enable_executable_cache",
     "enable_executable_cache_of_environment",
+    "find_devices",
+    "have_cpu_devices",
     "is_selected",
     "reserve",
     "reset_ipu_configuration",
@@ -125,14 +127,14 @@ class IPUConfig:
                     f"{self.auto_select_ipus} and {self.select_ipus}."
                 )
             self._check_power_of_two(len(self.select_ipus))
-            available = _find_devices(max(self.select_ipus) + 1, self.ipu_model)
+            available = find_devices(max(self.select_ipus) + 1, self.ipu_model)
             chosen = [[available[index] for index in self.select_ipus]]
         elif self.auto_select_ipus is None:
             raise ValueError("IPUConfig: auto_select_ipus must be set to a number of IPUs; it is None.")
         else:
             wanted = self.group_sizes
             reserved = [self._check_power_of_two(number) for number in wanted]
-            available = _find_devices(sum(reserved), self.ipu_model)
+            available = find_devices(sum(reserved), self.ipu_model)
             starts = [sum(reserved[:index]) for index in range(len(reserved))]
             chosen = [
                 available[start : start + number] for start, number in zip(starts, reserved, strict=True)
@@ -261,7 +263,7 @@ def select_automatically(needs: Iterable[tuple[int, int]]) -> None:
     if wanted == [len(group) for group in groups]:
         return
     used = [device for group in groups for device in group]
-    free = [device for device in _find_devices(sum(wanted), ipu_model=False) if device not in used]
+    free = [device for device in find_devices(sum(wanted), ipu_model=False) if device not in used]
     groups += [[] for _ in range(len(wanted) - len(groups))]
     for group, number in zip(groups, wanted, strict=True):
         num_missing = number - len(group)
@@ -284,7 +286,7 @@ def reserve(needs: Iterable[tuple[int, int]]) -> None:
     if _system is not None and not _system.is_automatic:
         return
     number = sum(_group_sizes([] if _system is None else _system.groups, needs))
-    if not _can_have_cpu_devices(number) and jax.default_backend() == "cpu":
+    if not have_cpu_devices(number) and jax.default_backend() == "cpu":
         _check_num_cpu_devices(number)
 
 
@@ -343,9 +345,9 @@ def reset_ipu_configuration() -> None:
     _system = None
 
 
-def _find_devices(number: int, ipu_model: bool) -> list[Any]:
+def find_devices(number: int, ipu_model: bool) -> list[Any]:
     """All devices that can be IPUs, at least `number`; makes that many if they are CPU devices."""
-    _can_have_cpu_devices(number)
+    have_cpu_devices(number)
     devices: list[Any] = jax.devices("cpu") if ipu_model else jax.devices()
     if len(devices) >= number:
         return devices
@@ -358,7 +360,7 @@ def _find_devices(number: int, ipu_model: bool) -> list[Any]:
     )
 
 
-def _can_have_cpu_devices(number: int) -> bool:
+def have_cpu_devices(number: int) -> bool:
     """Makes so many virtual CPU devices, unless more were asked for; False if the backend runs already."""
     if _num_cpu_devices_set() < number:
         try:

@@ -1,4 +1,4 @@
-"""Draws the tutorial's figures into tutorial/figures, and that of the rooms into docs/figures.
+"""Draws the tutorials' figures into their folders `figures`, and that of the rooms into docs/figures.
 
     python scripts/draw_figures.py            # writes them
     python scripts/draw_figures.py --check    # exits with 1 and names those that are out of date
@@ -33,6 +33,13 @@ NUM_MICRO_BATCHES = 8
 BUBBLE_COUNTS = [1, 2, 4, 8, 16, 32, 64]
 SHARD_SPLITS = ["dense32"]
 SPLITS = [["dense32"], ["dense128"], ["dense256", "dense128", "dense64"]]
+TRACED_BLOCKS, TRACED_MICRO_BATCHES, FOLLOWED = 4, 10, 4
+FOLLOWED_STYLES = [  # the others paler
+    ".forward { fill: #e6f3fb; stroke: #999 }",
+    ".backward { fill: #fbeccf; stroke: #999 }",
+    ".followed_forward { fill: #5dbb63; stroke: #222; stroke-width: 2 }",
+    ".followed_backward { fill: #ee7766; stroke: #222; stroke-width: 2 }",
+]
 CEL = "cel: the cross entropy of the softmax (softmax_ce) and its mean over the examples (mean)."
 INFEED = "Below: what the infeed brings for each micro-batch."
 
@@ -214,6 +221,16 @@ def draw_accumulation() -> Figure:
     return figure
 
 
+def draw_execution_trace() -> Figure:
+    """What the model of tutorial/poptorch does in a weight update, and where one micro-batch is in it."""
+    table = facts.timetable("grouped", TRACED_BLOCKS, TRACED_MICRO_BATCHES)
+    grid = Grid(table, MARGIN, columns_per_line=table.num_time_steps, followed=FOLLOWED)
+    title = f"{TRACED_MICRO_BATCHES} micro-batches on {TRACED_BLOCKS} IPUs, number {FOLLOWED} followed"
+    figure = Figure(title, grid.width, grid.height, *FOLLOWED_STYLES)
+    grid.draw(figure)
+    return figure
+
+
 def draw_rooms() -> Figure:
     """The rooms, and which imports which: what a row imports has a dot in its column."""
     numbers: dict[int, set[int]] = {}
@@ -262,7 +279,11 @@ def draw_all() -> dict[str, dict[str, str]]:
         "accumulation": draw_accumulation(),
     }
     drawn = {f"{name}.svg": figure.render() for name, figure in figures.items()}
-    return {"tutorial/figures": drawn, "docs/figures": {"rooms.svg": draw_rooms().render()}}
+    return {
+        "tutorial/figures": drawn,
+        "tutorial/poptorch/figures": {"execution_trace.svg": draw_execution_trace().render()},
+        "docs/figures": {"rooms.svg": draw_rooms().render()},
+    }
 
 
 def find_faults(folder: Path, figures: dict[str, str]) -> list[str]:

@@ -28,6 +28,15 @@ def test_imports_only_rooms_before_its_own(module):
     assert not upwards, f"{module} imports {upwards}"
 
 
+@pytest.mark.parametrize("module", [module for module in IMPORTS if module.startswith("poptorch")])
+def test_poptorch_stands_beside_the_tf1_front(module):
+    floors = [room.name for room in rooms.FLOORS]
+    beside = range(floors.index("graph/"), floors.index("package") + 1)
+    allowed = {"queues", "checkpointing"}
+    across = [i for i in IMPORTS[module] if rooms.room_of(i) in beside and i.split(".")[0] not in allowed]
+    assert not across, f"{module} imports {across}"
+
+
 def test_no_circle():
     left = dict(IMPORTS)
     while ground := {module for module, imported in left.items() if not imported & left.keys()}:

@@ -15,6 +15,7 @@ from typing import Any, Concatenate, ParamSpec
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ipu_pipeline.engine import schedules
 from ipu_pipeline.engine.building import Built, Recipe, build
@@ -538,6 +539,28 @@ class Pipeline:
         assert count is not None
         check_positive("num_micro_batches", count)
         return int(count) * self.num_serialized
+
+    def compile(self, state: PipelineState, num_updates: int = 1) -> None:
+        """Compiles what steps run, before the first one. It runs nothing, and leaves the state as it is.
+
+        Args:
+          state: from `init` or a step.
+          num_updates: how many steps may be done together, see `accumulate`.
+
+        Raises:
+          ValueError: a variable is missing; or each step says how many micro-batches it has, or the
+            optimizer's state depends on what the last stage returns, so that they are compiled in the first
+            step.
+        """
+        every = self._updated_every(None)
+        if self.updates is not None and state.optimizer_state is None:
+            raise ValueError("compile: the optimizer's state depends on the first step, which compiles.")
+        runner = self.prepare()
+        state = self.place(state)
+        accumulators = runner.residence.make_accumulators(self.built.accumulator_dtypes)
+        inputs = [np.zeros(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(self.traced.inputs)]
+        total = num_updates * every
+        runner.compile(RunState(state, accumulators), Request(inputs, every, limit=total, total=total))
 
     def accumulate(
         self,

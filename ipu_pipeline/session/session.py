@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ipu_pipeline import config
+from ipu_pipeline import config, interrupts
 from ipu_pipeline.checkpointing import checkpoints
 from ipu_pipeline.checkpointing.snapshots import Snapshot
 from ipu_pipeline.engine.devices.rows import keep
@@ -23,7 +23,7 @@ from ipu_pipeline.program.registry import compiled_programs
 from ipu_pipeline.queues.feeder import is_feeding
 from ipu_pipeline.queues.infeed import InfeedOperation, IPUInfeedQueue
 from ipu_pipeline.queues.outfeed import OutfeedOperation
-from ipu_pipeline.session import exporting, interrupts
+from ipu_pipeline.session import exporting
 from ipu_pipeline.session.resuming import Resumption, check_snapshot
 from ipu_pipeline.session.running import Limit, run_program
 from ipu_pipeline.session.store import Store

@@ -25,7 +25,7 @@ MARGIN = 16
 FRAME_TOP = 40  # a frame's label and number of parameters
 _BOX_WIDTH, _BOX_HEIGHT, _BOX_GAP, _PADDING = 88, 68, 12, 12  # a layer, and the frame around layers
 FRAME_HEIGHT = _BOX_HEIGHT + 2 * _PADDING
-_CELL_HEIGHT, _UPDATE_CELLS, _COLUMNS_PER_LINE = 28, 2, 24
+_CELL_HEIGHT, _UPDATE_CELLS = 28, 2
 
 
 def frame_width(layers: Sequence[facts.Layer]) -> int:
@@ -91,19 +91,23 @@ class Grid:
       top: the upper edge.
       cell_width: of a column.
       idle_text: what stands in the cells of an IPU that waits.
+      columns_per_line: after so many time-steps the timetable is continued below.
+      followed: a micro-batch that has the styles "followed_forward" and "followed_backward"; None: none.
     """
 
     table: schedules.Timetable
     top: int
     cell_width: int = 32
     idle_text: str = ""
+    columns_per_line: int = 24
+    followed: int | None = None
 
     @property
     def width(self) -> int:
         """Of the whole figure."""
         num_time_steps = self.table.num_time_steps
-        last_line = (num_time_steps - 1) % _COLUMNS_PER_LINE + 1 + _UPDATE_CELLS
-        columns = max(min(num_time_steps, _COLUMNS_PER_LINE), last_line)
+        last_line = (num_time_steps - 1) % self.columns_per_line + 1 + _UPDATE_CELLS
+        columns = max(min(num_time_steps, self.columns_per_line), last_line)
         return self.x(1) + columns * self.cell_width + MARGIN
 
     @property
@@ -119,7 +123,7 @@ class Grid:
 
     def x(self, time_step: int) -> int:
         """The left edge of a column; long timetables are continued on further lines."""
-        return MARGIN + 44 + (time_step - 1) % _COLUMNS_PER_LINE * self.cell_width
+        return MARGIN + 44 + (time_step - 1) % self.columns_per_line * self.cell_width
 
     def draw(self, figure: Figure) -> None:
         """Draws all cells, and a legend below."""
@@ -138,12 +142,16 @@ class Grid:
                     self._draw_cell(figure, time_step, ipu, "idle", self.idle_text)
         for action, time_step in timed:  # after the idle cells, whose lines are paler
             kind = action.kind.name
-            self._draw_cell(figure, time_step, action.stage, kind.lower(), f"{kind[0]}{action.micro_batch}")
+            style = self._prefix(action.micro_batch) + kind.lower()
+            self._draw_cell(figure, time_step, action.stage, style, f"{kind[0]}{action.micro_batch}")
         left, right = self.update_edges
         for ipu in range(num_ipus):
             y = self._y(num_time_steps, ipu)
             figure.box("update", left, y, right - left, _CELL_HEIGHT, "update")
         self._draw_legend(figure)
+
+    def _prefix(self, micro_batch: int) -> str:
+        return "followed_" if micro_batch == self.followed else ""
 
     @property
     def _legend_top(self) -> int:
@@ -151,7 +159,7 @@ class Grid:
 
     def _y(self, time_step: int, ipu: int) -> int:
         line_height = len(self.table.rows) * _CELL_HEIGHT + 36
-        return self.top + 16 + (time_step - 1) // _COLUMNS_PER_LINE * line_height + ipu * _CELL_HEIGHT
+        return self.top + 16 + (time_step - 1) // self.columns_per_line * line_height + ipu * _CELL_HEIGHT
 
     def _draw_cell(self, figure: Figure, time_step: int, ipu: int, style: str, text: str) -> None:
         figure.box(style, self.x(time_step), self._y(time_step, ipu), self.cell_width, _CELL_HEIGHT, text)
@@ -167,12 +175,13 @@ class Grid:
             "start",
         )
         x = MARGIN
+        shown = self.followed or 0
         for style, text, meaning in [
-            ("forward", "F0", "forward of micro-batch 0"),
-            ("backward", "B0", "its backward"),
+            (f"{self._prefix(shown)}forward", f"F{shown}", f"forward of micro-batch {shown}"),
+            (f"{self._prefix(shown)}backward", f"B{shown}", "its backward"),
             ("idle", self.idle_text, "the IPU waits"),
             ("update", "update", "weight update"),
         ]:
             figure.box(style, x, self._legend_top + 14, 48, 20, text)
             figure.text(x + 56, self._legend_top + 28, meaning, "start small")
-            x += 220 if style == "forward" else 160
+            x += 220 if style.endswith("forward") else 160

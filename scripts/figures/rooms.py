@@ -58,7 +58,7 @@ FLOORS = (
     ),
     _beside(
         "front: ground",
-        "errors utils config gradient_accumulation scopes ipu_run_config",
+        "errors utils config gradient_accumulation interrupts scopes ipu_run_config",
         "What is configured, and where operations go",
     ),
     _folder("reports"),
@@ -80,6 +80,20 @@ FLOORS = (
     _folder("estimator"),
     _beside("estimator: roof", "ipu_pipeline_estimator tutorial_support", "IPUPipelineEstimator"),
     _beside("package", "__init__", "import ipu_pipeline as ipu"),
+    _beside(
+        "poptorch: ground",
+        "poptorch.errors poptorch.enums poptorch.logs poptorch.dtypes poptorch.markers poptorch.structures "
+        "poptorch.annotations poptorch.operations poptorch.profiling",
+        "PopTorch's names; torch's dtypes; markers of blocks",
+    ),
+    _folder("poptorch/lowering"),
+    _folder("poptorch/graphs"),
+    _folder("poptorch/options"),
+    _folder("poptorch/optim"),
+    _folder("poptorch/data"),
+    _folder("poptorch/execution"),
+    _beside("poptorch: roof", "poptorch", "import ipu_pipeline.poptorch as poptorch"),
+    _folder("command_line"),
 )
 MODULES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path
@@ -97,8 +111,9 @@ def room_of(module: str) -> int:
     for length in range(len(parts), 0, -1):
         name = ".".join(parts[:length])
         for number, room in enumerate(FLOORS):
-            is_engine = name == "engine" and length < len(parts)  # its roof is the package itself only
-            if name in room.members and not is_engine:
+            # A roof is the package itself only.
+            is_inner = name in ("engine", "poptorch") and length < len(parts)
+            if name in room.members and not is_inner:
                 return number
     raise ValueError(f"{module} is in no room")
 

@@ -27,14 +27,15 @@ text { font-family: sans-serif; font-size: 13px; fill: #222; text-anchor: middle
 class Figure:
     """One figure, on white, so that it can be read on a dark page too."""
 
-    def __init__(self, title: str, width: int, height: int) -> None:
-        """Starts a figure; the title is what a screen reader says."""
+    def __init__(self, title: str, width: int, height: int, *styles: str) -> None:
+        """Starts a figure; the title is what a screen reader says, and styles are added to those of all."""
         self._lines = [
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
             f'viewBox="0 0 {width} {height}" role="img">',
             f"<title>{html.escape(title)}</title>",
             "<style>",
             *_STYLE.splitlines(),
+            *styles,
             "</style>",
         ]
         self.rect("page", 0, 0, width, height)

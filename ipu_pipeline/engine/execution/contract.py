@@ -133,6 +133,15 @@ class Runner(abc.ABC, Generic[PendingT]):
         """How many micro-batches are on the devices before their turn; arguments as of `num_fetched`."""
 
     @abc.abstractmethod
+    def compile(self, state: RunState, request: Request) -> None:
+        """Compiles what `fetch` and `run` will call for a request. It runs nothing.
+
+        Args:
+          state: placed, see `place`; it stays as it is.
+          request: what is to be run.
+        """
+
+    @abc.abstractmethod
     def fetch(self, state: RunState, request: Request, take: Take) -> PendingT:
         """Gets micro-batches, and does all that leaves the state as it is.
 

@@ -200,6 +200,11 @@ class Executor(Runner[PendingStep]):
         num_carried = len(self._carried_places)
         return any(feed_slot.leaf >= num_carried for feed_slot in self.plan.feed_slots)
 
+    def compile(self, state: RunState, request: Request) -> None:
+        """Compiles the programs of all stages, and those of the weight update."""
+        if not self._is_compiled:
+            self._compile(self._prepare(state, request.inputs)[0], state.accumulators)
+
     def run(self, state: RunState, pending: PendingStep) -> Progress:
         """Runs the weight update, and of a loop the iteration before."""
         request, accumulated = pending.request, pending.accumulated
@@ -268,17 +273,7 @@ class Executor(Runner[PendingStep]):
         chunk_size = self._chunk.size
         num_chunks = count // chunk_size
         if not self._is_compiled:
-            self.temporary_bytes = compile_ahead(
-                self.plan,
-                prepared,
-                accumulators,
-                self.residence,
-                self._weight_update,
-                self._chunk,
-                self._options,
-                is_shared=not self._has_callbacks,
-            )
-            self._is_compiled = True
+            self._compile(prepared, accumulators)
         values: list[Any] = [None] * num_chunks
         first_outputs: list[Any] = []
         last_outputs: list[Any] = []
@@ -355,6 +350,19 @@ class Executor(Runner[PendingStep]):
             made = [(part.outputs, part.loss) for part in collected]
             jax.block_until_ready((made, last_outputs, assigned, accumulators))
         return Accumulated(first_outputs, last_outputs, carried, collected, assigned, accumulators)
+
+    def _compile(self, prepared: list[list[Any]], accumulators: Mapping[str, Any]) -> None:
+        self.temporary_bytes = compile_ahead(
+            self.plan,
+            prepared,
+            accumulators,
+            self.residence,
+            self._weight_update,
+            self._chunk,
+            self._options,
+            is_shared=not self._has_callbacks,
+        )
+        self._is_compiled = True
 
     def _order(self, num_chunks: int) -> list[Dispatch]:
         known = self._dispatches.get(num_chunks)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 
 from ipu_pipeline.engine.devices.compiler_options import Options
 from ipu_pipeline.engine.devices.feeds import Element, Feed, Take, gather
@@ -190,6 +191,18 @@ class BlockRunner(Runner[PendingBlock]):
             self._has_fixed_room,
         )
 
+    def compile(self, state: RunState, request: Request) -> None:
+        """Compiles the program of a block; for an update that does not fit a block, those of its parts."""
+        sizes = self.sizes(request.total, request.every)
+        element = jax.tree.leaves(self.residence.traced.element)
+        zeros = [np.zeros(leaf.shape, leaf.dtype) for leaf in element]
+        begun = Begun(Totals(state.accumulators, self._zero_sums()), {}, [])
+        block = self._make_block(state, request, begun, [self._feed.add(zeros)], sizes.room)
+        leaves = jax.tree.leaves(state.pipeline.optimizer_state)
+        if sizes.unit != request.every and request.every > sizes.capacity:
+            self._compile(state, [], block, updates=False)
+        self._compile(state, leaves, block, updates=True)
+
     def fetch(self, state: RunState, request: Request, take: Take) -> PendingBlock:
         """Gets a block's micro-batches; of an update that does not fit a block, runs all but the last."""
         every, sizes = request.every, self.sizes(request.total, request.every)
@@ -264,6 +277,18 @@ class BlockRunner(Runner[PendingBlock]):
 
     def _call(self, state: RunState, state_leaves: list[Any], block: PendingBlock, updates: bool) -> Left:
         """Runs a block. It takes the memory of accumulators and sums, and may take that of all state."""
+        function, arguments = self._compile(state, state_leaves, block, updates)
+        made: Left = function(*arguments)
+        self._in_flight.append(made.done)
+        limit = 0 if self._has_callbacks else _max_in_flight(num_bytes(block.feed))
+        while len(self._in_flight) > limit:
+            jax.block_until_ready(self._in_flight.popleft())
+        return made
+
+    def _compile(
+        self, state: RunState, state_leaves: list[Any], block: PendingBlock, updates: bool
+    ) -> tuple[Any, tuple[Any, ...]]:
+        """The function of a block, compiled, and what it is to be called with."""
         num_sums = 0
         if self._collecting.is_summed and updates:
             # With a fixed room an update may be as short as a group.
@@ -289,12 +314,7 @@ class BlockRunner(Runner[PendingBlock]):
             compiled = function.lower(*arguments).compile()  # the call below finds it
             note_temporaries(self.temporary_bytes, self.residence.rows[0], compiled)
             self._functions[kind, donate] = function
-        made: Left = function(*arguments)
-        self._in_flight.append(made.done)
-        limit = 0 if self._has_callbacks else _max_in_flight(num_bytes(block.feed))
-        while len(self._in_flight) > limit:
-            jax.block_until_ready(self._in_flight.popleft())
-        return made
+        return function, arguments
 
     def _changed(self, kind: BlockKind) -> set[str]:
         """Full names of the variables that a block changes."""

@@ -1,0 +1,39 @@
+"""The program `ipu-pipeline`, and what its first argument can be."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from ipu_pipeline.command_line import running
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the program.
+
+    Args:
+      arguments: those after its name; None: of this process.
+
+    Returns:
+      The exit status.
+    """
+    parser = argparse.ArgumentParser(prog="ipu-pipeline", description=__doc__, allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    run = commands.add_parser(
+        "run",
+        help="run a script that imports poptorch",
+        description="Runs a Python script. `import poptorch` finds ipu_pipeline.poptorch there, and in the "
+        "processes that it starts.",
+    )
+    run.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT is the name of a module")
+    run.add_argument("script", metavar="SCRIPT", help="a file")
+    run.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="its arguments")
+    given = parser.parse_args(arguments)
+    return running.run(given.script, given.arguments, given.is_module)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

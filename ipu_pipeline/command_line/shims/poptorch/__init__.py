@@ -1,0 +1,28 @@
+"""`import poptorch` under `ipu-pipeline run`: it gives `ipu_pipeline.poptorch`."""
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+import ipu_pipeline.poptorch
+
+
+class Aliases(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Gives the modules of `ipu_pipeline.poptorch` as those of `poptorch`, so that each exists once."""
+
+    def find_spec(  # noqa: D102  # as its base says
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        del path, target
+        is_inner = fullname.startswith("poptorch.")
+        return importlib.machinery.ModuleSpec(fullname, self) if is_inner else None
+
+    def exec_module(self, module: ModuleType) -> None:  # noqa: D102  # as its base says
+        sys.modules[module.__name__] = importlib.import_module(f"ipu_pipeline.{module.__name__}")
+
+
+sys.meta_path.insert(0, Aliases())
+sys.modules["poptorch"] = ipu_pipeline.poptorch

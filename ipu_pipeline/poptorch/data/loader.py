@@ -1,0 +1,237 @@
+"""torch's DataLoader, whose batches are those of all micro-batches of a call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch.utils.data
+
+from ipu_pipeline.poptorch import logs
+from ipu_pipeline.poptorch.data.accessor import AsynchronousDataAccessor
+from ipu_pipeline.poptorch.data.partition import PartSampler, find_part
+from ipu_pipeline.poptorch.enums import DataLoaderMode
+from ipu_pipeline.poptorch.errors import Error
+
+if TYPE_CHECKING:
+    from ipu_pipeline.poptorch.options import Options
+
+__all__ = ["DataLoader"]
+
+_ASYNC_OPTIONS = (
+    "buffer_size",
+    "early_preload",
+    "load_indefinitely",
+    "miss_sleep_time_in_ms",
+    "sharing_strategy",
+)
+
+
+class DataLoader(torch.utils.data.DataLoader[Any]):
+    """A torch DataLoader that yields what one call of a wrapped model takes.
+
+    The rows of a batch are in the order of the data set: device iteration outermost, then accumulation
+    step, then replica, then the row in its micro-batch.
+
+    Workers (`num_workers`) are forked, as torch does it. In the modes other than Sync they are forked from
+    the process that loads the data, which has no JAX in it.
+
+    Attributes:
+      mode: where batches are made.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        dataset: Any,
+        batch_size: int | None = 1,
+        shuffle: bool | None = None,
+        num_workers: int = 0,
+        drop_last: bool = True,
+        persistent_workers: bool | None = None,
+        auto_distributed_partitioning: bool = True,
+        mode: DataLoaderMode = DataLoaderMode.Sync,
+        async_options: Mapping[str, Any] | None = None,
+        rebatched_worker_size: int | None = None,
+        batch_sampler: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """Freezes the options. In the modes other than Sync, starts the process that loads the data.
+
+        Args:
+          options: those of the model; they say how many micro-batches a call has.
+          dataset: torch's, with an index or iterable.
+          batch_size: rows of a micro-batch. None: the data set's elements are taken as they are.
+          shuffle: whether rows come in another order in each iteration; None for not.
+          num_workers: how many processes load rows; 0: none but that which makes batches.
+          drop_last: whether rows that are left over at the end, less than a batch, are dropped.
+          persistent_workers: whether workers stay from one iteration to the next; None: they do.
+          auto_distributed_partitioning: whether each of several processes (`options.Distributed`) gets its
+            part of the data: contiguous and equal parts, of a permutation that all have in common if rows
+            are shuffled. Otherwise the data set or the sampler sees to that.
+          mode: where batches are made. Sync: in this process; Async: in another one, see
+            `AsynchronousDataAccessor`; AsyncRebatched: in another one, from smaller batches of the workers.
+          async_options: arguments of `AsynchronousDataAccessor`, by name.
+          rebatched_worker_size: rows of the workers' batches in mode AsyncRebatched; None for as many as
+            are yielded.
+          batch_sampler: torch's; it yields the indices of the rows of a batch for a whole call.
+          **kwargs: torch's other arguments.
+
+        Raises:
+          AssertionError: an argument does not fit mode, data set or number of processes.
+          Error: `options` are none; `batch_sampler` comes with arguments that it replaces; or see
+            `AsynchronousDataAccessor`.
+          TypeError: there is no such argument; or see `AsynchronousDataAccessor`.
+          ValueError: torch, or the partition, does not take these arguments together.
+        """
+        # Options import JAX, which the process that loads data does not need.
+        from ipu_pipeline.poptorch.options import Options
+
+        if not isinstance(options, Options):
+            raise Error(f"Invalid type: 'options' is of type {type(options)} (Expected poptorch.Options)")
+        mode = DataLoaderMode(mode)
+        if batch_sampler is not None and (batch_size != 1 or shuffle):
+            raise Error("`batch_sampler` option is mutually exclusive with batch_size, shuffle.")
+        options.freeze()
+        combined = None if batch_size is None else batch_size * _count_micro_batches(options)
+        arguments: dict[str, Any] = {
+            "batch_size": combined,
+            "shuffle": shuffle,
+            "num_workers": num_workers,
+            "drop_last": drop_last,
+            "persistent_workers": num_workers > 0 if persistent_workers is None else persistent_workers,
+            **kwargs,
+        }
+        if batch_sampler is not None:
+            arguments.update(batch_size=1, drop_last=False, batch_sampler=batch_sampler)
+            combined = getattr(batch_sampler, "batch_size", None)
+        if options.Distributed.numProcesses > 1 and auto_distributed_partitioning:
+            arguments.update(_partition(options, dataset, arguments))
+        _warn(dataset, num_workers, kwargs, mode, async_options, rebatched_worker_size)
+        self._options: Options | None = options
+        self._combined_batch_size = combined
+        self._accessor: AsynchronousDataAccessor | None = None
+        self.mode = mode
+        super().__init__(dataset, **arguments)
+        if mode != DataLoaderMode.Sync:
+            rebatched_size = None
+            source_arguments = arguments
+            if mode == DataLoaderMode.AsyncRebatched:
+                size = None if batch_sampler is not None else combined
+                worker_size = _check_worker_size(rebatched_worker_size, size)
+                source_arguments = {**arguments, "batch_size": worker_size, "drop_last": False}
+                rebatched_size = combined if combined != 1 else None
+            source = torch.utils.data.DataLoader(dataset, **source_arguments)
+            source.rebatched_drop_last = drop_last  # the accessor reads it
+            self._accessor = AsynchronousDataAccessor(
+                source, rebatched_size=rebatched_size, **_check_async_options(async_options)
+            )
+
+    def __iter__(self) -> Any:
+        """Iterates over the data once. In modes other than Sync, this ends an iteration that goes on."""
+        return super().__iter__() if self._accessor is None else iter(self._accessor)
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._accessor is not None:
+            raise TypeError(f"A DataLoader in mode {self.mode.name} has a process, and cannot be pickled.")
+        # Who loads data does not need the options, nor what they import.
+        return {**vars(self), "_options": None, "_iterator": None}
+
+    @property
+    def combinedBatchSize(self) -> int | None:
+        """How many rows one call takes; None for the data set's elements as they are."""
+        return self._combined_batch_size
+
+    @property
+    def options(self) -> Options | None:
+        """Those of the model; None in a copy that was pickled."""
+        return self._options
+
+    def terminate(self) -> None:
+        """Ends the process that loads data, and the workers. Iterating again starts others."""
+        self._iterator = None
+        if self._accessor is not None:
+            self._accessor.terminate()
+
+
+def _count_micro_batches(options: Options) -> int:
+    replicas: int = options.replication_factor // options.input_group_size
+    return options.device_iterations * replicas * options.Training.gradient_accumulation
+
+
+def _partition(options: Options, dataset: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """What is to be given to torch instead, for the part of this process."""
+    if isinstance(dataset, torch.utils.data.IterableDataset):
+        raise AssertionError(
+            "IterableDatasets not supported for distributed execution, unless the data set itself yields "
+            "the part of this process: with auto_distributed_partitioning=False."
+        )
+    for name in ("sampler", "batch_sampler"):
+        if arguments.get(name) is not None:
+            raise ValueError(
+                f"DataLoader: {name} and the automatic partition for several processes exclude each other. "
+                "Use auto_distributed_partitioning=False, with a sampler of this process's part."
+            )
+    if arguments["shuffle"] and not hasattr(options, "random_seed"):
+        raise AssertionError(
+            "When using distributed execution you must set poptorch.Options().randomSeed(), to the same in "
+            "all processes, for shuffle=True."
+        )
+    distributed = options.Distributed
+    part = find_part(
+        len(dataset),
+        arguments["batch_size"] or 1,
+        arguments["drop_last"],
+        distributed.processId,
+        distributed.numProcesses,
+    )
+    seed = options.random_seed if arguments["shuffle"] else None
+    return {"sampler": PartSampler(len(dataset), part, seed), "shuffle": None}
+
+
+def _check_worker_size(worker_size: int | None, combined: int | None) -> int:
+    if combined is None:
+        raise AssertionError(
+            "poptorch.DataLoaderMode.AsyncRebatched needs batch_size; for batch_size=None and for a "
+            "batch_sampler use poptorch.DataLoaderMode.Async."
+        )
+    if worker_size is None:
+        return combined
+    if worker_size < 1:
+        raise AssertionError(f"The rebatched_worker_size ({worker_size}) must be at least 1")
+    if worker_size > combined:
+        raise AssertionError(
+            f"The rebatched_worker_size ({worker_size}) must be <= to the combined batch size ({combined})"
+        )
+    return worker_size
+
+
+def _check_async_options(async_options: Mapping[str, Any] | None) -> dict[str, Any]:
+    given = dict(async_options or {})
+    unknown = sorted(set(given) - set(_ASYNC_OPTIONS))
+    if unknown:
+        raise TypeError(
+            f"DataLoader: async_options are {', '.join(_ASYNC_OPTIONS)}; got {', '.join(unknown)}."
+        )
+    return given
+
+
+def _warn(
+    dataset: Any,
+    num_workers: int,
+    torch_arguments: Mapping[str, Any],
+    mode: DataLoaderMode,
+    async_options: Mapping[str, Any] | None,
+    rebatched_worker_size: int | None,
+) -> None:
+    """Logs what has no effect, or an unexpected one."""
+    if async_options and mode == DataLoaderMode.Sync:
+        logs.warn_once("DataLoader: async_options has no effect in mode Sync.")
+    if rebatched_worker_size is not None and mode != DataLoaderMode.AsyncRebatched:
+        logs.warn_once(f"DataLoader: rebatched_worker_size has no effect in mode {mode.name}.")
+    is_iterable = isinstance(dataset, torch.utils.data.IterableDataset)
+    if is_iterable and num_workers > 1 and torch_arguments.get("worker_init_fn") is None:
+        logs.warn_once(
+            f"DataLoader: each of the {num_workers} workers iterates over the whole IterableDataset, whose "
+            "elements come as often, unless it looks at torch.utils.data.get_worker_info()."
+        )

@@ -1,0 +1,89 @@
+"""What the process that loads the data, and the one that uses them, tell each other.
+
+Slots are pieces of shared memory, numbered from 0. The iterations over the data are counted from 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ipu_pipeline.poptorch.data.randomness import Randomness
+
+__all__ = ["Ended", "Failed", "Free", "Loaded", "Loading", "Ready", "Renewed", "Stop", "Want"]
+
+
+@dataclass(frozen=True)
+class Loading:
+    """How data are loaded.
+
+    Attributes:
+      num_slots: how many batches are kept in shared memory.
+      load_indefinitely: whether the next iteration's batches are loaded before they are asked for.
+      rebatched_size: how many rows batches are joined to; None for none.
+      drop_last: whether what is left over of that, at the end, is dropped.
+    """
+
+    num_slots: int
+    load_indefinitely: bool
+    rebatched_size: int | None
+    drop_last: bool
+
+
+class Want(NamedTuple):
+    """To the loader: an iteration is wanted, and none before it any more."""
+
+    iteration: int
+    randomness: Randomness | None
+
+
+class Free(NamedTuple):
+    """To the loader: the batch in a slot is not needed any more."""
+
+    slot: int
+
+
+class Stop(NamedTuple):
+    """To the loader: end."""
+
+
+class Ready(NamedTuple):
+    """From the loader: it has the data set."""
+
+
+class Renewed(NamedTuple):
+    """From the loader: a slot has other memory. The file descriptor follows."""
+
+    slot: int
+    num_bytes: int
+
+
+class Loaded(NamedTuple):
+    """From the loader: a batch is in a slot; see `parcels` for the rest."""
+
+    iteration: int
+    slot: int
+    pickled: bytes
+    buffers: list[tuple[int, int]]
+
+
+class Ended(NamedTuple):
+    """From the loader: an iteration has no more batches."""
+
+    iteration: int
+
+
+class Failed(NamedTuple):
+    """From the loader: an iteration ended with an error.
+
+    Attributes:
+      iteration: its number.
+      error: pickled; empty if it cannot be.
+      name: that of its class.
+      text: its traceback.
+    """
+
+    iteration: int
+    error: bytes
+    name: str
+    text: str

@@ -1,0 +1,139 @@
+"""Values taken apart: a pickle, and beside it the contents of tensors and arrays, for shared memory."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from dataclasses import dataclass, field
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, NamedTuple
+
+import torch
+
+__all__ = ["Parcel", "put_together", "take_apart"]
+
+_ALIGNMENT = 64
+_PROTOCOL = 5  # the first with buffers beside the pickle
+
+
+class _Placed(NamedTuple):
+    """Where a tensor's contents are, in bytes from the beginning, and how they are to be read."""
+
+    offset: int
+    num_bytes: int
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
+@dataclass
+class Parcel:
+    """A value that was taken apart.
+
+    Attributes:
+      pickled: all of it but the contents.
+      buffers: offset and number of bytes, for each that NumPy's arrays and the like gave away.
+      contents: what is to be copied to each offset.
+      num_bytes: how much memory the contents need.
+    """
+
+    pickled: bytes = b""
+    buffers: list[tuple[int, int]] = field(default_factory=list)
+    contents: list[tuple[int, torch.Tensor]] = field(default_factory=list)
+    num_bytes: int = 0
+
+    def add(self, content: torch.Tensor) -> int:
+        """Finds a place for a content. Returns its offset."""
+        offset = self.num_bytes
+        self.contents.append((offset, content))
+        self.num_bytes = offset + -(-content.nbytes // _ALIGNMENT) * _ALIGNMENT
+        return offset
+
+    def write(self, memory: torch.Tensor) -> None:
+        """Copies the contents into memory, one-dimensional and of bytes."""
+        for offset, content in self.contents:
+            place = memory[offset : offset + content.nbytes].view(content.dtype)
+            place.view(content.size()).copy_(content)
+
+
+class _Pickler(ForkingPickler):
+    """Takes apart; see `take_apart`."""
+
+    def __init__(self, stream: io.BytesIO, parcel: Parcel, whole_storages: bool) -> None:
+        super().__init__(stream, _PROTOCOL, True, self._keep_buffer)
+        self._parcel = parcel
+        self._whole_storages = whole_storages
+        self._offsets: dict[tuple[int, int], int] = {}  # address and size of a storage -> its offset
+
+    def _keep_buffer(self, buffer: pickle.PickleBuffer) -> bool:
+        view = buffer.raw()
+        if view.readonly:
+            return True  # into the pickle
+        content = torch.frombuffer(view, dtype=torch.uint8) if view.nbytes else torch.empty(0).byte()
+        self._parcel.buffers.append((self._parcel.add(content), view.nbytes))
+        return False
+
+    def persistent_id(self, obj: Any) -> _Placed | None:
+        # What is special about other tensors is for torch's own ways of sending them.
+        if type(obj) is not torch.Tensor or obj.layout != torch.strided or obj.device.type != "cpu":
+            return None
+        if obj.is_quantized or obj.is_conj() or obj.is_neg():
+            return None
+        return self._place_storage(obj) if self._whole_storages else self._place_content(obj.detach())
+
+    def _place_content(self, tensor: torch.Tensor) -> _Placed:
+        stride = torch.empty(tensor.size(), device="meta").stride()
+        return _Placed(self._parcel.add(tensor), tensor.nbytes, tensor.dtype, tensor.size(), stride)
+
+    def _place_storage(self, tensor: torch.Tensor) -> _Placed | None:
+        if tensor.requires_grad or tensor.is_shared():
+            return None
+        storage = tensor.untyped_storage()
+        key = (storage.data_ptr(), storage.nbytes())
+        if key not in self._offsets:
+            whole = torch.empty(0, dtype=torch.uint8).set_(storage)
+            self._offsets[key] = self._parcel.add(whole)
+        offset = self._offsets[key] + int(tensor.storage_offset()) * tensor.itemsize
+        last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+        num_bytes = (last + 1) * tensor.itemsize if tensor.numel() else 0
+        return _Placed(offset, num_bytes, tensor.dtype, tensor.size(), tensor.stride())
+
+
+class _Unpickler(pickle.Unpickler):
+    """Puts together; see `put_together`."""
+
+    def __init__(self, pickled: bytes, buffers: list[Any], memory: torch.Tensor) -> None:
+        super().__init__(io.BytesIO(pickled), buffers=buffers)
+        self._memory = memory
+
+    def persistent_load(self, pid: _Placed) -> torch.Tensor:
+        content = self._memory[pid.offset : pid.offset + pid.num_bytes].view(pid.dtype)
+        return content.as_strided(pid.size, pid.stride)
+
+
+def take_apart(value: Any, whole_storages: bool = False) -> Parcel:
+    """Pickles a value, except for the contents of its tensors and arrays.
+
+    Args:
+      value: of any structure. Tensors in it on the CPU and of the usual kind are placed beside the pickle,
+        without gradients; so is what pickles of NumPy's arrays can leave out.
+      whole_storages: tensors that share memory do so afterwards, and all of the memory comes along;
+        otherwise each tensor comes by itself and contiguous.
+    """
+    parcel = Parcel()
+    stream = io.BytesIO()
+    _Pickler(stream, parcel, whole_storages).dump(value)
+    parcel.pickled = stream.getvalue()
+    return parcel
+
+
+def put_together(pickled: bytes, buffers: list[tuple[int, int]], memory: torch.Tensor) -> Any:
+    """The inverse of `take_apart`. Tensors and arrays lie in the memory, which they keep alive.
+
+    Args:
+      pickled: that of the parcel.
+      buffers: those of the parcel.
+      memory: into which the parcel was written.
+    """
+    views = [memory[offset : offset + num_bytes].numpy() for offset, num_bytes in buffers]
+    return _Unpickler(pickled, views, memory).load()

@@ -1,0 +1,59 @@
+"""Which rows of a data set are those of one of several processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch.utils.data
+
+__all__ = ["PartSampler", "find_part"]
+
+
+class PartSampler(torch.utils.data.Sampler[int]):
+    """Samples one of several equal parts, each contiguous: of the data set, or of a permutation of it."""
+
+    def __init__(self, num_rows: int, part: range, seed: int | None) -> None:
+        """Takes what is the same in all processes, and the part.
+
+        Args:
+          num_rows: of the whole data set.
+          part: the positions of this part.
+          seed: of the permutations, one for each iteration; None for none.
+        """
+        self._num_rows = num_rows
+        self._part = part
+        self._generator = None if seed is None else torch.Generator().manual_seed(seed)
+
+    def __len__(self) -> int:
+        return len(self._part)
+
+    def __iter__(self) -> Iterator[int]:
+        if self._generator is None:
+            return iter(self._part)
+        permutation = torch.randperm(self._num_rows, generator=self._generator)
+        return iter(permutation[self._part.start : self._part.stop].tolist())
+
+
+def find_part(num_rows: int, combined_batch_size: int, drop_last: bool, index: int, count: int) -> range:
+    """The positions of one part.
+
+    Args:
+      num_rows: of the whole data set.
+      combined_batch_size: of which the parts have a whole number, if incomplete batches are dropped.
+      drop_last: whether they are.
+      index: that of the part.
+      count: how many parts there are.
+
+    Raises:
+      AssertionError: no row may be dropped, and the parts would not be equal.
+    """
+    if drop_last:
+        size = num_rows // (combined_batch_size * count) * combined_batch_size
+    elif num_rows % count:
+        raise AssertionError(
+            f"The number of elements in the dataset ({num_rows}) is not divisible by the number of "
+            f"processes ({count}) and drop_last=False. Switch to drop_last=True."
+        )
+    else:
+        size = num_rows // count
+    return range(index * size, (index + 1) * size)

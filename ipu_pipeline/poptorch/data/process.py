@@ -1,0 +1,257 @@
+"""The process that loads data, seen from the one that uses them: started, asked, ended in every case."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import signal
+import weakref
+from collections.abc import Iterable, Iterator
+from multiprocessing import connection, forkserver, util
+from multiprocessing.reduction import recv_handle
+from typing import Any
+
+import torch
+
+from ipu_pipeline.poptorch.data import worker
+from ipu_pipeline.poptorch.data.memory import map_bytes
+from ipu_pipeline.poptorch.data.messages import (
+    Ended,
+    Failed,
+    Free,
+    Loaded,
+    Loading,
+    Ready,
+    Renewed,
+    Stop,
+    Want,
+)
+from ipu_pipeline.poptorch.data.packing import Packed
+from ipu_pipeline.poptorch.data.parcels import put_together
+from ipu_pipeline.poptorch.data.randomness import Randomness
+from ipu_pipeline.poptorch.enums import SharingStrategy
+from ipu_pipeline.poptorch.errors import Error
+
+__all__ = ["LoadingProcess"]
+
+_STOP_SECONDS = 1.0  # for what it is loading
+_TERMINATE_SECONDS = 5.0  # for the processes that it has started itself
+_GUARD = (
+    'A program that loads data in another process must do so under `if __name__ == "__main__":`, since '
+    "that process imports it; or use poptorch.SharingStrategy.Fork."
+)
+_METHODS = {
+    SharingStrategy.SharedMemory: "spawn",
+    SharingStrategy.FileSystem: "spawn",
+    SharingStrategy.Fork: "fork",
+    SharingStrategy.ForkServer: "forkserver",
+}
+
+
+class LoadingProcess:
+    """A process that loads data, the connection to it, and the memory shared with it."""
+
+    def __init__(self, dataset: Iterable[Any], loading: Loading, strategy: SharingStrategy) -> None:
+        """Starts it; it loads nothing before `begin` or `preload`.
+
+        Args:
+          dataset: what it iterates over.
+          loading: how.
+          strategy: how it is started, and gets the data set.
+
+        Raises:
+          Error: this process is itself such a one, and just importing the program.
+          TypeError: the data set cannot be sent.
+        """
+        self._process: multiprocessing.process.BaseProcess | None = None
+        self._memories = [torch.empty(0, dtype=torch.uint8)] * loading.num_slots
+        self._owner = os.getpid()
+        self._is_ready = False
+        self._iteration = 0
+        self._is_preloading = False
+        self._held: int | None = None  # the slot whose batch is being used
+        self._connection, self._process = _start(dataset, loading, strategy)
+        # At its end a process waits for those that it has started, but calls this before. Python's own
+        # `atexit` would come too late, or never in a process that was itself started by multiprocessing.
+        reference = weakref.ref(self)
+        self._at_exit = util.Finalize(None, _stop_if_there, (reference,), exitpriority=10)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether there is no process any more."""
+        return self._process is None
+
+    def preload(self) -> None:
+        """Lets it load the batches of the first iteration."""
+        self._is_preloading = True
+        with self._stopping_if_interrupted():
+            self._send(Want(1, Randomness.take()))
+
+    def begin(self) -> int:
+        """Goes on to the next iteration over the data. Returns its number."""
+        self._iteration += 1
+        if self._iteration > 1 or not self._is_preloading:
+            with self._stopping_if_interrupted():
+                self._send(Want(self._iteration, Randomness.take() if self._iteration == 1 else None))
+        return self._iteration
+
+    def take(self, iteration: int) -> Any:
+        """The next batch of an iteration; the one before is given back.
+
+        Raises:
+          StopIteration: there is none.
+          Error: another iteration has begun, or the process has ended.
+          Exception: what the data set raised.
+        """
+        if self._process is None:
+            raise Error("The process that loads the data was ended. Iterate again to start another one.")
+        if iteration != self._iteration:
+            raise Error(
+                "Another iteration over the same data has begun, which ended this one: there is one "
+                "process, and it loads for one at a time."
+            )
+        while True:
+            with self._stopping_if_interrupted():
+                self._give_back()
+                message = self._receive()
+                if isinstance(message, Loaded):
+                    self._held = message.slot
+            match message:
+                case Loaded(number, slot, pickled, buffers) if number == iteration:
+                    return put_together(pickled, buffers, self._memories[slot])
+                case Ended(number) if number == iteration:
+                    raise StopIteration
+                case Failed(number, _error, _name, _text) if number in (0, iteration):
+                    if number == 0:
+                        self.stop()
+                    _raise(message)
+
+    def stop(self) -> None:
+        """Ends the process, whatever it is doing."""
+        process = self._process
+        if process is None or self._owner != os.getpid():  # the latter in a process that was forked
+            return
+        try:
+            self._send(Stop())
+            self._connection.close()
+            process.join(_STOP_SECONDS)
+            if process.exitcode is None:
+                process.terminate()
+                process.join(_TERMINATE_SECONDS)
+        finally:  # also after Ctrl-C
+            self._process = None
+            self._at_exit.cancel()
+            process.kill()
+            process.join()
+            process.close()
+            self._memories = []
+
+    def __del__(self) -> None:
+        self.stop()
+
+    @contextlib.contextmanager
+    def _stopping_if_interrupted(self) -> Iterator[None]:
+        """Around what is said and heard, which half done would leave the other side mistaken."""
+        try:
+            yield
+        except BaseException:  # Ctrl-C, or the process has ended
+            self.stop()
+            raise
+
+    def _give_back(self) -> None:
+        if self._held is not None:
+            self._send(Free(self._held))
+            self._held = None
+
+    def _send(self, message: Any) -> None:
+        with contextlib.suppress(OSError):  # the process has ended; `take` will say so
+            self._connection.send_bytes(pickle.dumps(message))
+
+    def _receive(self) -> Any:
+        assert self._process is not None
+        while True:
+            if not self._connection.poll():
+                ready = connection.wait([self._connection, self._process.sentinel])
+                if self._connection not in ready:
+                    raise self._describe_end()
+            try:
+                message = pickle.loads(self._connection.recv_bytes())  # noqa: S301  # from our own process
+                if isinstance(message, Renewed):
+                    self._renew(message)
+                elif isinstance(message, Ready):
+                    self._is_ready = True
+                else:
+                    return message
+            except (EOFError, ConnectionError):
+                raise self._describe_end() from None
+
+    def _renew(self, message: Renewed) -> None:
+        descriptor = recv_handle(self._connection)
+        try:
+            self._memories[message.slot] = map_bytes(descriptor, message.num_bytes)
+        finally:
+            os.close(descriptor)
+
+    def _describe_end(self) -> Error:
+        assert self._process is not None
+        self._process.join(_TERMINATE_SECONDS)
+        code = self._process.exitcode
+        name = f" ({signal.Signals(-code).name})" if code is not None and code < 0 else ""
+        when = "" if self._is_ready else " before it had the data set"
+        return Error(
+            f"AsynchronousDataAccessor: the process that loads the data ended{when}, with exit code {code}"
+            f"{name}. The error output may say why.{'' if self._is_ready else ' ' + _GUARD}"
+        )
+
+
+def _stop_if_there(reference: weakref.ref[LoadingProcess]) -> None:
+    process = reference()
+    if process is not None:
+        process.stop()
+
+
+def _start(
+    dataset: Iterable[Any], loading: Loading, strategy: SharingStrategy
+) -> tuple[connection.Connection, multiprocessing.process.BaseProcess]:
+    method = _METHODS[strategy]
+    is_importing_program = getattr(multiprocessing.current_process(), "_inheriting", False)
+    if method != "fork" and is_importing_program:
+        raise Error(f"This process was started to load data, and is importing the program. {_GUARD}")
+    context: Any = multiprocessing.get_context(method)
+    if method == "forkserver":
+        _import_in_server(context)
+    packed = Packed(dataset, on_disk=strategy == SharingStrategy.FileSystem)
+    here, there = context.Pipe()
+    try:
+        arguments = (there, here if method == "fork" else None, packed, loading)
+        # A daemon could have no workers of torch's.
+        process = context.Process(target=worker.serve, args=arguments, name="poptorch-data", daemon=False)
+        process.start()
+    except BaseException:
+        here.close()
+        raise
+    finally:
+        there.close()
+        packed.close()
+    return here, process
+
+
+def _import_in_server(context: Any) -> None:
+    """Has the fork server import torch once, instead of every process that it forks."""
+    imported = getattr(getattr(forkserver, "_forkserver", None), "_preload_modules", None)
+    if imported is not None and worker.__name__ not in imported:
+        context.set_forkserver_preload([*imported, worker.__name__])
+
+
+def _raise(failure: Failed) -> None:
+    """Raises what the data set raised, with the traceback that it had."""
+    try:
+        error = pickle.loads(failure.error)  # noqa: S301  # from our own process
+    except Exception:
+        error = None
+    if not isinstance(error, Exception):  # it does not pickle
+        error = RuntimeError(failure.name)
+    error.add_note(f"Raised in the process that loads the data:\n{failure.text}")
+    raise error

@@ -1,0 +1,45 @@
+"""The errors of PopTorch's front."""
+
+from __future__ import annotations
+
+__all__ = ["Error", "RecoverableError", "UnrecoverableError"]
+
+
+class Error(Exception):
+    """What went wrong in a model, or in how it is used.
+
+    Attributes:
+      message: what happened, and what to do.
+      type: the kind of error.
+      location: where in the front it was noticed; empty where that says nothing.
+    """
+
+    def __init__(self, message: str, type: str = "poptorch_error", location: str = "") -> None:
+        """Takes what the attributes are."""
+        super().__init__(message)
+        self.message = message
+        self.type = type
+        self.location = location
+
+
+class RecoverableError(Error):
+    """What running again may mend.
+
+    Attributes:
+      recovery_action: "IPU_RESET", "PARTITION_RESET" or "FULL_RESET".
+    """
+
+    def __init__(
+        self,
+        message: str,
+        type: str = "poptorch_error",
+        location: str = "",
+        recovery_action: str = "IPU_RESET",
+    ) -> None:
+        """Takes what the attributes are."""
+        super().__init__(message, type, location)
+        self.recovery_action = recovery_action
+
+
+class UnrecoverableError(Error):
+    """What running again does not mend."""

@@ -1,0 +1,226 @@
+"""What a model is called with: bound to its forward's parameters, checked, and cut into micro-batches."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ipu_pipeline.poptorch.dtypes import to_numpy
+from ipu_pipeline.poptorch.errors import Error
+from ipu_pipeline.poptorch.logs import warn_once
+from ipu_pipeline.poptorch.structures import Structure, compare, flatten
+
+__all__ = [
+    "Arguments",
+    "Batching",
+    "Signature",
+    "check_batches",
+    "check_like_first",
+    "first_micro_batch",
+    "split",
+]
+
+_MEND = (
+    " The model was compiled for other inputs: wrap it again in a new trainingModel or inferenceModel, or "
+    "call "
+    "destroy() on this one first."
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Arguments:
+    """The arguments of a call.
+
+    Attributes:
+      tensors: those in them, of all micro-batches.
+      structure: of the pair of positional and keyword arguments.
+      names: of the tensors, by the parameters of forward.
+    """
+
+    tensors: list[torch.Tensor]
+    structure: Structure
+    names: list[str]
+
+
+@dataclass(frozen=True)
+class Batching:
+    """How a call's tensors are cut along their first dimension.
+
+    Attributes:
+      device_iterations: weight updates of a call, or micro-batches of an inference.
+      gradient_accumulation: micro-batches per weight update.
+    """
+
+    device_iterations: int
+    gradient_accumulation: int
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Of a call."""
+        return self.device_iterations * self.gradient_accumulation
+
+
+class Signature:
+    """The parameters of a model's forward."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        """Reads them."""
+        self._signature = inspect.signature(forward)
+        kinds = inspect.Parameter
+        parameters = self._signature.parameters.values()
+        self._positional = [
+            p.name for p in parameters if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
+        ]
+        self._takes_more = any(p.kind is kinds.VAR_POSITIONAL for p in parameters)
+        self._takes_any_name = any(p.kind is kinds.VAR_KEYWORD for p in parameters)
+        self._mandatory = [
+            p.name
+            for p in parameters
+            if p.default is kinds.empty and p.kind not in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD)
+        ]
+
+    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
+        """Takes a call's arguments apart.
+
+        Raises:
+          AssertionError: there are too many, one has an unknown name, or is given twice.
+          Error: one is missing.
+        """
+        known = self._signature.parameters
+        assert self._takes_more or len(args) <= len(self._positional), (
+            f"Too many arguments provided: expected {self._positional} but got {len(args)}."
+        )
+        given = [*self._positional[: len(args)], *kwargs]
+        for name in kwargs:
+            is_known = name in known or self._takes_any_name
+            assert is_known, f"{name} is not a valid parameter. The model's forward takes {[*known]}."
+            assert given.count(name) == 1, f"Parameter {name} was passed more than once."
+        for name in self._mandatory:
+            if name not in given:
+                raise Error(f"Mandatory parameter {name} missing. The model's forward takes {[*known]}.")
+        by_name = dict(sorted(kwargs.items()))
+        tensors, structure = flatten((tuple(args), by_name))
+        return Arguments(tensors, structure, self.name_tensors(structure))
+
+    def name_tensors(self, structure: Structure) -> list[str]:
+        """What errors call the tensors of a call."""
+        (_zero, positional), (_one, named) = structure.children
+        names = []
+        for number, (_label, child) in enumerate(positional.children):
+            is_known = number < len(self._positional)
+            name = self._positional[number] if is_known else f"args[{number - len(self._positional)}]"
+            names += child.name_tensors(name)
+        for label, child in named.children:
+            names += child.name_tensors(label[2:-2])  # of "['name']"
+        return names
+
+    def compare(self, expected: Structure, given: Structure) -> str | None:
+        """What differs between the arguments of two calls, besides the tensors; None if nothing does."""
+        (_zero, first), (_one, first_named) = expected.children
+        (_zero, second), (_one, second_named) = given.children
+        if len(first.children) != len(second.children):
+            return (
+                f"Number of positional arguments mismatch: expected {len(first.children)} but got "
+                f"{len(second.children)}"
+            )
+        for number, ((_label, child), (_other, other)) in enumerate(
+            zip(first.children, second.children, strict=True)
+        ):
+            is_known = number < len(self._positional)
+            name = self._positional[number] if is_known else f"args[{number - len(self._positional)}]"
+            if difference := compare(child, other, name):
+                return difference
+        keys, given_keys = ([label[2:-2] for label, _c in s.children] for s in (first_named, second_named))
+        if keys != given_keys:
+            return f"Keys mismatch: expected {keys} but got {given_keys}"
+        for key, (_label, child), (_other, other) in zip(
+            keys, first_named.children, second_named.children, strict=True
+        ):
+            if difference := compare(child, other, key):
+                return difference
+        return None
+
+
+def check_like_first(
+    signature: Signature, first: Arguments, given: Arguments, shapes: Sequence[torch.Size]
+) -> None:
+    """Checks the arguments of a call against those that the model was compiled for.
+
+    Args:
+      signature: of the model's forward.
+      first: what it was compiled for.
+      given: those of the call.
+      shapes: of the first call's tensors, all micro-batches together.
+
+    Raises:
+      Error: something differs.
+    """
+    difference = signature.compare(first.structure, given.structure)
+    if difference is not None:
+        raise Error(f"{difference}.{_MEND}")
+    for name, old, shape, new in zip(given.names, first.tensors, shapes, given.tensors, strict=True):
+        if new.dtype != old.dtype:
+            raise Error(f"Data type mismatch for {name}: expected {old.dtype} but got {new.dtype}.{_MEND}")
+        if new.shape != shape:
+            raise Error(f"Shape mismatch for {name}: expected {shape} but got {new.shape}.{_MEND}")
+
+
+def check_batches(arguments: Arguments, batching: Batching) -> None:
+    """Checks that the tensors can be cut.
+
+    Raises:
+      AssertionError: the first dimension of one is no multiple of the number of micro-batches.
+    """
+    number = batching.num_micro_batches
+    if number == 1:
+        return
+    for name, tensor in zip(arguments.names, arguments.tensors, strict=True):
+        size = tensor.shape[0] if tensor.dim() else 0
+        is_usable = size > 0 and size % number == 0
+        assert is_usable, (
+            f"Invalid batch dimension: In the input {name} of shape {tuple(tensor.shape)}, the batch "
+            f"dimension ({size}) must be a multiple of Options.deviceIterations({batching.device_iterations}) * "
+            f"(Options.replicationFactor(1) / Options.inputReplicaGrouping(1)) * "
+            f"Options.Training.gradientAccumulation({batching.gradient_accumulation}) = {number} because "
+            "it is used to calculate the batch size which will be executed on the device in any given iteration."
+        )
+
+
+def split(arguments: Arguments, batching: Batching) -> tuple[list[Any], int]:
+    """The micro-batches of a call, in the order in which they run: device iterations outermost.
+
+    Returns:
+      Each a tuple of arrays that share the memory of the tensors; and how many there are.
+
+    Raises:
+      AssertionError: see `check_batches`.
+      TypeError: a tensor's dtype is not supported.
+      ValueError: an integer does not fit.
+    """
+    check_batches(arguments, batching)
+    number = batching.num_micro_batches
+    arrays = []
+    for name, tensor in zip(arguments.names, arguments.tensors, strict=True):
+        if tensor.requires_grad:
+            warn_once(
+                f"Input {name} requires a gradient. Gradients do not leave the model: it is detached, as "
+                "`tensor.detach()` does."
+            )
+        array = to_numpy(tensor, f"Input {name}")
+        arrays.append(
+            array[None] if number == 1 else array.reshape(number, len(array) // number, *array.shape[1:])
+        )
+    return [tuple(array[index] for array in arrays) for index in range(number)], number
+
+
+def first_micro_batch(arguments: Arguments, batching: Batching) -> list[torch.Tensor]:
+    """The tensors of the first micro-batch."""
+    check_batches(arguments, batching)
+    number = batching.num_micro_batches
+    if number == 1:
+        return [tensor.detach() for tensor in arguments.tensors]
+    return [tensor.detach()[: len(tensor) // number].contiguous() for tensor in arguments.tensors]

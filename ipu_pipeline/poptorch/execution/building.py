@@ -1,0 +1,159 @@
+"""Compiles a model: captured, cut into stages, and made a pipeline of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import torch
+
+from ipu_pipeline import config, engine
+from ipu_pipeline.engine import schedules
+from ipu_pipeline.poptorch.dtypes import to_numpy
+from ipu_pipeline.poptorch.enums import OutputMode
+from ipu_pipeline.poptorch.execution.arguments import Arguments, Batching, first_micro_batch
+from ipu_pipeline.poptorch.execution.compiled import CompiledModel
+from ipu_pipeline.poptorch.execution.devices import select_devices
+from ipu_pipeline.poptorch.execution.progress import CompileProgress
+from ipu_pipeline.poptorch.execution.training import ModelOptimizer
+from ipu_pipeline.poptorch.graphs.blocks import BlockId
+from ipu_pipeline.poptorch.graphs.capture import Modes, capture
+from ipu_pipeline.poptorch.graphs.stages import ModelStages, make_stages
+from ipu_pipeline.poptorch.logs import logger, warn_once
+from ipu_pipeline.poptorch.options import Options
+from ipu_pipeline.poptorch.options.strategies import PipelinedExecution, ShardedExecution
+
+__all__ = ["Wrapped", "batching_of", "compile_model", "output_mode_of"]
+
+
+@dataclass(frozen=True, eq=False)
+class Wrapped:
+    """What a wrapper was given.
+
+    Attributes:
+      model: the user's.
+      modes: which of its modules were in training mode.
+      options: of the model, frozen.
+      trains: whether it is a `trainingModel`.
+    """
+
+    model: torch.nn.Module
+    modes: Modes
+    options: Options
+    trains: bool
+
+
+def batching_of(options: Options) -> Batching:
+    """How the options cut a call's tensors."""
+    return Batching(options.device_iterations, options.Training.gradient_accumulation)
+
+
+def output_mode_of(options: Options, trains: bool) -> OutputMode:
+    """The output mode, never `Default`."""
+    if options.output_mode is not OutputMode.Default:
+        return options.output_mode
+    return OutputMode.Final if trains else OutputMode.All
+
+
+def compile_model(
+    wrapped: Wrapped,
+    arguments: Arguments,
+    optimizer: torch.optim.Optimizer | None,
+    progress: CompileProgress,
+) -> tuple[CompiledModel, ModelOptimizer | None]:
+    """Compiles a model for the arguments of a call.
+
+    Args:
+      wrapped: the model, and how it is to run.
+      arguments: of a call.
+      optimizer: of a model that trains.
+      progress: is told of each part.
+
+    Raises:
+      Error: the model cannot be captured, placed or computed; or it has no single loss.
+      Others: what the model raises, and what `engine.Pipeline` does.
+    """
+    options, trains = wrapped.options, wrapped.trains
+    batching = batching_of(options)
+    tensors = first_micro_batch(arguments, batching)
+    captured = capture(wrapped.model, tensors, arguments.structure, wrapped.modes, trains)
+    progress.done("capture")
+    stages = make_stages(captured, wrapped.model, lambda blocks: _find_ipus(blocks, options), trains)
+    _tell_of_idle_stages(stages, batching, options)
+    training = None
+    pipeline_options: dict[str, Any] = {}
+    if trains:
+        assert optimizer is not None
+        training = ModelOptimizer(optimizer, stages.tensors, stages.trained, options)
+        pipeline_options = {**training.pipeline_options(), "loss": _last, "collect_losses": False}
+    if options.executable_cache_path is not None:
+        config.enable_executable_cache(options.executable_cache_path)
+    num_ipus = max(stages.ipus) + 1
+    pipeline = engine.Pipeline(
+        stages.functions,
+        num_micro_batches=batching.gradient_accumulation if trains else batching.device_iterations,
+        schedule=_schedule(options, stages),
+        device_mapping=stages.ipus,
+        donate=True,
+        collect_outputs=_all_but_last if trains else True,
+        sum_collected=output_mode_of(options, trains) is OutputMode.Sum,
+        sum_dtype=_sum_dtype,
+        offload=options.TensorLocations.offload,
+        **pipeline_options,
+    )
+    micro_batch = tuple(
+        to_numpy(tensor, f"Input {name}") for name, tensor in zip(arguments.names, tensors, strict=True)
+    )
+    seed = options.random_seed if options.is_set("random_seed") else torch.initial_seed()
+    devices = select_devices(num_ipus, options)
+    compiled = CompiledModel(
+        stages, captured.outputs, pipeline, devices, micro_batch, jax.random.key(seed % 2**32)
+    )
+    progress.done("trace")
+    for section, ipu in zip(stages.sections, stages.ipus, strict=True):
+        logger.info("IPU %d: %s, %d operations", ipu, section.name, len(section.nodes))
+    return compiled, training
+
+
+def _find_ipus(blocks: Sequence[BlockId], options: Options) -> list[int]:
+    strategy = options.execution_strategy
+    assert isinstance(strategy, PipelinedExecution)  # others are refused when a model is wrapped
+    return [placement.ipu for placement in strategy.place(blocks)]
+
+
+def _schedule(options: Options, stages: ModelStages) -> str | schedules.ScheduleFunction:
+    if isinstance(options.execution_strategy, ShardedExecution):
+        return "sequential"
+    found: str | schedules.ScheduleFunction = options.pipeline_schedule
+    del stages
+    return found
+
+
+def _tell_of_idle_stages(stages: ModelStages, batching: Batching, options: Options) -> None:
+    """Warns where PopTorch has an error, since it cannot run such a pipeline."""
+    number = (
+        batching.gradient_accumulation if batching.gradient_accumulation > 1 else batching.num_micro_batches
+    )
+    if isinstance(options.execution_strategy, ShardedExecution) or number >= len(stages.sections):
+        return
+    warn_once(
+        f"There are {len(stages.sections)} pipeline stages, and only {number} micro-batches for them at a "
+        "time, "
+        "so that some are always idle. Raise poptorch.Options().Training.gradientAccumulation, or for "
+        "inference "
+        "poptorch.Options().deviceIterations."
+    )
+
+
+def _last(*outputs: Any) -> Any:
+    return outputs[-1]
+
+
+def _all_but_last(outputs: Sequence[Any]) -> list[bool]:
+    return [*[True] * (len(outputs) - 1), False]
+
+
+def _sum_dtype(value: jax.ShapeDtypeStruct) -> Any:
+    return jax.numpy.int32 if value.dtype == bool else None

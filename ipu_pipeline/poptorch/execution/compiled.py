@@ -1,0 +1,200 @@
+"""A model compiled for its devices: the engine's pipeline, its state, and its runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+
+from ipu_pipeline import engine, interrupts
+from ipu_pipeline.engine.state import Collected, PipelineState
+from ipu_pipeline.poptorch.dtypes import to_numpy, to_torch
+from ipu_pipeline.poptorch.errors import Error
+from ipu_pipeline.poptorch.execution.weights import on_host
+from ipu_pipeline.poptorch.graphs.stages import ModelStages
+from ipu_pipeline.poptorch.structures import Structure
+
+__all__ = ["CompiledModel"]
+
+
+class CompiledModel:
+    """A pipeline of a model's stages, with its state on the devices or, while detached, nowhere.
+
+    Attributes:
+      stages: the model's.
+      pipeline: the engine's.
+      outputs: structure of what the model returns.
+      state: on the devices; None while detached.
+    """
+
+    def __init__(
+        self,
+        stages: ModelStages,
+        outputs: Structure,
+        pipeline: engine.Pipeline,
+        devices: Sequence[Any],
+        micro_batch: tuple[Any, ...],
+        key: Any,
+    ) -> None:
+        """Traces the pipeline, and puts the host's weights on the devices.
+
+        Args:
+          stages: the model's.
+          outputs: structure of what the model returns.
+          pipeline: made of the stages.
+          devices: of the IPUs.
+          micro_batch: an example.
+          key: a random key.
+        """
+        self.stages = stages
+        self.outputs = outputs
+        self.pipeline = pipeline
+        self._synthetic: list[Any] | None = None
+        pipeline.trace(micro_batch)
+        pipeline.prepare(devices)
+        with on_host(*stages.tensors.values()), interrupts.deferred():
+            self.state: PipelineState | None = pipeline.init(key, micro_batch)
+
+    def run(self, micro_batches: Sequence[tuple[Any, ...]], is_synthetic: bool = False) -> list[Collected]:
+        """Runs micro-batches, and a weight update after every so many if the model trains.
+
+        An interrupt leaves the state of the last update that was done.
+
+        Args:
+          micro_batches: the leaves of each; a multiple of those of an update.
+          is_synthetic: whether zeros that stay on the devices take their place.
+
+        Returns:
+          What the last stage gave, in their order.
+        """
+        pipeline = self.pipeline
+        every = pipeline.num_micro_batches
+        assert every is not None
+        assert self.state is not None
+        total = len(micro_batches) // every
+        runner = pipeline.prepare()
+        left = iter(micro_batches)
+        has_feed = bool(micro_batches[0])
+        synthetic = self._make_synthetic() if is_synthetic and has_feed else None
+
+        def take(wanted: int) -> list[Any]:
+            if synthetic is not None:
+                return synthetic[:wanted]
+            if not has_feed:
+                return [()] * wanted
+            return [runner.place_element(leaves) for leaves in itertools.islice(left, wanted)]
+
+        state = pipeline.place(self.state)
+        collected: list[Collected] = []
+        done = 0
+        while done < total:
+            num_updates = total - done if synthetic is None else 1
+            pending = pipeline.accumulate(state, take, (), num_updates, total)
+            # From here the old state may be gone before the new one is in its place.
+            with interrupts.deferred():
+                state, made = pipeline.update(state, pending)
+                done += state.execution_count - self.state.execution_count
+                self.state = state
+            collected += made
+        return collected
+
+    def compile(self, num_updates: int) -> None:
+        """Compiles all programs of a run, and runs nothing.
+
+        Args:
+          num_updates: weight updates of a run; without training, 1.
+        """
+        assert self.state is not None
+        self.pipeline.compile(self.state, num_updates)
+
+    def _make_synthetic(self) -> list[Any]:
+        if self._synthetic is None:
+            every = self.pipeline.num_micro_batches
+            assert every is not None
+            runner, element = self.pipeline.prepare(), self.pipeline.traced.element
+            zeros = tuple(np.zeros(leaf.shape, leaf.dtype) for leaf in element)
+            self._synthetic = runner.place_ahead([runner.place_element(zeros) for _number in range(every)])
+        return self._synthetic
+
+    def read_variables(self) -> dict[str, np.ndarray[Any, Any]]:
+        """The variables, on the host."""
+        assert self.state is not None
+        return dict(jax.device_get(dict(self.state.variables)))
+
+    def write_to_host(self) -> None:
+        """Copies the variables to the user's parameters and buffers."""
+        values = self.read_variables()
+        with on_host():
+            for name, tensor in self.stages.tensors.items():
+                tensor.copy_(to_torch(values[name]))
+
+    def read_from_host(self) -> None:
+        """Copies the user's parameters and buffers to the devices."""
+        self.replace(variables=self._host_values(self.stages.tensors))
+
+    def read_buffers_from_host(self, model: torch.nn.Module, names: Sequence[str]) -> None:
+        """Copies some of the user's buffers to the devices.
+
+        Args:
+          model: the user's.
+          names: of buffers of the model.
+
+        Raises:
+          Error: it has no such buffer.
+        """
+        assert self.state is not None
+        buffers = dict(model.named_buffers(remove_duplicate=False))
+        if unknown := [name for name in names if name not in buffers]:
+            raise Error(
+                f"Options.updatableNamedBuffers names {unknown}, which the model does not have. Its "
+                "buffers are "
+                f"{sorted(buffers)}."
+            )
+        wanted = {id(buffers[name]) for name in names}
+        tensors = {name: t for name, t in self.stages.tensors.items() if id(t) in wanted}
+        self.replace(variables={**self.state.variables, **self._host_values(tensors)})
+
+    def _host_values(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        with on_host(*tensors.values()):
+            return {
+                name: jax.numpy.asarray(to_numpy(tensor, f"Tensor {name}").copy())
+                for name, tensor in tensors.items()
+            }
+
+    def replace(self, **changes: Any) -> None:
+        """Puts other values into the state.
+
+        Args:
+          **changes: fields of `PipelineState`.
+        """
+        assert self.state is not None
+        changed = dataclasses.replace(self.state, **changes)
+        with interrupts.deferred():
+            self.state = self.pipeline.place(changed)
+
+    def detach(self) -> Mapping[str, Any]:
+        """Takes the state from the devices.
+
+        Returns:
+          What `attach` needs besides the host's weights, on the host.
+        """
+        assert self.state is not None
+        kept = {
+            "optimizer_state": jax.device_get(self.state.optimizer_state),
+            "update_count": self.state.update_count,
+            "execution_count": self.state.execution_count,
+            "key": self.state.key,
+        }
+        self.state = None
+        return kept
+
+    def attach(self, kept: Mapping[str, Any]) -> None:
+        """Puts the host's weights and what `detach` returned on the devices."""
+        variables = self._host_values(self.stages.tensors)
+        with interrupts.deferred():
+            self.state = self.pipeline.place(PipelineState(variables=variables, **kept))

@@ -1,0 +1,43 @@
+"""Which JAX devices are a model's IPUs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ipu_pipeline import config
+from ipu_pipeline.poptorch.errors import Error
+from ipu_pipeline.poptorch.options import Options
+
+__all__ = ["select_devices"]
+
+_USUAL_NUMBER = 16  # of virtual CPU devices: a model that is compiled later may need more than the first
+
+
+def select_devices(num_ipus: int, options: Options) -> list[Any]:
+    """The JAX devices of a model, one per IPU; it starts JAX's backend.
+
+    Args:
+      num_ipus: how many the model's blocks say.
+      options: of the model.
+
+    Raises:
+      Error: the number is no power of two, and `autoRoundNumIPUs` is off.
+      ValueError: there are fewer accelerators.
+      RuntimeError: JAX's CPU backend is running already, with fewer devices.
+    """
+    wanted = 1 << (num_ipus - 1).bit_length()
+    if wanted != num_ipus and not options.auto_round_num_ipus:
+        raise Error(
+            f"The model specifies the use of {num_ipus} IPUs, however PopTorch must reserve a minimum of "
+            f"{wanted} in order to allow the model to run, because PopTorch must reserve a power of 2 or "
+            "maximum "
+            "of 64 IPUs per process. Please reconfigure your model to use a different number of IPUs or "
+            "set "
+            "poptorch.Options().autoRoundNumIPUs(True)."
+        )
+    first = options.ipu_id if options.is_set("ipu_id") else 0
+    use_model = options.is_set("use_model") and options.use_model
+    if config.is_selected() and not first and not use_model:
+        return config.devices_for(0, wanted)
+    config.have_cpu_devices(max(first + wanted, _USUAL_NUMBER))
+    return config.find_devices(first + wanted, use_model)[first : first + wanted]

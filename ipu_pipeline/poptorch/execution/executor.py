@@ -1,0 +1,436 @@
+"""A wrapped model: called with all micro-batches at once, it runs on its devices."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import jax
+import torch
+
+from ipu_pipeline.poptorch.annotations import module_repr
+from ipu_pipeline.poptorch.enums import ConnectionType
+from ipu_pipeline.poptorch.errors import Error
+from ipu_pipeline.poptorch.execution.arguments import Arguments, Signature, check_like_first, split
+from ipu_pipeline.poptorch.execution.building import Wrapped, batching_of, compile_model, output_mode_of
+from ipu_pipeline.poptorch.execution.compiled import CompiledModel
+from ipu_pipeline.poptorch.execution.hooks import after_compiling, before_compiling
+from ipu_pipeline.poptorch.execution.outputs import join_outputs
+from ipu_pipeline.poptorch.execution.progress import CompileProgress
+from ipu_pipeline.poptorch.execution.timing import CallTimes, Latency
+from ipu_pipeline.poptorch.execution.training import ModelOptimizer, take_saved
+from ipu_pipeline.poptorch.execution.weights import host_weights_of, on_host
+from ipu_pipeline.poptorch.logs import logger
+from ipu_pipeline.poptorch.optim import Optimizer
+from ipu_pipeline.poptorch.optim.device_state import SavedState
+from ipu_pipeline.poptorch.options import Options
+
+__all__ = ["PoplarExecutor"]
+
+_NOT_COMPILED = "Model has not been compiled or has been destroyed."
+
+
+class PoplarExecutor:
+    """What `trainingModel` and `inferenceModel` return.
+
+    Attributes and methods that are not here are those of the user's model.
+
+    It may be used from several threads, which take turns; models that share a user's model share the turns.
+    """
+
+    def __init__(self, wrapped: Wrapped, optimizer: torch.optim.Optimizer | None) -> None:
+        """Made by the two functions.
+
+        Args:
+          wrapped: the model, and how it is to run.
+          optimizer: of a model that trains.
+        """
+        self._wrapped = wrapped
+        self._optimizer = optimizer
+        self._signature = Signature(wrapped.model.forward)
+        self._host = host_weights_of(wrapped.model)
+        self._compiled: CompiledModel | None = None
+        self._training: ModelOptimizer | None = None
+        self._detached: Mapping[str, Any] | None = None
+        self._saved: SavedState | None = None  # of an optimizer that keeps no state itself
+        self._first: Arguments | None = None
+        self._shapes: list[torch.Size] = []
+        self._seen_version = 0
+        self._progress: CompileProgress | None = None
+        self._times = CallTimes()
+        self._call_ns: int | None = None
+
+    # Calls.
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the model on all micro-batches that the options say, and if it trains, updates the weights.
+
+        Args:
+          *args: as for the model's forward. Tensors have micro-batches one after another along their first
+            dimension: device iterations outermost, then those of gradient accumulation.
+          **kwargs: likewise.
+
+        Returns:
+          What forward returns, of the micro-batches that the output mode says.
+
+        Raises:
+          AssertionError: arguments are too many, unknown, given twice, or cannot be cut into micro-batches;
+            or the devices are offline (`ConnectionType.Never`).
+          Error: an argument is missing, or differs from those that the model was compiled for; the model is
+            detached; or it cannot be compiled.
+          ValueError: an integer does not fit.
+        """
+        with self._host.lock:
+            assert self.options.connection_type is not ConnectionType.Never, (
+                "Trying to run a model on an offline device (ConnectionType.Never). Compile it there, and "
+                "run "
+                "it with another connectionType."
+            )
+            arguments = self._signature.bind(args, kwargs)
+            compiled = self._compile(arguments)
+            if compiled.state is None:
+                raise Error("Device is not attached. Call attachToDevice() first.")
+            self._bring_newer()
+            begin = time.perf_counter_ns()
+            times = self._times = CallTimes()
+            micro_batches, number = split(arguments, batching_of(self.options))
+            times.input = [begin / 1e9] * number
+            try:
+                collected = compiled.run(micro_batches, is_synthetic=self.options.synthetic_data)
+            finally:
+                if self._wrapped.trains and compiled.state is not None:
+                    self._host.mark_stale(self._write_to_host)
+            asked = time.perf_counter()
+            times.input_complete = [asked] * number
+            mode = output_mode_of(self.options, self._wrapped.trains)
+            joined = join_outputs(
+                collected, compiled.stages.output_dtypes, mode, self.options.output_return_period
+            )
+            times.note_outputs(asked)
+            self._call_ns = time.perf_counter_ns() - begin
+            return compiled.outputs.unflatten(joined)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compiles the model for arguments like these, and runs nothing.
+
+        Args:
+          *args: as for a call.
+          **kwargs: likewise.
+
+        Raises:
+          Error: as for a call.
+        """
+        with self._host.lock:
+            self._compile(self._signature.bind(args, kwargs))
+
+    def _compile(self, arguments: Arguments) -> CompiledModel:
+        if self._compiled is not None:
+            assert self._first is not None
+            check_like_first(self._signature, self._first, arguments, self._shapes)
+            return self._compiled
+        before_compiling.call(self)
+        wrapped = self._wrapped
+        self._host.watch(self, wrapped.model)
+        self._host.refresh()
+        progress = CompileProgress(self.options.show_compilation_progress_bar)
+        try:
+            compiled, training = compile_model(wrapped, arguments, self._optimizer, progress)
+            if training is not None:
+                assert self._optimizer is not None
+                saved = take_saved(self._optimizer, is_new=True) or self._saved
+                if saved is not None:
+                    assert compiled.state is not None
+                    state = training.put_saved(compiled.state.optimizer_state, saved)
+                    compiled.replace(optimizer_state=state)
+            compiled.compile(batching_of(self.options).device_iterations if wrapped.trains else 1)
+            progress.done("compile")
+            progress.end()
+        finally:
+            progress.close()
+        self._compiled, self._training, self._progress = compiled, training, progress
+        self._detached = None
+        # Later calls are compared with it; its tensors are not kept.
+        self._shapes = [tensor.shape for tensor in arguments.tensors]
+        tensors = [torch.empty(0, dtype=tensor.dtype) for tensor in arguments.tensors]
+        self._first = Arguments(tensors, arguments.structure, arguments.names)
+        self._seen_version = self._host.version
+        self._connect()
+        logger.info("Compiled in %s", progress.time)
+        after_compiling.call(self)
+        return compiled
+
+    def _bring_newer(self) -> None:
+        """Puts on the devices what has changed elsewhere since the last call."""
+        assert self._compiled is not None
+        if not self._wrapped.trains:
+            self._host.refresh()
+            if self._seen_version != self._host.version:
+                self._compiled.read_from_host()
+                self._seen_version = self._host.version
+        elif self._optimizer is not None:
+            loaded = take_saved(self._optimizer, is_new=False)
+            if loaded is not None:
+                self._put_optimizer_state(loaded)
+
+    # The optimizer.
+
+    def setOptimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Takes another optimizer, or the values that have changed in the one in use. It compiles nothing.
+
+        Args:
+          optimizer: of the same class; what is constant in the one in use must be as there.
+
+        Raises:
+          RuntimeError: the model does not train.
+          TypeError: the optimizer is not supported.
+          Error: it differs in something that the model was compiled for.
+        """
+        if not self._wrapped.trains:
+            raise RuntimeError("Optimizers can only be updated for training models.")
+        with self._host.lock:
+            if self._training is not None:
+                assert self._compiled is not None
+                self._training.change(optimizer)
+                if self._compiled.state is not None:
+                    state = self._compiled.state.optimizer_state
+                    self._compiled.replace(optimizer_state=self._training.put_values(state))
+                elif self._detached is not None:
+                    state = self._training.put_values(self._detached["optimizer_state"])
+                    self._detached = {**self._detached, "optimizer_state": state}
+            if optimizer is not self._optimizer:
+                self._disconnect()
+                self._optimizer = optimizer
+                self._connect()
+
+    def _connect(self) -> None:
+        if self._training is not None and isinstance(self._optimizer, Optimizer):
+            self._optimizer.device_state.connect(self._fetch_optimizer_state)
+
+    def _disconnect(self) -> None:
+        if self._training is not None and isinstance(self._optimizer, Optimizer):
+            self._optimizer.device_state.disconnect()
+
+    def _fetch_optimizer_state(self) -> SavedState | None:
+        with self._host.lock:
+            if self._training is None or self._compiled is None:
+                return None
+            state = self._compiled.state if self._detached is None else self._detached
+            return None if state is None else self._training.save(state)
+
+    def _put_optimizer_state(self, saved: SavedState) -> None:
+        assert self._compiled is not None
+        assert self._compiled.state is not None
+        assert self._training is not None
+        state = self._training.put_saved(self._compiled.state.optimizer_state, saved)
+        self._compiled.replace(optimizer_state=state)
+
+    # Weights.
+
+    def copyWeightsToHost(self) -> None:
+        """Copies parameters and buffers from the devices to the user's model.
+
+        Raises:
+          Error: the model has not been compiled, or is detached.
+        """
+        with self._host.lock:
+            self._attached()
+            self._write_to_host()
+            if self._wrapped.trains:
+                self._host.mark_fresh()
+
+    def copyWeightsToHostIfNeeded(self) -> bool:
+        """Copies them if those on the devices are newer; says whether they were."""
+        return self._host.refresh()
+
+    def copyWeightsToDevice(self) -> None:
+        """Copies parameters and buffers of the user's model to the devices.
+
+        Raises:
+          Error: the model has not been compiled, or is detached.
+        """
+        with self._host.lock:
+            self._host.refresh()
+            self._attached().read_from_host()
+            self._seen_version = self._host.version
+
+    def copyNamedBuffersToDevice(self) -> None:
+        """Copies the buffers that `Options.updatableNamedBuffers` names to the devices.
+
+        Raises:
+          Error: it names none, or one that the model does not have; or the model has not been compiled, or
+            is detached.
+        """
+        with self._host.lock:
+            names = self.options.updatable_named_buffers
+            if not names:
+                raise Error("No named buffers marked as updatable via updatableNamedBuffers option")
+            compiled = self._attached()
+            compiled.read_buffers_from_host(self._wrapped.model, names)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
+        """Loads weights into the user's model, and if it is compiled, copies them to the devices.
+
+        Args:
+          state_dict: as for `torch.nn.Module.load_state_dict`.
+          strict: likewise.
+        """
+        with self._host.lock:
+            loaded = self._wrapped.model.load_state_dict(state_dict, strict)
+            if self._compiled is not None and self._compiled.state is not None:
+                self.copyWeightsToDevice()
+            return loaded
+
+    def _write_to_host(self) -> None:
+        if self._compiled is not None and self._compiled.state is not None:
+            self._compiled.write_to_host()
+
+    def _attached(self) -> CompiledModel:
+        if self._compiled is None:
+            raise Error(_NOT_COMPILED)
+        if self._compiled.state is None:
+            raise Error("Device is not attached")
+        return self._compiled
+
+    # The devices.
+
+    def isCompiled(self) -> bool:
+        """Whether the model is compiled."""
+        return self._compiled is not None
+
+    def isAttachedToDevice(self) -> bool:
+        """Whether the model is compiled, and its weights are on the devices."""
+        return self._compiled is not None and self._compiled.state is not None
+
+    def attachToDevice(self) -> None:
+        """Puts the weights of the user's model, and the optimizer's state, on the devices again.
+
+        Raises:
+          AssertionError: the devices are offline.
+          Error: the model has not been compiled, or is attached.
+        """
+        with self._host.lock:
+            assert self.options.connection_type is not ConnectionType.Never, (
+                "Trying to attach to an offline device (ConnectionType.Never)"
+            )
+            if self._compiled is None:
+                raise Error(_NOT_COMPILED)
+            if self._detached is None:
+                raise Error("Device is already attached")
+            self._host.refresh()
+            self._compiled.attach(self._detached)
+            self._detached = None
+            self._seen_version = self._host.version
+
+    def detachFromDevice(self) -> None:
+        """Copies the weights to the host if they are newer, and lets go of the devices' memory.
+
+        Raises:
+          Error: the model has not been compiled, or is detached.
+        """
+        with self._host.lock:
+            compiled = self._attached()
+            if self._wrapped.trains:
+                self._host.refresh()
+            self._detached = compiled.detach()
+
+    def destroy(self) -> None:
+        """Copies newer weights to the host, and forgets everything that was compiled.
+
+        The user's model can be wrapped again. A call compiles anew.
+        """
+        with self._host.lock:
+            if self._wrapped.trains:
+                self._host.refresh()
+                if self._training is not None:
+                    self._saved = (
+                        None if isinstance(self._optimizer, Optimizer) else self._fetch_optimizer_state()
+                    )
+                self._disconnect()
+            self._compiled = self._training = self._detached = self._first = None
+            self._host.release(self, self._wrapped.model)
+            self._host.unregister(self, self._wrapped.model)
+
+    # What is known.
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The user's model."""
+        return self._wrapped.model
+
+    @property
+    def options(self) -> Options:
+        """The model's options, frozen."""
+        return self._wrapped.options
+
+    @property
+    def rng_state(self) -> list[int]:
+        """Where the model's random numbers are: words of the key, and how often they were drawn from."""
+        state = self._attached().state
+        assert state is not None
+        return [*map(int, jax.random.key_data(state.key)), state.execution_count]
+
+    @rng_state.setter
+    def rng_state(self, state: list[int]) -> None:
+        if len(state) != 3:
+            raise ValueError(f"rng_state must have the three numbers that it was read with; got {state!r}.")
+        with self._host.lock:
+            key = jax.random.wrap_key_data(jax.numpy.asarray(state[:2], jax.numpy.uint32))
+            self._attached().replace(key=key, execution_count=int(state[2]))
+
+    def compilationTime(self) -> timedelta:
+        """How long compiling took.
+
+        Raises:
+          Error: the model has not been compiled; or `Options.showCompilationProgressBar` is off.
+        """
+        if not self.options.show_compilation_progress_bar:
+            raise Error("Please set showCompilationProgressBar option to obtain compilation time.")
+        if self._progress is None or self._progress.time is None:
+            raise Error("Please compile the model before obtaining compilation time.")
+        return self._progress.time
+
+    def getLatency(self) -> Latency:
+        """Least, greatest and mean seconds of the last call's micro-batches, from input to output."""
+        return self._times.latency("input", "output_complete")
+
+    def getHostIpuLatency(self) -> Latency:
+        """The same until a micro-batch was handed to the devices."""
+        return self._times.latency("input", "input_complete")
+
+    def getComputeLatency(self) -> Latency:
+        """The same from there until outputs were asked for."""
+        return self._times.latency("input_complete", "output")
+
+    def getIpuHostLatency(self) -> Latency:
+        """The same from there until outputs were on the host."""
+        return self._times.latency("output", "output_complete")
+
+    def getPerfCounters(self) -> dict[str, list[float]]:
+        """Seconds at which the micro-batches of the last call were at four points."""
+        return {name: list(times) for name, times in vars(self._times).items()}
+
+    def cycleCount(self) -> int:
+        """Nanoseconds that the last call took: JAX devices count no cycles.
+
+        Raises:
+          Error: `Options.logCycleCount` is off, or there was no call.
+        """
+        if not self.options.log_cycle_count:
+            raise Error(
+                "Cycle count logging is disabled. Please set option logCycleCount to True to enable."
+            )
+        if self._call_ns is None:
+            raise Error("Please run the model at least once before obtaining cycle count.")
+        return self._call_ns
+
+    def __getattr__(self, name: str) -> Any:
+        """What is no attribute here is one of the user's model."""
+        if name == "_wrapped":  # while it is being made
+            raise AttributeError(name)
+        return getattr(self._wrapped.model, name)
+
+    def __repr__(self) -> str:
+        with on_host():
+            return f"{type(self).__name__}({module_repr(self._wrapped.model)})"

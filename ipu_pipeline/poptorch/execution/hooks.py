@@ -1,0 +1,98 @@
+"""What is called before and after a model is compiled."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+__all__ = [
+    "Hooks",
+    "RemovableHandle",
+    "after_compiling",
+    "before_compiling",
+    "registerPostCompileHook",
+    "registerPreCompileHook",
+]
+
+Hook: TypeAlias = "Callable[[Any], None]"
+
+
+class RemovableHandle:
+    """Takes a hook away again."""
+
+    def __init__(self, hooks: dict[int, Hook], number: int) -> None:
+        self._hooks = hooks
+        self._number = number
+
+    def remove(self) -> None:
+        """Takes the hook away; a second time does nothing."""
+        self._hooks.pop(self._number, None)
+
+
+class Hooks:
+    """Functions of a wrapped model, called in the order in which they were registered."""
+
+    def __init__(self, name: str) -> None:
+        """Starts without any.
+
+        Args:
+          name: for errors.
+        """
+        self._name = name
+        self._hooks: dict[int, Hook] = {}
+        self._numbers = itertools.count()
+
+    def register(self, hook: Hook) -> RemovableHandle:
+        """Adds one.
+
+        Args:
+          hook: is called with the wrapped model.
+
+        Raises:
+          RuntimeError: it cannot be called.
+        """
+        if not callable(hook):
+            raise RuntimeError(f"{self._name} hook must be callable; got {hook!r}.")
+        number = next(self._numbers)
+        self._hooks[number] = hook
+        return RemovableHandle(self._hooks, number)
+
+    def call(self, executor: Any) -> None:
+        """Calls them."""
+        for hook in list(self._hooks.values()):
+            hook(executor)
+
+
+before_compiling = Hooks("Pre-compile")
+after_compiling = Hooks("Post-compile")
+
+
+def registerPreCompileHook(hook: Hook) -> RemovableHandle:
+    """Has a function called before each model is compiled.
+
+    Args:
+      hook: is called with the wrapped model.
+
+    Returns:
+      A handle, whose `remove()` takes the hook away.
+
+    Raises:
+      RuntimeError: the hook cannot be called.
+    """
+    return before_compiling.register(hook)
+
+
+def registerPostCompileHook(hook: Hook) -> RemovableHandle:
+    """Has a function called after each model is compiled.
+
+    Args:
+      hook: is called with the wrapped model.
+
+    Returns:
+      A handle, whose `remove()` takes the hook away.
+
+    Raises:
+      RuntimeError: the hook cannot be called.
+    """
+    return after_compiling.register(hook)

@@ -1,0 +1,82 @@
+"""What a call returns of what its micro-batches gave: joined, summed, or only some of them."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ipu_pipeline.engine.state import Collected
+from ipu_pipeline.poptorch.dtypes import to_torch
+from ipu_pipeline.poptorch.enums import OutputMode
+from ipu_pipeline.poptorch.errors import Error
+
+__all__ = ["join_outputs"]
+
+
+def join_outputs(
+    collected: Sequence[Collected], dtypes: Sequence[torch.dtype], mode: OutputMode, period: int
+) -> list[torch.Tensor]:
+    """The tensors that a call returns.
+
+    Args:
+      collected: what the last stage gave, in the order of the micro-batches; with `OutputMode.Sum`, the
+        sums of each weight update.
+      dtypes: of the outputs.
+      mode: which micro-batches' outputs are wanted. Those of several are joined along dimension 0; scalars
+        make a vector.
+      period: of `OutputMode.EveryN`.
+    """
+    joined = []
+    for place, dtype in enumerate(dtypes):
+        if mode is OutputMode.Final:
+            last = collected[-1]
+            leaf = last.outputs[place]
+            value = np.asarray(leaf if last.size is None else leaf[last.size - 1])
+        elif mode is OutputMode.Sum:
+            value = np.asarray(collected[0].outputs[place])
+            for part in collected[1:]:
+                value = value + np.asarray(part.outputs[place])
+        else:
+            value = _stack(collected, place)
+            if mode is OutputMode.EveryN:
+                value = value[period - 1 :: period]
+            if value.ndim > 1:
+                value = value.reshape(-1, *value.shape[2:])
+        tensor = to_torch(value, dtype)
+        vars(tensor)["backward"] = _NO_BACKWARD
+        joined.append(tensor)
+    return joined
+
+
+def _stack(collected: Sequence[Collected], place: int) -> np.ndarray[Any, Any]:
+    """An output of all micro-batches, with an axis of them in front."""
+    parts = []
+    for part in collected:
+        leaf = np.asarray(part.outputs[place])
+        parts.append(leaf[None] if part.size is None else leaf[: part.size])
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+class _NoBackward:
+    """Stands for `backward` of a returned tensor, which has no graph of torch's behind it."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002  # as torch's takes
+        raise Error(
+            "backward() cannot be called explicitly on outputs of a PopTorch model. If you're using a "
+            "trainingModel, "
+            "the backwards pass is performed automatically when invoking the model. If you're using an "
+            "inferenceModel, you should use a trainingModel instead."
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return collections.OrderedDict, ()  # torch.load must know what is saved with a tensor
+
+    def __deepcopy__(self, memo: Any) -> _NoBackward:
+        return self
+
+
+_NO_BACKWARD = _NoBackward()

@@ -1,0 +1,106 @@
+"""The optimizer of a model that trains: its formulas for the engine, its values and its state."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+
+from ipu_pipeline.engine import PipelineState, Reduction
+from ipu_pipeline.poptorch import optim
+from ipu_pipeline.poptorch.enums import MeanReductionStrategy, ReductionType
+from ipu_pipeline.poptorch.optim.compatibility import check_compatible, check_same_groups
+from ipu_pipeline.poptorch.optim.describing import assign_groups, describe
+from ipu_pipeline.poptorch.optim.device_state import SavedState
+from ipu_pipeline.poptorch.optim.saving import export_state, import_state
+from ipu_pipeline.poptorch.optim.transformations import make_transformation, with_hyperparameters
+from ipu_pipeline.poptorch.options import Options
+
+__all__ = ["ModelOptimizer", "take_saved"]
+
+
+class ModelOptimizer:
+    """An optimizer as a compiled model uses it.
+
+    Attributes:
+      spec: what it is, with the values in use.
+      group_of: the group of each variable that it trains.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        tensors: Mapping[str, torch.Tensor],
+        trainable: Collection[str],
+        options: Options,
+    ) -> None:
+        """Reads an optimizer.
+
+        Args:
+          optimizer: of torch or PopTorch.
+          tensors: the user's parameters and buffers, by the names of their variables.
+          trainable: the variables that the loss depends on.
+          options: of the model.
+        """
+        self._options = options
+        self._is_automatic = options.Training.automatic_loss_scaling
+        self.spec = describe(optimizer, self._is_automatic)
+        self._tensors = {name: tensors[name] for name in sorted(trainable)}
+        self.group_of = assign_groups(optimizer, self._tensors)
+
+    @property
+    def reduction(self) -> Reduction:
+        """How gradients of micro-batches become one."""
+        training = self._options.Training
+        if training.accumulation_and_replication_reduction_type is ReductionType.Sum:
+            return Reduction.SUM
+        strategy = training.meanAccumulationAndReplicationReductionStrategy
+        runs = strategy is MeanReductionStrategy.Running or self.spec.needs_running_mean
+        return Reduction.RUNNING_MEAN if runs else Reduction.MEAN
+
+    def pipeline_options(self) -> dict[str, Any]:
+        """What `engine.Pipeline` is told of it."""
+        return {
+            "optimizer": make_transformation(self.spec, self.group_of),
+            "trained": sorted(self.group_of),
+            "reduction": self.reduction,
+            "accumulator_dtype": self.spec.accumulator_dtype,
+        }
+
+    def change(self, optimizer: torch.optim.Optimizer) -> None:
+        """Takes the values of another optimizer.
+
+        Raises:
+          Error: something else would have to be compiled for it.
+        """
+        spec = describe(optimizer, self._is_automatic)
+        relaxed = self._options.relax_optimizer_attributes_checks
+        compatible = check_compatible(self.spec, spec, relaxed)
+        check_same_groups(self.group_of, assign_groups(optimizer, self._tensors))
+        self.spec = compatible
+
+    def put_values(self, optimizer_state: Any) -> Any:
+        """An optimizer's state with the values in use."""
+        return with_hyperparameters(optimizer_state, self.spec)
+
+    def put_saved(self, optimizer_state: Any, saved: SavedState) -> Any:
+        """An optimizer's state with what was saved."""
+        return import_state(optimizer_state, saved, self.spec, self.group_of)
+
+    def save(self, state: PipelineState | Mapping[str, Any]) -> SavedState:
+        """The optimizer's state for its `state_dict`."""
+        inner = state.optimizer_state if isinstance(state, PipelineState) else state["optimizer_state"]
+        return export_state(inner, self.spec, self.group_of)
+
+
+def take_saved(optimizer: torch.optim.Optimizer, is_new: bool) -> SavedState | None:
+    """What an optimizer brings along.
+
+    Args:
+      optimizer: of torch or PopTorch.
+      is_new: whether the model begins to use it; else only what the user loaded since then counts.
+    """
+    if not isinstance(optimizer, optim.Optimizer):
+        return None
+    return optimizer.device_state.take() if is_new else optimizer.device_state.take_loaded()

@@ -1,0 +1,134 @@
+"""`trainingModel` and `inferenceModel`."""
+
+from __future__ import annotations
+
+import torch
+
+from ipu_pipeline.poptorch.errors import Error
+from ipu_pipeline.poptorch.execution.building import Wrapped
+from ipu_pipeline.poptorch.execution.executor import PoplarExecutor
+from ipu_pipeline.poptorch.execution.weights import host_weights_of
+from ipu_pipeline.poptorch.graphs.capture import modes_of
+from ipu_pipeline.poptorch.optim.describing import describe
+from ipu_pipeline.poptorch.options import Options
+from ipu_pipeline.poptorch.options.strategies import PipelinedExecution, ShardedExecution
+
+__all__ = ["inferenceModel", "trainingModel"]
+
+_DEFAULT_RATE = 0.01
+
+
+def trainingModel(
+    model: torch.nn.Module | PoplarExecutor,
+    options: Options | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> PoplarExecutor:
+    """Makes a model train on its devices: each call of the result is one or more weight updates.
+
+    Args:
+      model: its forward computes and returns the loss. Its modules keep the training mode that they have
+        now. An executor stands for its model.
+      options: frozen from now on; a copy is kept. None: the defaults.
+      optimizer: of `poptorch.optim` or `torch.optim`. None: SGD with a learning rate of 0.01.
+
+    Returns:
+      The model to call.
+
+    Raises:
+      Error: `options` is something else.
+      NotImplementedError: the options ask for what does not exist yet.
+      RuntimeError: the model has been wrapped for training before.
+      TypeError: the model or the optimizer is none.
+    """
+    module = _module_of(model)
+    checked = _check_options(options)
+    host = host_weights_of(module)
+    with host.lock:
+        if host.has_trainer:
+            raise RuntimeError(
+                "Model has already been wrapped in 'poptorch.trainingModel'. Call model.destroy() on the "
+                "model to "
+                "unwrap before wrapping again."
+            )
+        if optimizer is None:
+            optimizer = torch.optim.SGD(list(module.parameters()), lr=_DEFAULT_RATE)
+        describe(optimizer, checked.Training.automatic_loss_scaling)
+        executor = PoplarExecutor(Wrapped(module, modes_of(module), checked, trains=True), optimizer)
+        host.register(executor, module, trains=True)
+    return executor
+
+
+def inferenceModel(
+    model: torch.nn.Module | PoplarExecutor, options: Options | None = None
+) -> PoplarExecutor:
+    """Makes a model run forwards on its devices.
+
+    Args:
+      model: its modules keep the training mode that they have now. An executor stands for its model.
+      options: frozen from now on; a copy is kept. None: the defaults.
+
+    Returns:
+      The model to call.
+
+    Raises:
+      Error: `options` is something else, or asks for gradient accumulation.
+      NotImplementedError: the options ask for what does not exist yet.
+      TypeError: the model is none.
+    """
+    module = _module_of(model)
+    checked = _check_options(options)
+    if checked.Training.gradient_accumulation != 1:
+        strategy = checked.execution_strategy
+        is_pipelined = isinstance(strategy, PipelinedExecution) and not isinstance(
+            strategy, ShardedExecution
+        )
+        mend = (
+            " Use poptorch.Options().deviceIterations to process a sufficient number of batches each run "
+            "for "
+            "pipelined execution instead."
+            if is_pipelined
+            else ""
+        )
+        raise Error(
+            "You must set poptorch.Options().Training.gradientAccumulation to 1 or leave it as its default "
+            "value "
+            f"(1) when running a poptorch.inferenceModel().{mend}"
+        )
+    host = host_weights_of(module)
+    with host.lock:
+        executor = PoplarExecutor(Wrapped(module, modes_of(module), checked, trains=False), None)
+        host.register(executor, module, trains=False)
+    return executor
+
+
+def _module_of(model: torch.nn.Module | PoplarExecutor) -> torch.nn.Module:
+    if isinstance(model, PoplarExecutor):
+        return model.model
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module or a wrapped one; got {type(model).__name__}.")
+    return model
+
+
+def _check_options(options: Options | None) -> Options:
+    """A copy of the options, both frozen."""
+    if options is None:
+        options = Options()
+    if not isinstance(options, Options):
+        raise Error(f"Invalid type: 'options' is of type {type(options)} (Expected poptorch.Options)")
+    later = {
+        "replicationFactor above 1": options.replication_factor > 1,
+        "several processes (Options.Distributed)": options.Distributed.numProcesses > 1,
+        f"{type(options.execution_strategy).__name__}": not isinstance(
+            options.execution_strategy, PipelinedExecution
+        ),
+    }
+    for what, is_wanted in later.items():
+        if is_wanted:
+            raise NotImplementedError(
+                f"{what} does not exist here yet: a model runs as one replica in one process, with "
+                "poptorch.PipelinedExecution or poptorch.ShardedExecution."
+            )
+    options.freeze()
+    own = options.clone()
+    own.freeze()
+    return own

@@ -1,0 +1,1 @@
+"""A module of torch as a graph, and the graph as stages."""

@@ -1,0 +1,238 @@
+"""A module of torch as a graph of core ATen operations, by `torch.export`.
+
+What export does not say by itself is dealt with here: regions without gradients, the loss, the train and
+eval flags of the time of wrapping, tensors that are plain attributes, and what it would get wrong in
+silence (functions with an own backward).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import unittest.mock
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ipu_pipeline.poptorch import markers
+from ipu_pipeline.poptorch.graphs import refusals
+from ipu_pipeline.poptorch.graphs.losses import mark_loss
+from ipu_pipeline.poptorch.lowering.registry import kept_operations
+from ipu_pipeline.poptorch.structures import Structure, flatten
+
+__all__ = ["Captured", "Modes", "capture", "modes_of"]
+
+_lock = threading.RLock()  # export changes torch's global state, and the user's modules for a while
+
+
+@dataclass(frozen=True, eq=False)
+class Captured:
+    """A model as a graph.
+
+    Attributes:
+      program: its graph is functional, in core ATen, with the markers of blocks.
+      outputs: the structure of what the model returned.
+      tensors: what the graph's parameters, buffers and constants are, by the targets of the program.
+    """
+
+    program: torch.export.ExportedProgram
+    outputs: Structure
+    tensors: Mapping[str, torch.Tensor]
+
+
+Modes = dict[torch.nn.Module, bool]
+
+
+def modes_of(model: torch.nn.Module) -> Modes:
+    """Which modules of a model are in training mode."""
+    return {module: module.training for module in model.modules()}
+
+
+class _Flat(torch.nn.Module):
+    """Calls a model with tensors one after another, and returns those of its result likewise."""
+
+    def __init__(
+        self, model: torch.nn.Module, arguments: Structure, note: Callable[[Structure], None]
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.arguments = arguments
+        self.note = note  # export takes back what forward assigns to attributes
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        args, kwargs = self.arguments.unflatten(tensors)
+        before = dict(self.model.named_buffers())
+        with _attributes_copied(self.model):
+            result = self.model(*args, **kwargs)
+            refusals.check_buffers(before, dict(self.model.named_buffers()))
+        results, outputs = flatten(result)
+        self.note(outputs)
+        return tuple(results)
+
+
+def capture(
+    model: torch.nn.Module,
+    tensors: Sequence[torch.Tensor],
+    arguments: Structure,
+    modes: Modes | None = None,
+    trains: bool = False,
+) -> Captured:
+    """Runs a model's forward once, on tensors without values, and keeps what it computes.
+
+    Args:
+      model: the user's.
+      tensors: of the arguments, for one micro-batch.
+      arguments: structure of a pair: the positional arguments, the keyword arguments.
+      modes: which modules are in training mode; None: as they are.
+      trains: whether there is to be a loss.
+
+    Raises:
+      Error: the model does what cannot be captured, or has no single loss; see `refusals` and `losses`.
+      Others: what the model raises.
+    """
+    noted: list[Structure] = []
+    flat = _Flat(model, arguments, noted.append)
+    with _lock, contextlib.ExitStack() as stack:
+        stack.enter_context(markers.capturing())
+        stack.enter_context(_in_modes(modes or {}))
+        stack.enter_context(refusals.refusing_own_backwards())
+        stack.enter_context(_inference_mode_without_gradients())
+        stack.enter_context(_quiet())
+        with refusals.explained():
+            program = torch.export.export(flat, tuple(tensors), strict=False)
+        refusals.check_values(program)
+        graph = program.graph_module.graph
+        _mark_regions_without_gradients(program.graph_module)
+        if trains:
+            mark_loss(graph)
+        table = torch.export.default_decompositions()
+        for operation in kept_operations():
+            table.pop(operation, None)
+        with refusals.explained():
+            program = program.run_decompositions(table)
+        refusals.check_functional(program)
+    _name_modules(program)
+    return Captured(program, noted[-1], _find_tensors(flat, program))
+
+
+def _mark_regions_without_gradients(module: torch.fx.GraphModule) -> None:
+    """Puts a `detach` behind what `torch.no_grad` computed; decomposing inlines it without a trace."""
+    for node in list(module.graph.nodes):
+        if node.op != "call_function" or "wrap_with_set_grad_enabled" not in str(node.target):
+            continue
+        if node.args[0] is not False:
+            continue
+        for item in list(node.users):
+            with module.graph.inserting_after(item):
+                stop = module.graph.call_function(torch.ops.aten.detach.default, (item,))
+            stop.meta = dict(item.meta)
+            item.replace_all_uses_with(stop, delete_user_cb=lambda user, stop=stop: user is not stop)
+
+
+@contextlib.contextmanager
+def _in_modes(modes: Modes) -> Iterator[None]:
+    now = {module: module.training for module in modes}
+    for module, training in modes.items():
+        module.training = training
+    try:
+        yield
+    finally:
+        for module, training in now.items():
+            module.training = training
+
+
+@contextlib.contextmanager
+def _attributes_copied(model: torch.nn.Module) -> Iterator[None]:
+    """What forward does to tensors that are attributes is done to copies, and assigned to nobody for long.
+
+    In the graph such tensors are constants.
+    """
+    before = [(module, dict(vars(module))) for module in model.modules()]
+    copies: dict[int, torch.Tensor] = {}
+    for module, attributes in before:
+        for name, value in attributes.items():
+            if isinstance(value, torch.Tensor):
+                vars(module)[name] = copies.setdefault(id(value), value.clone())
+    try:
+        yield
+    finally:
+        for module, attributes in before:
+            for name, value in list(vars(module).items()):
+                if isinstance(value, torch.Tensor):
+                    if name in attributes:
+                        vars(module)[name] = attributes[name]
+                    else:
+                        del vars(module)[name]
+
+
+@contextlib.contextmanager
+def _inference_mode_without_gradients() -> Iterator[None]:
+    """Makes `torch.inference_mode` leave the same mark as `torch.no_grad`; export has none for it."""
+    kind = torch.inference_mode
+    enter, leave = kind.__enter__, kind.__exit__
+    opened: list[torch.no_grad] = []
+
+    def begin(self: torch.inference_mode) -> None:
+        if markers.current_capture() is None:
+            enter(self)
+        elif self.mode:
+            opened.append(torch.no_grad())
+            opened[-1].__enter__()
+
+    def end(self: torch.inference_mode, *exception: Any) -> None:
+        if markers.current_capture() is None:
+            leave(self, *exception)
+        elif self.mode:
+            opened.pop().__exit__(*exception)
+
+    with (
+        unittest.mock.patch.object(kind, "__enter__", begin),
+        unittest.mock.patch.object(kind, "__exit__", end),
+    ):
+        yield
+
+
+def _name_modules(program: torch.export.ExportedProgram) -> None:
+    """Calls modules in the nodes' notes as the user's model does, without the one that calls it."""
+    for node in program.graph.nodes:
+        stack = node.meta.get("nn_module_stack")
+        if stack:
+            named = list(stack.items())[1:]
+            node.meta["nn_module_stack"] = {
+                key: (path.removeprefix("model").removeprefix("."), kind) for key, (path, kind) in named
+            }
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what torch says about its own business while it exports."""
+    from torch.export import _trace  # with torch.export's modules, which take seconds to load
+
+    loud = [logging.getLogger(name) for name in ("torch.export", "torch.fx.experimental.symbolic_shapes")]
+    levels = [logger.level for logger in loud]
+    for logger in loud:
+        logger.setLevel(logging.ERROR)
+    try:
+        # When it fails, export prints the graph so far to the standard error.
+        silent = unittest.mock.patch.object(_trace, "print", create=True)
+        with silent, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module=r"torch\..*")
+            warnings.filterwarnings("ignore", category=DeprecationWarning)
+            warnings.filterwarnings("ignore", message="The tensor attribute")
+            warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
+            yield
+    finally:
+        for logger, level in zip(loud, levels, strict=True):
+            logger.setLevel(level)
+
+
+def _find_tensors(flat: _Flat, program: torch.export.ExportedProgram) -> dict[str, torch.Tensor]:
+    """The tensors by the targets of the program."""
+    found: dict[str, torch.Tensor] = dict(program.constants)
+    found |= dict(flat.named_parameters(remove_duplicate=False))
+    found |= dict(flat.named_buffers(remove_duplicate=False))
+    return found

@@ -1,0 +1,102 @@
+"""The loss of a model: the one operation among torch's losses that no other loss is made of."""
+
+from __future__ import annotations
+
+import torch
+
+from ipu_pipeline.poptorch import markers
+from ipu_pipeline.poptorch.errors import Error
+from ipu_pipeline.poptorch.lowering.unsupported import describe_place
+
+__all__ = ["find_marked_loss", "mark_loss"]
+
+# What torch.nn's losses, and identity_loss, are in a graph before it is decomposed.
+_LOSSES = frozenset(
+    (
+        "binary_cross_entropy",
+        "binary_cross_entropy_with_logits",
+        "cosine_embedding_loss",
+        "cross_entropy_loss",
+        "ctc_loss",
+        "hinge_embedding_loss",
+        "huber_loss",
+        "identity_loss",
+        "kl_div",
+        "l1_loss",
+        "linear_cross_entropy",
+        "margin_ranking_loss",
+        "mse_loss",
+        "multi_margin_loss",
+        "multilabel_margin_loss",
+        "nll_loss",
+        "nll_loss2d",
+        "nll_loss_nd",
+        "poisson_nll_loss",
+        "smooth_l1_loss",
+        "soft_margin_loss",
+        "triplet_margin_loss",
+    )
+)
+_HOW_TO = (
+    "Wrap what is to be minimized in poptorch.identity_loss(value, reduction='mean'), and return it from "
+    "the model's forward."
+)
+
+
+def mark_loss(graph: torch.fx.Graph) -> None:
+    """Puts the marker of the final loss behind the loss.
+
+    Args:
+      graph: of `torch.export`, not decomposed.
+
+    Raises:
+      Error: there is none, or more than one that no other depends on; or it is no floating-point scalar.
+    """
+    losses = [node for node in graph.nodes if _is_loss(node)]
+    if not losses:
+        raise Error(f"Couldn't find a loss in graph! {_HOW_TO}")
+    inner: set[torch.fx.Node] = set()
+    for loss in losses:
+        inner |= _ancestors(loss)
+    final = [loss for loss in losses if loss not in inner]
+    if len(final) > 1:
+        places = "; ".join(f"{node.target} in {describe_place(node)}" for node in final)
+        raise Error(
+            "Multiple independent losses found in graph. Graph must have one final loss. "
+            f"Wrap final graph loss in poptorch.identity_loss. They are: {places}."
+        )
+    (loss,) = final
+    value = loss.meta["val"]
+    if value.dim() != 0 or not value.dtype.is_floating_point:
+        raise Error(
+            f"The loss must be a floating-point scalar; that of {describe_place(loss)} is {value.dtype} of "
+            "shape "
+            f"{tuple(value.shape)}. {_HOW_TO}"
+        )
+    with graph.inserting_after(loss):
+        marked = graph.call_function(markers.mark_final_loss(), (loss,))
+    marked.meta = dict(loss.meta)
+    loss.replace_all_uses_with(marked, delete_user_cb=lambda user: user is not marked)
+
+
+def find_marked_loss(graph: torch.fx.Graph) -> torch.fx.Node:
+    """The final loss in a graph that was decomposed after `mark_loss`."""
+    (marked,) = (node for node in graph.nodes if node.target is markers.mark_final_loss())
+    found: torch.fx.Node = marked
+    return found
+
+
+def _is_loss(node: torch.fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.name.split("::")[-1] in _LOSSES
+
+
+def _ancestors(node: torch.fx.Node) -> set[torch.fx.Node]:
+    found: set[torch.fx.Node] = set()
+    left = list(node.all_input_nodes)
+    while left:
+        one = left.pop()
+        if one not in found:
+            found.add(one)
+            left += one.all_input_nodes
+    return found

@@ -1,0 +1,179 @@
+"""What cannot be captured of a model, told by name; export would say it in other words, or get it wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import unittest.mock
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.export.graph_signature import OutputKind
+
+from ipu_pipeline.poptorch import markers
+from ipu_pipeline.poptorch.errors import Error
+from ipu_pipeline.poptorch.logs import warn_once
+from ipu_pipeline.poptorch.lowering.unsupported import describe_place
+
+__all__ = ["check_buffers", "check_functional", "check_values", "explained", "refusing_own_backwards"]
+
+_WITHOUT_VALUES = (
+    "The model is compiled once for all values, so that it may not ask for one on the way: no `if` or loop "
+    "over a tensor's values, no .item(), no .numpy(), no boolean mask as an index. Use torch.where, or "
+    "torch.cond; a mask multiplies."
+)
+
+
+@contextlib.contextmanager
+def explained() -> Iterator[None]:
+    """Turns errors about values that are not known into ours; others pass as they are.
+
+    Raises:
+      Error: the model's forward asked for the value of a tensor.
+    """
+    # These modules take seconds to load; export needs them too.
+    from torch._dynamo.exc import TorchDynamoException
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    known = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
+    try:
+        yield
+    except known as error:
+        place = _innermost_user_line(error)
+        raise Error(f"{place} asks for a value of a tensor. {_WITHOUT_VALUES}") from error
+    except TorchDynamoException as error:
+        raise Error(
+            "Torch's control flow could not be captured: its branches and bodies may only compute, and no "
+            "block "
+            f"begins in them. torch says: {str(error).strip()}"
+        ) from error
+    except RuntimeError as error:
+        if " is mutated in the forward method" in str(error):
+            name = _without_prefix(str(error).split()[1])
+            name = "a list or a closure" if name.startswith("lifted_tensor") else name
+            raise Error(
+                f"A tensor of {name}, neither a buffer nor an input, is changed by the model's "
+                "forward. "
+                "Register it as a buffer (register_buffer)."
+            ) from error
+        if ".numpy() is not supported" in str(error):
+            raise Error(
+                f"{_innermost_user_line(error)} asks for a value of a tensor. {_WITHOUT_VALUES}"
+            ) from error
+        raise
+
+
+def check_values(program: torch.export.ExportedProgram) -> None:
+    """Looks for values of tensors that the model asks for.
+
+    Raises:
+      Error: there is one.
+    """
+    for module in program.graph_module.modules():
+        assert isinstance(module, torch.fx.GraphModule)
+        for node in module.graph.nodes:
+            if _is_symbolic(node.meta.get("val")):
+                raise Error(f"{describe_place(node)} asks for a value of a tensor. {_WITHOUT_VALUES}")
+
+
+def check_functional(program: torch.export.ExportedProgram) -> None:
+    """Looks at what a model writes to, and at where its blocks are.
+
+    Args:
+      program: decomposed, so that nothing is written in place, and no sub-graph is a region without gradients.
+
+    Raises:
+      Error: a parameter is changed; or a block begins within a branch or body of torch's control flow.
+    """
+    for output in program.graph_signature.output_specs:
+        if output.kind is OutputKind.PARAMETER_MUTATION:
+            raise Error(
+                f"Parameter {_without_prefix(output.target)} is changed by the model's forward. Only the "
+                "optimizer "
+                "changes parameters; what forward changes must be a buffer (register_buffer)."
+            )
+        if output.kind is OutputKind.USER_INPUT_MUTATION:
+            warn_once(
+                "The model changes an input in place. What it computes with it is right, but the tensor "
+                "that "
+                "was given stays as it is."
+            )
+    for module in program.graph_module.modules():
+        assert isinstance(module, torch.fx.GraphModule)
+        if module is program.graph_module:
+            continue
+        for node in module.graph.nodes:
+            if markers.is_block(node):
+                raise Error(
+                    f"A block begins in {describe_place(node)}, within a branch or a loop of torch's "
+                    "control flow, "
+                    "which runs on one IPU as a whole. Begin it before."
+                )
+
+
+def check_buffers(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> None:
+    """Looks at a model's buffers before and after its forward.
+
+    Raises:
+      Error: one is gone, or is another tensor.
+    """
+    for name, buffer in before.items():
+        if name not in after:
+            raise Error(f"Buffer {name} is removed from the model when calling the forward method.")
+        if after[name] is not buffer:
+            raise Error(
+                f"Buffer {name} is reassigned within the model when calling the forward method. This is "
+                "not "
+                f"supported. Consider using self.{name}.copy_(src) to copy data from a source tensor, "
+                "where src is "
+                "the name of the source tensor."
+            )
+
+
+@contextlib.contextmanager
+def refusing_own_backwards() -> Iterator[None]:
+    """Refuses a user's `torch.autograd.Function`, whose backward export would lose.
+
+    Raises:
+      Error: one is applied.
+    """
+    apply: Any = vars(torch.autograd.Function)["apply"].__func__
+
+    def refuse(function: Any, *args: Any, **kwargs: Any) -> Any:
+        if markers.current_capture() is None or function.__module__.split(".")[0] == "torch":
+            return apply(function, *args, **kwargs)
+        raise Error(
+            f"{function.__name__} is a torch.autograd.Function. Its forward would be captured, but its own "
+            "backward "
+            "lost. Write what it does with torch's operations; or define an operation with torch.library, "
+            "and "
+            "register a lowering that has jax.custom_vjp (poptorch.register_lowering)."
+        )
+
+    with unittest.mock.patch.object(torch.autograd.Function, "apply", classmethod(refuse)):
+        yield
+
+
+def _is_symbolic(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(map(_is_symbolic, value))
+    if isinstance(value, torch.Tensor):
+        return any(map(_is_symbolic, value.shape))
+    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def _without_prefix(target: str | None) -> str:
+    return str(target).removeprefix("model.")
+
+
+def _innermost_user_line(error: BaseException) -> str:
+    place = "The model"
+    traceback = error.__traceback__
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
+        package = traceback.tb_frame.f_globals.get("__name__", "").split(".")[0]
+        if package not in ("torch", "ipu_pipeline", "contextlib", "unittest"):
+            place = f"{code.co_filename}:{traceback.tb_lineno} ({code.co_name})"
+        traceback = traceback.tb_next
+    return place

@@ -1,0 +1,276 @@
+"""The stage functions of a captured model, for `engine.Pipeline`.
+
+Parameters and buffers are variables by torch's names; what forward writes to a buffer is an `assign`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import torch
+from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
+
+from ipu_pipeline import engine
+from ipu_pipeline.poptorch import markers
+from ipu_pipeline.poptorch.dtypes import jax_dtype, to_numpy
+from ipu_pipeline.poptorch.errors import Error
+from ipu_pipeline.poptorch.graphs.blocks import BlockId, Section, cut_into_sections
+from ipu_pipeline.poptorch.graphs.capture import Captured
+from ipu_pipeline.poptorch.graphs.losses import find_marked_loss
+from ipu_pipeline.poptorch.lowering.interpreter import run_node
+from ipu_pipeline.poptorch.lowering.unsupported import describe_unsupported, find_unsupported
+
+__all__ = ["SCOPE", "ModelStages", "make_stages"]
+
+SCOPE = "model"  # of all variables: a scope can be opened with reuse=True, as tied weights need
+
+
+@dataclass(frozen=True, eq=False)
+class ModelStages:
+    """A model as stages.
+
+    Attributes:
+      functions: of the stages. The first takes the tensors of the inputs; the last returns those of the
+        outputs, and after them, if the model trains, the loss.
+      sections: what each stage is made of.
+      tensors: the user's parameters and buffers by the variables' full names.
+      trained: the variables that the loss depends on and that require gradients.
+      assigned: the variables that forward writes to.
+      output_dtypes: torch's dtypes of the outputs.
+    """
+
+    functions: tuple[Callable[..., tuple[Any, ...]], ...]
+    sections: tuple[Section, ...]
+    tensors: Mapping[str, torch.Tensor]
+    trained: frozenset[str]
+    assigned: frozenset[str]
+    output_dtypes: tuple[torch.dtype, ...]
+
+    @property
+    def ipus(self) -> list[int]:
+        """The IPU of each stage."""
+        return [section.ipu for section in self.sections]
+
+
+@dataclass(frozen=True, eq=False)
+class _Parts:
+    """What the nodes of a graph stand for.
+
+    Attributes:
+      inputs: those of the user.
+      variables: placeholder -> name within `SCOPE`.
+      constants: placeholder -> tensor.
+      tensors: name within `SCOPE` -> the user's tensor.
+      assigned: node -> names of the variables that get its value.
+      results: what is returned, with the loss at the end if there is one.
+    """
+
+    inputs: list[torch.fx.Node]
+    variables: dict[torch.fx.Node, str]
+    constants: dict[torch.fx.Node, torch.Tensor]
+    tensors: dict[str, torch.Tensor]
+    assigned: dict[torch.fx.Node, list[str]]
+    results: list[torch.fx.Node]
+
+
+def make_stages(
+    captured: Captured,
+    model: torch.nn.Module,
+    find_ipus: Callable[[Sequence[BlockId]], Sequence[int]],
+    trains: bool,
+) -> ModelStages:
+    """Cuts a captured model into stages.
+
+    Args:
+      captured: the model.
+      model: the user's, whose names the variables get; a tensor with several names gets the first.
+      find_ipus: gives the IPU of each block, see `cut_into_sections`.
+      trains: whether it was captured with a loss.
+
+    Raises:
+      Error: an operation has no lowering; or a buffer is read in one stage and written in another.
+    """
+    graph = captured.program.graph
+    if unsupported := [node for node in find_unsupported(graph) if not _is_marker(node)]:
+        raise Error(describe_unsupported(unsupported))
+    parts = _find_parts(captured, model)
+    loss = find_marked_loss(graph) if trains else None
+    if loss is not None:
+        parts.results.append(loss)
+    sections = cut_into_sections(graph, find_ipus)
+    _check_assignments(sections, parts)
+    reaching = set() if loss is None else _differentiable_ancestors(loss)
+    trained = {
+        f"{SCOPE}/{name}"
+        for node, name in parts.variables.items()
+        if node in reaching and parts.tensors[name].requires_grad
+    }
+    results = parts.results if loss is None else parts.results[:-1]
+    return ModelStages(
+        functions=tuple(_make_functions(sections, parts)),
+        sections=tuple(sections),
+        tensors={f"{SCOPE}/{name}": tensor for name, tensor in parts.tensors.items()},
+        trained=frozenset(trained),
+        assigned=frozenset(f"{SCOPE}/{name}" for names in parts.assigned.values() for name in names),
+        output_dtypes=tuple(node.meta["val"].dtype for node in results),
+    )
+
+
+def _find_parts(captured: Captured, model: torch.nn.Module) -> _Parts:
+    program = captured.program
+    names: dict[int, str] = {}
+    for name, tensor in [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]:
+        names.setdefault(id(tensor), name)
+    parts = _Parts([], {}, {}, {}, {}, [])
+    output = next(node for node in program.graph.nodes if node.op == "output")
+    outputs = list(zip(program.graph_signature.output_specs, output.args[0], strict=True))
+    written = {spec.target for spec, _node in outputs if spec.kind is OutputKind.BUFFER_MUTATION}
+    placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
+    for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True):
+        if spec.kind is InputKind.USER_INPUT:
+            parts.inputs.append(node)
+        elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+            tensor = captured.tensors[str(spec.target)]
+            if node.users or spec.target in written:  # others are no variables
+                name = names[id(tensor)]
+                parts.variables[node] = name
+                parts.tensors[name] = tensor
+        else:
+            parts.constants[node] = captured.tensors[str(spec.target)]
+    for spec, node in outputs:
+        if spec.kind is OutputKind.BUFFER_MUTATION:
+            name = names[id(captured.tensors[str(spec.target)])]
+            parts.assigned.setdefault(node, []).append(name)
+        elif spec.kind is OutputKind.USER_OUTPUT:
+            assert not isinstance(spec.arg, ConstantArgument)
+            parts.results.append(node)
+    return parts
+
+
+def _make_functions(sections: Sequence[Section], parts: _Parts) -> list[Callable[..., tuple[Any, ...]]]:
+    made = {node: number for number, section in enumerate(sections) for node in section.nodes}
+    fixed = parts.variables.keys() | parts.constants.keys()
+    passed = [*parts.inputs, *made]  # what may go from stage to stage, in an order
+    last_read: dict[torch.fx.Node, int] = {}
+    for number, section in enumerate(sections):
+        for node in section.nodes:
+            for read in node.all_input_nodes:
+                last_read[read] = number
+    for node in parts.results:
+        last_read[node] = len(sections) - 1
+    functions = []
+    given = list(parts.inputs)
+    for number, section in enumerate(sections):
+        taken = given
+        if number == len(sections) - 1:
+            given = parts.results
+        else:
+            given = [
+                node
+                for node in passed
+                if made.get(node, -1) <= number < last_read.get(node, -1) and node not in fixed
+            ]
+        functions.append(_make_function(number, section, parts, taken, list(given)))
+    return functions
+
+
+def _make_function(
+    number: int,
+    section: Section,
+    parts: _Parts,
+    taken: Sequence[torch.fx.Node],
+    given: Sequence[torch.fx.Node],
+) -> Callable[..., tuple[Any, ...]]:
+    read_here = {node for inner in section.nodes for node in inner.all_input_nodes} | set(given)
+    computed = {*section.nodes, *taken}
+    written = [
+        (node, name)
+        for node, names in parts.assigned.items()
+        if node in computed and (node in section.nodes or number == 0)
+        for name in names
+    ]
+    names = {parts.variables[node] for node in read_here if node in parts.variables}
+    names |= {name for _node, name in written}
+
+    def stage(*values: Any) -> tuple[Any, ...]:
+        known = dict(zip(taken, values, strict=True))
+        variables = {}
+        with engine.variable_scope(SCOPE, reuse=True):  # stages may share a variable
+            for name in parts.tensors:
+                if name in names:
+                    variables[name] = _get_variable(name, parts.tensors[name])
+
+        def read(node: torch.fx.Node) -> Any:
+            if node not in known:
+                if node in parts.variables:
+                    known[node] = variables[parts.variables[node]]
+                else:
+                    known[node] = jnp.asarray(to_numpy(parts.constants[node]))
+            return known[node]
+
+        for node in section.nodes:
+            known[node] = _pass_on(node, read) if _is_marker(node) else run_node(node, read)
+        for node, name in written:
+            engine.assign(f"{SCOPE}/{name}", read(node))
+        return tuple(read(node) for node in given)
+
+    stage.__name__ = stage.__qualname__ = section.name.replace(" ", "_").replace(",", "")
+    return stage
+
+
+def _get_variable(name: str, tensor: torch.Tensor) -> Any:
+    def initial(key: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+        del key, shape, dtype
+        return to_numpy(tensor, f"Tensor {name}").copy()
+
+    vars(initial)["needs_key"] = False
+    trains = isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad
+    return engine.get_variable(name, tuple(tensor.shape), jax_dtype(tensor.dtype), initial, trains)
+
+
+def _is_marker(node: torch.fx.Node) -> bool:
+    return markers.is_block(node) or node.target is markers.mark_final_loss()
+
+
+def _pass_on(node: torch.fx.Node, read: Callable[[torch.fx.Node], Any]) -> Any:
+    """The value of a marker: what it marks; that of a block is none."""
+    return read(node.all_input_nodes[0]) if node.all_input_nodes else None
+
+
+def _check_assignments(sections: Sequence[Section], parts: _Parts) -> None:
+    made = {node: number for number, section in enumerate(sections) for node in section.nodes}
+    for node, names in parts.assigned.items():
+        writer = made.get(node, 0)
+        for variable, name in parts.variables.items():
+            readers = {made[user] for user in variable.users if user in made}
+            if name in names and readers - {writer}:
+                reader = min(readers - {writer})
+                if reader < writer:
+                    raise Error(
+                        f"Buffer {name} is read in {sections[reader].name} and written in "
+                        f"{sections[writer].name}, which are on different stages. Write it in the block "
+                        "that "
+                        "reads it first."
+                    )
+
+
+def _differentiable_ancestors(loss: torch.fx.Node) -> set[torch.fx.Node]:
+    """What the loss depends on by paths that gradients take."""
+    found: set[torch.fx.Node] = set()
+    left = [loss]
+    while left:
+        node = left.pop()
+        if node in found or node.target is torch.ops.aten.detach.default:
+            continue
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and not value.dtype.is_floating_point:
+            continue
+        found.add(node)
+        left += node.all_input_nodes
+    return found

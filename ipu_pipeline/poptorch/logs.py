@@ -1,0 +1,61 @@
+"""The logger of PopTorch's front, and how much it says."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+__all__ = ["logger", "setLogLevel", "warn_once"]
+
+LEVEL_VARIABLE = "POPTORCH_LOG_LEVEL"
+_LEVELS = {
+    "TRACE": logging.DEBUG - 5,
+    "DEBUG": logging.DEBUG,
+    "INFO": logging.INFO,
+    "WARN": logging.WARNING,
+    "ERR": logging.ERROR,
+    "OFF": logging.CRITICAL + 10,
+}
+logging.addLevelName(_LEVELS["TRACE"], "TRACE")
+
+logger = logging.getLogger("poptorch::python")
+_said: set[str] = set()
+
+
+def setLogLevel(level: str | int) -> None:
+    """Says how much is logged.
+
+    Args:
+      level: TRACE, DEBUG, INFO, WARN, ERR or OFF; or 0 to 4 for the first five.
+
+    Raises:
+      ValueError: it is none of these.
+    """
+    if isinstance(level, int) and not isinstance(level, bool):
+        if not 0 <= level < len(_LEVELS) - 1:
+            raise ValueError(f"Invalid log level integer: {level}. It must be from 0 (TRACE) to 4 (ERR).")
+        level = list(_LEVELS)[level]
+    if level not in _LEVELS:
+        *names, last = sorted(_LEVELS)
+        raise ValueError(f"Unknown log level: {level}. Valid values are {', '.join(names)} and {last}.")
+    logger.setLevel(_LEVELS[level])
+
+
+def warn_once(message: str) -> None:
+    """Logs a warning, unless the same was logged before in this process."""
+    if message not in _said:
+        _said.add(message)
+        logger.warning(message)
+
+
+def _set_up() -> None:
+    if not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(
+            logging.Formatter("[%(asctime)s] [poptorch::python] [%(levelname)s] %(message)s")
+        )
+        logger.addHandler(handler)
+    setLogLevel(os.environ.get(LEVEL_VARIABLE, "WARN"))
+
+
+_set_up()

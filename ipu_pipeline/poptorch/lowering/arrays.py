@@ -1,0 +1,119 @@
+"""What several families of lowerings need: precision, dimensions, casts."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+__all__ = [
+    "Array",
+    "Dims",
+    "as_axes",
+    "as_axis",
+    "beside",
+    "cast",
+    "in_float32",
+    "is_float",
+    "is_half",
+    "operands",
+    "per_dim",
+    "safe_sqrt",
+    "to_float",
+    "widen",
+]
+
+Array = Any  # a JAX array; JAX's own annotations do not tell arrays from numbers
+Dims = int | Sequence[int] | None
+
+
+def is_float(x: Array) -> bool:
+    """Whether an array has floating-point numbers."""
+    return bool(jnp.issubdtype(jnp.result_type(x), jnp.floating))
+
+
+def is_half(x: Array) -> bool:
+    """Whether an array has floating-point numbers of 16 bits."""
+    return is_float(x) and jnp.result_type(x).itemsize == 2
+
+
+def widen(x: Array) -> Array:
+    """An array of float16 or bfloat16 in float32, as torch computes with it; everything else as it is."""
+    return x.astype(jnp.float32) if isinstance(x, jax.Array) and is_half(x) else x
+
+
+def to_float(x: Array) -> Array:
+    """Floats widened; integers and booleans in float32."""
+    return widen(x) if is_float(x) else x.astype(jnp.float32)
+
+
+def in_float32(function: Callable[..., Array]) -> Callable[..., Array]:
+    """The same function of arrays, in 32 bits at least: the result is cast to the graph's dtype later."""
+
+    @functools.wraps(function)
+    def compute(*args: Array, **kwargs: Any) -> Array:
+        return function(*map(widen, args), **kwargs)
+
+    return compute
+
+
+def operands(a: Array, b: Array) -> tuple[Array, Array]:
+    """Two operands, one of which may be a number of Python.
+
+    A number is exact beside numbers of 16 bits, which are widened: 1e5 is not infinite beside float16.
+    Beside short integers it wraps around, as in torch.
+    """
+    if isinstance(a, jax.Array) and isinstance(b, jax.Array):
+        return a, b
+    if not isinstance(b, jax.Array):
+        return widen(a), beside(a, b)
+    return beside(b, a), widen(b)
+
+
+def beside(array: Array, number: Any) -> Any:
+    """A number to compute with an array: wrapped around if the array has short integers."""
+    dtype = array.dtype
+    if isinstance(number, int) and dtype.kind in "iu" and dtype.itemsize < 4:
+        return np.asarray(number).astype(dtype)
+    return number
+
+
+def cast(x: Array, dtype: Any) -> Array:
+    """An array in another dtype, as torch converts.
+
+    Floating-point numbers become integers of 8 and 16 bits by way of 32 bits, so that they wrap around
+    (XLA's conversion saturates).
+    """
+    dtype = np.dtype(dtype)
+    if is_float(x) and dtype.kind in "iu" and dtype.itemsize < 4:
+        x = x.astype(jnp.int32)
+    return x.astype(dtype)
+
+
+def as_axis(dim: int, ndim: int) -> int:
+    """A dimension counted from the front. A scalar has one dimension of one element, as torch sees it."""
+    return dim % max(ndim, 1)
+
+
+def as_axes(dims: Dims, ndim: int) -> tuple[int, ...]:
+    """Dimensions counted from the front. None, and none at all, stand for every dimension."""
+    if dims is None or (not isinstance(dims, int) and len(dims) == 0) or ndim == 0:
+        return tuple(range(ndim))
+    return tuple(as_axis(dim, ndim) for dim in ([dims] if isinstance(dims, int) else dims))
+
+
+def per_dim(values: int | Sequence[int], count: int) -> tuple[int, ...]:
+    """One number for each of some dimensions: a single one stands for all."""
+    values = [values] if isinstance(values, int) else list(values)
+    return tuple(values * count if len(values) == 1 else values)
+
+
+def safe_sqrt(x: Array) -> Array:
+    """The square root, with the gradient 0 at 0, as torch gives norms and deviations."""
+    is_zero = x == 0
+    return jnp.where(is_zero, 0, lax.sqrt(jnp.where(is_zero, 1, x)))

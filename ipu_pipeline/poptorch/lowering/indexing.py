@@ -1,0 +1,216 @@
+"""Elements read and written at places that arrays of integers say.
+
+An index out of range, which is an error in torch, cannot be one in a compiled program: reading there
+gives NaN (the smallest number for integers), writing there is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ipu_pipeline.poptorch.lowering.arrays import Array, as_axis, is_float
+from ipu_pipeline.poptorch.lowering.registry import lowers
+
+__all__ = ["pick"]
+
+
+def pick(x: Array, index: Array, axis: int) -> Array:
+    """Elements along an axis: `index` has the result's shape, and no axis longer than x's but that one."""
+    lengths = (*index.shape[:axis], x.shape[axis], *index.shape[axis + 1 :])
+    x = x if lengths == x.shape else lax.slice(x, (0,) * x.ndim, lengths)
+    return jnp.take_along_axis(x, index, axis, mode="fill", wrap_negative_indices=False)
+
+
+def _along(index: Array, axis: int) -> tuple[Array, ...]:
+    """The index of each element of `index`: itself on the axis, its own place on the others."""
+    places = jnp.indices(index.shape, index.dtype, sparse=True)
+    return (*places[:axis], index, *places[axis + 1 :])
+
+
+def _lift(x: Array, index: Array) -> tuple[Array, Array]:
+    """Scalars as vectors of one element."""
+    return x.reshape(x.shape or (1,)), index.reshape(index.shape or (1,))
+
+
+@lowers("gather")
+def _gather(x: Array, dim: int, index: Array, *, sparse_grad: bool = False) -> Array:
+    del sparse_grad
+    if index.size == 0:
+        return jnp.zeros(index.shape, x.dtype)
+    wide, indices = _lift(x, index)
+    return pick(wide, indices, as_axis(dim, wide.ndim)).reshape(index.shape)
+
+
+@lowers("index_select")
+def _index_select(x: Array, dim: int, index: Array) -> Array:
+    wide, indices = _lift(x, index)
+    axis = as_axis(dim, wide.ndim)
+    at = (*(slice(None),) * axis, indices)
+    made = wide.at[at].get(mode="fill", wrap_negative_indices=False)
+    return made if x.ndim else made.reshape(())
+
+
+def _split_indices(x: Array, indices: Sequence[Array | None]) -> tuple[Any, ...]:
+    for index in indices:
+        if index is not None and index.dtype == jnp.bool_:
+            raise NotImplementedError(
+                "A tensor indexed by a boolean mask has a shape that depends on values, which a compiled "
+                "program cannot have. Use torch.where, or multiply by the mask."
+            )
+    return tuple(slice(None) if index is None else index for index in indices)
+
+
+@lowers("index.Tensor")
+def _index(x: Array, indices: Sequence[Array | None]) -> Array:
+    return x.at[_split_indices(x, indices)].get(mode="fill")
+
+
+@lowers("index_put", "_unsafe_index_put")
+def _index_put(x: Array, indices: Sequence[Array | None], values: Array, accumulate: bool = False) -> Array:
+    masks = [index for index in indices if index is not None and index.dtype == jnp.bool_]
+    if masks:
+        return _put_by_mask(x, indices, values, accumulate)
+    at = x.at[_split_indices(x, indices)]
+    return at.add(values.astype(x.dtype)) if accumulate else at.set(values.astype(x.dtype))
+
+
+def _put_by_mask(x: Array, indices: Sequence[Array | None], values: Array, accumulate: bool) -> Array:
+    """One mask, which may have several dimensions, and the same values wherever it is true."""
+    axis = next(number for number, index in enumerate(indices) if index is not None)
+    mask = indices[axis]
+    assert mask is not None
+    after = x.ndim - axis - mask.ndim
+    is_alone = sum(index is not None for index in indices) == 1
+    if not is_alone or values.ndim > after + (1 if axis == 0 else 0) or (values.ndim > after and values.shape[0] != 1):
+        raise NotImplementedError(
+            "index_put with a boolean mask takes one mask, and values that are the same wherever it is true: "
+            "otherwise their number depends on values. Use torch.where."
+        )
+    values = values.reshape(values.shape[1:]) if values.ndim > after else values
+    mask = mask.reshape(mask.shape + (1,) * after)
+    values = values.astype(x.dtype)
+    return jnp.where(mask, x + values if accumulate else values, x)
+
+
+@lowers("masked_scatter", keep=True)
+def _masked_scatter(x: Array, mask: Array, source: Array) -> Array:
+    """The n-th true element of the mask takes the source's n-th."""
+    x, mask = jnp.broadcast_arrays(x, mask)
+    order = jnp.cumsum(mask.reshape(-1)) - 1
+    taken = source.reshape(-1).at[order].get(mode="fill", wrap_negative_indices=False)
+    return jnp.where(mask, taken.reshape(mask.shape), x)
+
+
+def _source(source: Array, index: Array, x: Array) -> Array:
+    """The part of the source that the index speaks of."""
+    source = source.reshape(source.shape or (1,))
+    return source[tuple(slice(length) for length in index.shape)].astype(x.dtype)
+
+
+@lowers("scatter.src", "scatter.value")
+def _scatter(x: Array, dim: int, index: Array, source: Any) -> Array:
+    if index.size == 0:
+        return x
+    wide, indices = _lift(x, index)
+    values = _source(source, indices, x) if isinstance(source, jax.Array) else jnp.asarray(source, x.dtype)
+    return wide.at[_along(indices, as_axis(dim, wide.ndim))].set(values, wrap_negative_indices=False).reshape(x.shape)
+
+
+@lowers("scatter_add", "scatter_reduce.add")
+def _scatter_add(x: Array, dim: int, index: Array, source: Array) -> Array:
+    return _scatter_reduce(x, dim, index, source, "sum")
+
+
+@lowers("scatter_reduce.two")
+def _scatter_reduce(
+    x: Array, dim: int, index: Array, source: Array, reduce: str, *, include_self: bool = True
+) -> Array:
+    if index.size == 0:
+        return x
+    wide, indices = _lift(x, index)
+    at = _along(indices, as_axis(dim, wide.ndim))
+    source = _source(source, indices, x)
+    if not include_self:
+        written = jnp.zeros(wide.shape, bool).at[at].set(True)
+        kept, wide = wide, jnp.where(written, _neutral(reduce, x.dtype), wide)
+    if reduce == "sum":
+        made = wide.at[at].add(source)
+    elif reduce == "mean":
+        ones = jnp.ones(source.shape, int)
+        counts = jnp.full(wide.shape, 1 if include_self else 0).at[at].add(ones)
+        total = wide.at[at].add(source)
+        counts = jnp.maximum(counts, 1)
+        made = total / counts if is_float(total) else jnp.floor_divide(total, counts)
+    elif reduce == "prod":
+        made = _scatter_product(wide, at, source)
+    else:
+        made = _scatter_extremum(wide, at, source, reduce)
+    if not include_self:
+        made = jnp.where(written, made, kept)
+    return made.reshape(x.shape)
+
+
+def _neutral(reduce: str, dtype: Any) -> Array:
+    if reduce in ("sum", "mean"):
+        return jnp.zeros((), dtype)
+    if reduce == "prod":
+        return jnp.ones((), dtype)
+    if dtype == jnp.bool_:
+        return jnp.asarray(reduce == "amin")
+    low, high = (-jnp.inf, jnp.inf) if jnp.issubdtype(dtype, jnp.floating) else _limits(dtype)
+    return jnp.asarray(low if reduce == "amax" else high, dtype)
+
+
+def _limits(dtype: Any) -> tuple[int, int]:
+    return int(jnp.iinfo(dtype).min), int(jnp.iinfo(dtype).max)
+
+
+def _scatter_product(x: Array, at: tuple[Array, ...], source: Array) -> Array:
+    """A product with the gradient of one, also where factors are 0: the product of the others."""
+    if not is_float(x):
+        return x.at[at].multiply(source)
+
+    @jax.custom_jvp
+    def product(x: Array, source: Array) -> Array:
+        return x.at[at].multiply(source)
+
+    @product.defjvp
+    def product_jvp(primals: Any, tangents: Any) -> Any:
+        x, source = primals
+        x_zero, zero = x == 0, source == 0
+        zeros = x_zero.astype(int).at[at].add(zero.astype(int))
+        others = jnp.where(x_zero, 1, x).at[at].multiply(jnp.where(zero, 1, source))
+        counted, x_counted = zeros[at] - zero == 0, zeros - x_zero == 0
+        x_share = jnp.where(x_counted, others / jnp.where(x_zero, 1, x), 0)
+        share = jnp.where(counted, others[at] / jnp.where(zero, 1, source), 0)
+        return product(x, source), (tangents[0] * x_share).at[at].add(tangents[1] * share)
+
+    return product(x, source)
+
+
+def _scatter_extremum(x: Array, at: tuple[Array, ...], source: Array, reduce: str) -> Array:
+    """An extremum, whose gradient is divided among equal elements."""
+
+    def extremum(x: Array, source: Array) -> Array:
+        return x.at[at].max(source) if reduce == "amax" else x.at[at].min(source)
+
+    if not is_float(x):
+        return extremum(x, source)
+    differentiable = jax.custom_jvp(extremum)
+
+    @differentiable.defjvp
+    def extremum_jvp(primals: Any, tangents: Any) -> Any:
+        x, source = primals
+        made = extremum(x, source)
+        x_equal, equal = (x == made).astype(x.dtype), (source == made[at]).astype(x.dtype)
+        counts = x_equal.at[at].add(equal)
+        total = (tangents[0] * x_equal).at[at].add(tangents[1] * equal)
+        return made, total / jnp.maximum(counts, jnp.ones_like(counts))
+
+    return differentiable(x, source)
+

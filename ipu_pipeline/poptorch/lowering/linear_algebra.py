@@ -1,0 +1,59 @@
+"""Matrix products."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+
+from ipu_pipeline.poptorch.lowering.arrays import Array, widen
+from ipu_pipeline.poptorch.lowering.registry import lowers
+
+__all__: list[str] = []
+
+
+@lowers("mm", "bmm", "mv", "dot")
+def _product(a: Array, b: Array) -> Array:
+    return jnp.matmul(a, b)
+
+
+def _added(product: Callable[[Array, Array], Array]) -> Callable[..., Array]:
+    """`beta * c + alpha * product(a, b)`; c is not read where beta is 0, so NaN there says nothing."""
+
+    def compute(c: Array, a: Array, b: Array, *, beta: Any = 1, alpha: Any = 1) -> Array:
+        made = product(a, b)
+        if beta == 1 and alpha == 1:
+            return made + c
+        scaled = widen(made) * alpha
+        return jnp.broadcast_to(scaled if beta == 0 else scaled + widen(c) * beta, made.shape)
+
+    return compute
+
+
+for _name in ("addmm", "addmv", "baddbmm"):
+    lowers(_name)(_added(jnp.matmul))
+lowers("addbmm", keep=True)(_added(lambda a, b: jnp.einsum("bij,bjk->ik", a, b)))
+lowers("addr", keep=True)(_added(jnp.outer))
+
+
+@lowers("_trilinear")
+def _trilinear(
+    a: Array,
+    b: Array,
+    c: Array,
+    expand1: list[int],
+    expand2: list[int],
+    expand3: list[int],
+    sumdim: list[int],
+    unroll_dim: int = 1,
+) -> Array:
+    """Products of three arrays, each with dimensions of 1 put in, summed over some dimensions."""
+    del unroll_dim  # only an order of computation
+    ndim = a.ndim + len(expand1)
+    terms = []
+    for array, expanded in ((a, expand1), (b, expand2), (c, expand3)):
+        put_in = {dim % ndim for dim in expanded}
+        terms += [array, [dim for dim in range(ndim) if dim not in put_in]]
+    summed = {dim % ndim for dim in sumdim}
+    return jnp.einsum(*terms, [dim for dim in range(ndim) if dim not in summed])

@@ -1,0 +1,234 @@
+"""Arithmetic, element by element."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.scipy import special
+
+from ipu_pipeline.poptorch.lowering.arrays import (
+    Array,
+    beside,
+    in_float32,
+    is_float,
+    operands,
+    to_float,
+    widen,
+)
+from ipu_pipeline.poptorch.lowering.registry import lowers
+
+__all__: list[str] = []
+
+# Each rounds once, also in 16 bits.
+for _name, _function in {
+    "abs": jnp.abs,
+    "atan": jnp.arctan,
+    "bitwise_not": jnp.invert,
+    "cos": jnp.cos,
+    "erf": special.erf,
+    "exp": jnp.exp,
+    "isinf": jnp.isinf,
+    "isnan": jnp.isnan,
+    "log": jnp.log,
+    "log1p": jnp.log1p,
+    "logical_not": jnp.logical_not,
+    "neg": jnp.negative,
+    "signbit": jnp.signbit,
+    "sin": jnp.sin,
+    "sqrt": jnp.sqrt,
+    "tanh": jnp.tanh,
+}.items():
+    lowers(_name)(_function)
+
+# These round several times.
+for _name, _function in {
+    "acos": jnp.arccos,
+    "acosh": jnp.arccosh,
+    "asin": jnp.arcsin,
+    "asinh": jnp.arcsinh,
+    "atanh": jnp.arctanh,
+    "cosh": jnp.cosh,
+    "digamma": lambda x: special.digamma(to_float(x)),
+    "erfc": special.erfc,
+    "erfinv": special.erfinv,
+    "exp2": jnp.exp2,
+    "expm1": jnp.expm1,
+    "lgamma": lambda x: special.gammaln(to_float(x)),
+    "log10": jnp.log10,
+    "log2": jnp.log2,
+    "reciprocal": lambda x: 1 / x,
+    "rsqrt": lambda x: lax.rsqrt(to_float(x)),
+    "sigmoid": lambda x: lax.logistic(to_float(x)),
+    "sinc": jnp.sinc,
+    "sinh": jnp.sinh,
+    "tan": jnp.tan,
+}.items():
+    lowers(_name)(in_float32(_function))
+
+
+def _rounding(function: Callable[[Array], Array]) -> Callable[[Array], Array]:
+    """Integers stay what they are."""
+    return lambda x: function(x) if is_float(x) else x
+
+
+lowers("ceil")(_rounding(jnp.ceil))
+lowers("floor")(_rounding(jnp.floor))
+lowers("trunc")(_rounding(jnp.trunc))
+lowers("round.default")(_rounding(jnp.round))
+
+
+@lowers("round.decimals")
+def _round(x: Array, *, decimals: int) -> Array:
+    if not is_float(x):
+        return x
+    scale = 10.0 ** abs(decimals)
+    wide = widen(x)
+    return jnp.round(wide * scale) / scale if decimals >= 0 else jnp.round(wide / scale) * scale
+
+
+@lowers("sign", "sgn")
+def _sign(x: Array) -> Array:
+    if x.dtype == jnp.bool_:
+        return x
+    return jnp.where(jnp.isnan(x), 0, jnp.sign(x)) if is_float(x) else jnp.sign(x)
+
+
+def _binary(function: Callable[[Array, Array], Array]) -> Callable[[Array, Array], Array]:
+    """A function of two operands, each of which may be a number."""
+    return lambda a, b: function(*operands(a, b))
+
+
+for _name, _function in {
+    "atan2": in_float32(jnp.arctan2),
+    "bitwise_and": jnp.bitwise_and,
+    "bitwise_left_shift": jnp.left_shift,
+    "bitwise_or": jnp.bitwise_or,
+    "bitwise_right_shift": jnp.right_shift,
+    "bitwise_xor": jnp.bitwise_xor,
+    "copysign": jnp.copysign,
+    "fmax": jnp.fmax,
+    "fmin": jnp.fmin,
+    "fmod": jnp.fmod,
+    "hypot": in_float32(jnp.hypot),
+    "logaddexp": in_float32(jnp.logaddexp),
+    "logaddexp2": in_float32(jnp.logaddexp2),
+    "logical_and": jnp.logical_and,
+    "logical_or": jnp.logical_or,
+    "logical_xor": jnp.logical_xor,
+    "maximum": jnp.maximum,
+    "minimum": jnp.minimum,
+    "mul": jnp.multiply,
+    "nextafter": jnp.nextafter,
+    "remainder": jnp.remainder,
+}.items():
+    lowers(_name)(_binary(_function))
+lowers("xlogy", keep=True)(_binary(in_float32(special.xlogy)))
+
+
+def _comparison(function: Callable[[Array, Array], Array]) -> Callable[[Array, Array], Array]:
+    """A comparison, in which a number is rounded to the array's dtype first."""
+    return lambda a, b: function(a, b if isinstance(b, jax.Array) else beside(a, b))
+
+
+for _name, _function in {
+    "eq": jnp.equal,
+    "ge": jnp.greater_equal,
+    "gt": jnp.greater,
+    "le": jnp.less_equal,
+    "lt": jnp.less,
+    "ne": jnp.not_equal,
+}.items():
+    lowers(_name)(_comparison(_function))
+
+
+def _scaled(a: Array, b: Array, alpha: Any) -> tuple[Array, Array]:
+    """The operands of `a + alpha * b`."""
+    a, b = operands(a, b)
+    return (a, b) if alpha == 1 else (widen(a), widen(b) * alpha)
+
+
+@lowers("add")
+def _add(a: Array, b: Array, alpha: Any = 1) -> Array:
+    return jnp.add(*_scaled(a, b, alpha))
+
+
+@lowers("sub")
+def _sub(a: Array, b: Array, alpha: Any = 1) -> Array:
+    return jnp.subtract(*_scaled(a, b, alpha))
+
+
+@lowers("rsub")
+def _rsub(a: Array, b: Array, alpha: Any = 1) -> Array:
+    return jnp.subtract(*_scaled(b, a, alpha))
+
+
+@lowers("div")
+def _div(a: Array, b: Array, *, rounding_mode: str | None = None) -> Array:
+    a, b = operands(a, b)
+    if rounding_mode is None:
+        return jnp.true_divide(a, b)
+    dtype = jnp.result_type(widen(a), widen(b))
+    a, b = (lax.stop_gradient(jnp.asarray(value, dtype)) for value in (a, b))
+    if rounding_mode == "floor":
+        return jnp.floor_divide(a, b)
+    return jnp.trunc(a / b) if is_float(a) else lax.div(*jnp.broadcast_arrays(a, b))
+
+
+@lowers("pow")
+def _pow(base: Array, exponent: Array) -> Array:
+    if isinstance(exponent, (int, float)):
+        if not is_float(base) and isinstance(exponent, float):
+            base = to_float(base)
+        if float(exponent).is_integer() and abs(exponent) <= 8:
+            return lax.integer_pow(base if abs(exponent) <= 2 else widen(base), int(exponent))
+    return jnp.power(widen(base), widen(exponent))
+
+
+@lowers("clamp")
+def _clamp(x: Array, min: Array = None, max: Array = None) -> Array:
+    """At a bound the gradient is that of x. If the bounds cross, the upper one counts."""
+    if min is not None:
+        x, low = jnp.broadcast_arrays(x, min) if isinstance(min, jax.Array) else (x, min)
+        below = (x < low) | (jnp.isnan(low) & ~jnp.isnan(x))
+        x = jnp.where(below, low, x)
+    if max is not None:
+        x, high = jnp.broadcast_arrays(x, max) if isinstance(max, jax.Array) else (x, max)
+        above = (x > high) | (jnp.isnan(high) & ~jnp.isnan(x))
+        x = jnp.where(above, high, x)
+    return x
+
+
+@lowers("where")
+def _where(condition: Array, a: Array, b: Array) -> Array:
+    return jnp.where(condition, a, b)
+
+
+@lowers("masked_fill")
+def _masked_fill(x: Array, mask: Array, value: Any) -> Array:
+    return jnp.where(mask, value, x)
+
+
+@lowers("clone", "alias", "_to_copy", "lift_fresh_copy", "lift_fresh", "contiguous", "view_of")
+def _same(x: Array, *, dtype: Any = None) -> Array:
+    del dtype  # that of the graph's result
+    return x
+
+
+@lowers("detach", keep=True)
+def _detach(x: Array) -> Array:
+    return lax.stop_gradient(x)
+
+
+@lowers("copy")
+def _copy(x: Array, source: Array) -> Array:
+    return jnp.broadcast_to(source, x.shape)
+
+
+@lowers("_assert_tensor_metadata")
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """What it checks was known when the graph was made."""
+    del args, kwargs

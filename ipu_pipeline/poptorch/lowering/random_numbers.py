@@ -1,0 +1,143 @@
+"""Random numbers, drawn from `engine.next_rng_key`: other ones for every call and every micro-batch.
+
+They have torch's distributions, not its numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ipu_pipeline.engine import next_rng_key
+from ipu_pipeline.poptorch.lowering.arrays import Array, is_float, to_float, widen
+from ipu_pipeline.poptorch.lowering.registry import lowers
+
+__all__ = ["drop", "keep_mask"]
+
+
+def keep_mask(p: float, shape: tuple[int, ...]) -> Array:
+    """Which elements a dropout keeps, each with the probability 1 - p."""
+    return jax.random.bernoulli(next_rng_key(), 1 - p, shape)
+
+
+def drop(x: Array, p: float) -> tuple[Array, Array]:
+    """Dropout of a part p of the elements, and which ones are kept."""
+    if p == 0:
+        return x, jnp.ones(x.shape, bool)
+    if p == 1:
+        return jnp.zeros_like(x) * x, jnp.zeros(x.shape, bool)
+    kept = keep_mask(p, x.shape)
+    return jnp.where(kept, widen(x) / (1 - p), 0).astype(x.dtype), kept
+
+
+@lowers("native_dropout")
+def _native_dropout(x: Array, p: float, train: bool | None) -> tuple[Array, Array]:
+    return drop(x, p) if train is not False else (x, jnp.ones(x.shape, bool))
+
+
+def _wide(dtype: Any) -> Any:
+    """The dtype to draw in: float32 at least."""
+    return jnp.result_type(dtype or jnp.float32, jnp.float32)
+
+
+@lowers("rand")
+def _rand(size: Sequence[int], *, dtype: Any = None) -> Array:
+    return jax.random.uniform(next_rng_key(), tuple(size), _wide(dtype))
+
+
+@lowers("rand_like")
+def _rand_like(x: Array, *, dtype: Any = None) -> Array:
+    return jax.random.uniform(next_rng_key(), x.shape, _wide(dtype or x.dtype))
+
+
+@lowers("randn")
+def _randn(size: Sequence[int], *, dtype: Any = None) -> Array:
+    return jax.random.normal(next_rng_key(), tuple(size), _wide(dtype))
+
+
+@lowers("randn_like")
+def _randn_like(x: Array, *, dtype: Any = None) -> Array:
+    return jax.random.normal(next_rng_key(), x.shape, _wide(dtype or x.dtype))
+
+
+@lowers("randint", "randint.low")
+def _randint(*args: Any, dtype: Any = None) -> Array:
+    """(high, size) or (low, high, size)."""
+    *bounds, size = args
+    low, high = bounds if len(bounds) == 2 else (0, *bounds)
+    return jax.random.randint(next_rng_key(), tuple(size), low, high, dtype or int)
+
+
+@lowers("randint_like")
+def _randint_like(x: Array, *bounds: int, dtype: Any = None) -> Array:
+    """(x, high) or (x, low, high)."""
+    low, high = bounds if len(bounds) == 2 else (0, *bounds)
+    return jax.random.randint(next_rng_key(), x.shape, low, high)
+
+
+@lowers("randperm")
+def _randperm(n: int, *, dtype: Any = None) -> Array:
+    del dtype
+    return jax.random.permutation(next_rng_key(), n)
+
+
+@lowers("bernoulli.default", "bernoulli.Tensor", "bernoulli.p")
+def _bernoulli(x: Array, p: Any = None) -> Array:
+    """Ones with the probability x, or p where it is given."""
+    chance = x if p is None else jnp.broadcast_to(jnp.asarray(p), x.shape)
+    return jax.random.bernoulli(next_rng_key(), lax.stop_gradient(to_float(chance))).astype(x.dtype)
+
+
+@lowers("uniform", keep=True)
+def _uniform(x: Array, low: float = 0, high: float = 1) -> Array:
+    return jax.random.uniform(next_rng_key(), x.shape, _wide(x.dtype), low, high)
+
+
+@lowers("normal_functional", keep=True)
+def _normal_functional(x: Array, mean: float = 0, std: float = 1) -> Array:
+    return jax.random.normal(next_rng_key(), x.shape, _wide(x.dtype)) * std + mean
+
+
+def _broadcast_shape(mean: Any, std: Any) -> tuple[int, ...]:
+    return jnp.broadcast_shapes(jnp.shape(mean), jnp.shape(std))
+
+
+@lowers("normal.Tensor_float", "normal.float_Tensor", "normal.Tensor_Tensor", keep=True)
+def _normal(mean: Any, std: Any = 1) -> Array:
+    shape, dtype = _broadcast_shape(mean, std), _wide(jnp.result_type(mean, std))
+    return jax.random.normal(next_rng_key(), shape, dtype) * std + mean
+
+
+@lowers("exponential", keep=True)
+def _exponential(x: Array, lambd: float = 1) -> Array:
+    return jax.random.exponential(next_rng_key(), x.shape, _wide(x.dtype)) / lambd
+
+
+@lowers("multinomial", keep=True)
+def _multinomial(x: Array, num_samples: int, replacement: bool = False) -> Array:
+    logits = jnp.log(lax.stop_gradient(to_float(x)))
+    key = next_rng_key()
+    if replacement:
+        drawn = jax.random.categorical(key, logits, -1, shape=(num_samples, *x.shape[:-1]))
+        return jnp.moveaxis(drawn, 0, -1)
+    return lax.top_k(logits + jax.random.gumbel(key, x.shape, logits.dtype), num_samples)[1]
+
+
+@lowers("rrelu_with_noise", "rrelu_with_noise_functional", keep=True)
+def _rrelu(
+    x: Array, noise: Array, lower: float = 0.125, upper: float = 1 / 3, training: bool = False
+) -> Any:
+    """Negative elements get random slopes in training, which are the second result; else the mean slope."""
+    if not training:
+        made, noise = jnp.where(x > 0, x, widen(x) * ((lower + upper) / 2)), noise
+    else:
+        slopes = jax.random.uniform(next_rng_key(), x.shape, _wide(x.dtype), lower, upper)
+        noise = jnp.where(x > 0, 1, slopes).astype(noise.dtype)
+        made = x * noise
+    return made, noise
+
+

@@ -1,0 +1,152 @@
+"""Which function stands for which operation of torch.
+
+A lowering takes what the operation takes: JAX arrays for tensors, NumPy dtypes for dtypes, everything else
+as torch gives it; without the arguments that say where or how a tensor lies in memory. It returns an array,
+or a tuple of them if the operation has several results. In a tuple of ours a function without arguments
+may stand for an array; it is called if that result is used. Shapes and dtypes of the results are the
+operation's: `interpreter.run_node` casts, so a lowering may compute in whatever precision is right.
+
+Lowerings are found by name, first "namespace::name.overload", then "namespace::name" for all overloads.
+Those that users register come before ours.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+__all__ = ["Lowering", "find_lowering", "kept_operations", "lowers", "register_lowering"]
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+@dataclasses.dataclass(frozen=True)
+class Lowering:
+    """What stands for an operation.
+
+    Attributes:
+      function: computes it with JAX.
+      is_registered: whether a user gave it.
+    """
+
+    function: Callable[..., Any]
+    is_registered: bool
+
+
+_ours: dict[str, Lowering] = {}
+_registered: dict[str, Lowering] = {}
+_kept: list[str] = []
+
+
+def lowers(*names: str, keep: bool = False) -> Callable[[_F], _F]:
+    """Makes the decorated function the lowering of operations of ATen.
+
+    Args:
+      names: "name" or "name.overload", without "aten::"; other namespaces are written out.
+      keep: torch has a decomposition for them, which is not applied.
+    """
+
+    def decorate(function: _F) -> _F:
+        for name in names:
+            key = name if "::" in name else f"aten::{name}"
+            assert key not in _ours, key
+            _ours[key] = Lowering(function, is_registered=False)
+            if keep:
+                _kept.append(key)
+        return function
+
+    return decorate
+
+
+def register_lowering(operation: Any, function: Callable[..., Any] | None = None) -> Any:
+    """Says how JAX computes one of torch's operations, in place of torch's decomposition or of our lowering.
+
+    It holds for models compiled afterwards. Gradients are those of the function; `jax.custom_vjp` gives it others.
+
+    Args:
+      operation: `torch.ops.namespace.name.overload`, or `torch.ops.namespace.name` or "namespace::name" for all
+        of its overloads, or "namespace::name.overload". The operation exists: `torch.library` defines new ones.
+      function: takes the operation's arguments: JAX arrays for tensors, NumPy dtypes for dtypes, everything
+        else as torch gives it; but no layout, device, memory format and generator. Returns an array of the
+        shape of the operation's result, or a tuple of them; they are cast to the result's dtype.
+        None: `register_lowering(operation)` is a decorator.
+
+    Returns:
+      The function, or the decorator.
+
+    Raises:
+      TypeError: an argument is of a wrong type.
+      ValueError: there is no such operation, or it writes to its arguments.
+
+    Example:
+      @poptorch.register_lowering("my_library::scaled_tanh")
+      def scaled_tanh(x, scale):
+          return scale * jnp.tanh(x)
+    """
+    key = _key_of(operation)
+    overloads = _overloads(key)
+    if not overloads:
+        raise ValueError(
+            f"register_lowering: operation {key} writes to its arguments. Models are computed without such "
+            "operations: register the lowering of the one that returns its result."
+        )
+    if function is None:
+        return lambda given: register_lowering(operation, given)
+    if not callable(function):
+        raise TypeError(f"register_lowering: function must be callable; got {type(function).__name__}.")
+    _registered[key] = Lowering(function, is_registered=True)
+    return function
+
+
+def find_lowering(target: Any) -> Lowering | None:
+    """The lowering of what a node of a graph calls, or None."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return None
+    name, overload = target._schema.name, target._overloadname
+    for lowerings in (_registered, _ours):
+        for key in (f"{name}.{overload}", name):
+            if key in lowerings:
+                return lowerings[key]
+    return None
+
+
+def kept_operations() -> list[torch._ops.OpOverload]:
+    """The operations that are not to be decomposed, since they have a lowering as a whole."""
+    found = {overload: None for key in [*_kept, *_registered] for overload in _overloads(key)}
+    return list(found)
+
+
+def _key_of(operation: Any) -> str:
+    if isinstance(operation, torch._ops.OpOverload):
+        return f"{operation._schema.name}.{operation._overloadname}"
+    if isinstance(operation, torch._ops.OpOverloadPacket):
+        return str(operation._qualified_op_name)
+    if not isinstance(operation, str):
+        raise TypeError(
+            "register_lowering: operation must be one of torch.ops, or its name as a string; got "
+            f"{type(operation).__name__}."
+        )
+    if operation.count("::") != 1:
+        raise ValueError(
+            "register_lowering: operation must be 'namespace::name' or 'namespace::name.overload'; got "
+            f"{operation!r}."
+        )
+    return operation
+
+
+def _overloads(key: str) -> list[torch._ops.OpOverload]:
+    """The overloads with that name that do not write to their arguments."""
+    namespace, name = key.split("::")
+    name, dot, overload = name.partition(".")
+    try:
+        packet = getattr(getattr(torch.ops, namespace), name)
+        names = [overload] if dot else packet.overloads()
+        overloads = [getattr(packet, one) for one in names]
+    except AttributeError:
+        raise ValueError(
+            f"register_lowering: torch has no operation {key}. Define it with torch.library first."
+        ) from None
+    return [one for one in overloads if not one._schema.is_mutable]

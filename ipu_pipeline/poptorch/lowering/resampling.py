@@ -1,0 +1,129 @@
+"""Images in other sizes: nearest neighbours, linear and cubic interpolation.
+
+Along each dimension the sources and weights are known when a program is compiled. Linear and cubic
+interpolation are products with a matrix of weights, as in `jax.image.resize`; nearest neighbours are a
+slice or a repetition where the sizes allow it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ipu_pipeline.poptorch.lowering.arrays import Array, widen
+from ipu_pipeline.poptorch.lowering.registry import lowers
+
+__all__: list[str] = []
+
+Matrix = np.ndarray[Any, Any]
+
+_CUBIC = -0.75  # the parameter of the cubic kernel
+
+
+def _targets(x: Array, size: Sequence[int] | None, scales: Sequence[Any], num_dims: int) -> list[tuple[int, Any]]:
+    """Each dimension's new length, and its factor or None. Two forms: one list of factors, or factors one by one."""
+    if len(scales) == 1 and isinstance(scales[0], (list, tuple)):
+        scales = scales[0]
+    factors = list(scales) if scales and scales[0] is not None else [None] * num_dims
+    lengths = x.shape[x.ndim - num_dims :]
+    if size is None:
+        size = [int(length * factor) for length, factor in zip(lengths, factors, strict=True)]
+    return list(zip(size, factors, strict=True))
+
+
+def _nearest_sources(length: int, target: int, factor: float | None, is_exact: bool) -> Matrix:
+    """The source of each target, rounded in 32 bits as torch does."""
+    step = np.float32(1 / factor if factor else np.float32(length) / np.float32(target))
+    places = np.arange(target, dtype=np.float32)
+    sources = np.floor((places + np.float32(0.5)) * step if is_exact else places * step)
+    return np.minimum(sources.astype(np.int64), length - 1)
+
+
+def _take_nearest(x: Array, axis: int, sources: Matrix) -> Array:
+    length, target = x.shape[axis], len(sources)
+    if target % length == 0 and (sources == np.repeat(np.arange(length), target // length)).all():
+        return jnp.repeat(x, target // length, axis)
+    step = int(sources[1] - sources[0]) if target > 1 else 1
+    if step > 0 and (sources == sources[0] + step * np.arange(target)).all():
+        return lax.slice_in_dim(x, int(sources[0]), int(sources[-1]) + 1, step, axis)
+    return jnp.take(x, jnp.asarray(sources), axis, mode="clip")
+
+
+def _nearest(num_dims: int, is_exact: bool) -> Callable[..., Array]:
+    def resample(x: Array, size: Sequence[int] | None, *scales: Any) -> Array:
+        for i, (target, factor) in enumerate(_targets(x, size, scales, num_dims)):
+            axis = x.ndim - num_dims + i
+            x = _take_nearest(x, axis, _nearest_sources(x.shape[axis], target, factor, is_exact))
+        return x
+
+    return resample
+
+
+for _number in (1, 2, 3):
+    lowers(f"upsample_nearest{_number}d", keep=True)(_nearest(_number, is_exact=False))
+    lowers(f"_upsample_nearest_exact{_number}d", keep=True)(_nearest(_number, is_exact=True))
+
+
+def _coordinates(length: int, target: int, factor: float | None, align_corners: bool, dtype: Any) -> Matrix:
+    """Where the centre of each target lies between the centres of the sources."""
+    real = np.dtype(dtype).type
+    places = np.arange(target, dtype=dtype)
+    if align_corners:
+        return places * (real(length - 1) / real(target - 1) if target > 1 else real(0))
+    step = real(1 / factor) if factor else real(length) / real(target)
+    return step * (places + real(0.5)) - real(0.5)
+
+
+def _matrix(sources: list[tuple[Matrix, Matrix]], length: int) -> Matrix:
+    """Weights (target, source), of pairs of the targets' sources and weights; beyond the ends, the ends."""
+    rows = np.arange(len(sources[0][0]))
+    matrix = np.zeros((len(rows), length), sources[0][1].dtype)
+    for places, weights in sources:
+        np.add.at(matrix, (rows, np.clip(places, 0, length - 1)), weights)
+    return matrix
+
+
+def _linear_matrix(coordinates: Matrix, length: int) -> Matrix:
+    coordinates = np.maximum(coordinates, 0)
+    first = np.floor(coordinates).astype(np.int64)
+    weight = coordinates - first
+    return _matrix([(first, 1 - weight), (first + 1, weight)], length)
+
+
+def _cubic_matrix(coordinates: Matrix, length: int) -> Matrix:
+    first = np.floor(coordinates).astype(np.int64)
+    fraction = coordinates - first
+    return _matrix([(first + i, cubic_weight(np.abs(fraction - i))) for i in (-1, 0, 1, 2)], length)
+
+
+def cubic_weight(distance: Any) -> Any:
+    """The kernel of cubic interpolation, for distances from 0 to 2. Source: Keys, 1981."""
+    near = ((_CUBIC + 2) * distance - (_CUBIC + 3)) * distance * distance + 1
+    far = ((_CUBIC * distance - 5 * _CUBIC) * distance + 8 * _CUBIC) * distance - 4 * _CUBIC
+    return np.where(distance <= 1, near, far)
+
+
+def _interpolated(num_dims: int, make_matrix: Callable[[Matrix, int], Matrix]) -> Callable[..., Array]:
+    def resample(x: Array, size: Sequence[int] | None, align_corners: bool, *scales: Any) -> Array:
+        wide = widen(x)
+        for i, (target, factor) in enumerate(_targets(x, size, scales, num_dims)):
+            axis = x.ndim - num_dims + i
+            length = x.shape[axis]
+            if target == length and (align_corners or factor in (None, 1)):
+                continue
+            coordinates = _coordinates(length, target, factor, align_corners, wide.dtype)
+            matrix = jnp.asarray(make_matrix(coordinates, length), wide.dtype)
+            wide = jnp.moveaxis(jnp.tensordot(wide, matrix, ((axis,), (1,)), precision="highest"), -1, axis)
+        return wide
+
+    return resample
+
+
+lowers("upsample_linear1d", keep=True)(_interpolated(1, _linear_matrix))
+lowers("upsample_bilinear2d", keep=True)(_interpolated(2, _linear_matrix))
+lowers("upsample_trilinear3d", keep=True)(_interpolated(3, _linear_matrix))
+lowers("upsample_bicubic2d", keep=True)(_interpolated(2, _cubic_matrix))

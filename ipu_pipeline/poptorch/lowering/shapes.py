@@ -1,0 +1,172 @@
+"""What moves elements, or takes a part of them, at places known when a program is compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ipu_pipeline.poptorch.lowering.arrays import Array, Dims, as_axes, as_axis
+from ipu_pipeline.poptorch.lowering.registry import lowers
+
+__all__: list[str] = []
+
+
+@lowers("view.default", "reshape", "_unsafe_view", "_reshape_alias")
+def _view(x: Array, size: Sequence[int], stride: Sequence[int] | None = None) -> Array:
+    del stride
+    return x.reshape(tuple(size))
+
+
+@lowers("expand")
+def _expand(x: Array, size: Sequence[int], *, implicit: bool = False) -> Array:
+    del implicit
+    new = len(size) - x.ndim
+    return jnp.broadcast_to(x, [x.shape[dim - new] if length == -1 else length for dim, length in enumerate(size)])
+
+
+@lowers("permute")
+def _permute(x: Array, dims: Sequence[int]) -> Array:
+    return jnp.transpose(x, [as_axis(dim, x.ndim) for dim in dims])
+
+
+@lowers("t")
+def _t(x: Array) -> Array:
+    return x.T
+
+
+@lowers("transpose.int")
+def _transpose(x: Array, dim0: int, dim1: int) -> Array:
+    return jnp.swapaxes(x, dim0, dim1) if x.ndim else x
+
+
+@lowers("unsqueeze")
+def _unsqueeze(x: Array, dim: int) -> Array:
+    return jnp.expand_dims(x, dim)
+
+
+@lowers("squeeze")
+def _squeeze(x: Array, dim: Dims = None) -> Array:
+    axes = range(x.ndim) if dim is None else as_axes(dim, x.ndim) if dim != [] else ()
+    return x.squeeze(tuple(axis for axis in axes if x.shape[axis] == 1))
+
+
+@lowers("flip")
+def _flip(x: Array, dims: Sequence[int]) -> Array:
+    return jnp.flip(x, [as_axis(dim, x.ndim) for dim in dims]) if x.ndim else x
+
+
+@lowers("roll", keep=True)
+def _roll(x: Array, shifts: int | Sequence[int], dims: Dims = ()) -> Array:
+    if x.size == 0:
+        return x
+    shift = tuple([shifts] if isinstance(shifts, int) else shifts)
+    if not isinstance(dims, int) and not dims:
+        return jnp.roll(x, shift[0])
+    return jnp.roll(x, shift, as_axes(dims, x.ndim))
+
+
+@lowers("repeat")
+def _repeat(x: Array, repeats: Sequence[int]) -> Array:
+    return jnp.tile(x, tuple(repeats))
+
+
+@lowers("cat")
+def _cat(tensors: Sequence[Array], dim: int = 0) -> Array:
+    """torch leaves out vectors of no elements, whatever the others' shape is."""
+    joined = [x for x in tensors if x.shape != (0,)] or [tensors[0]]
+    return jnp.concatenate(joined, as_axis(dim, joined[0].ndim))
+
+
+@lowers("stack")
+def _stack(tensors: Sequence[Array], dim: int = 0) -> Array:
+    return jnp.stack(tensors, dim)
+
+
+@lowers("split_with_sizes")
+def _split(x: Array, sizes: Sequence[int], dim: int = 0) -> tuple[Array, ...]:
+    ends = np.cumsum(sizes).tolist()
+    starts = [0, *ends[:-1]]
+    return tuple(
+        lax.slice_in_dim(x, start, end, axis=as_axis(dim, x.ndim))
+        for start, end in zip(starts, ends, strict=True)
+    )
+
+
+@lowers("unbind")
+def _unbind(x: Array, dim: int = 0) -> tuple[Array, ...]:
+    return tuple(_select(x, dim, index) for index in range(x.shape[dim]))
+
+
+@lowers("select.int")
+def _select(x: Array, dim: int, index: int) -> Array:
+    axis = as_axis(dim, x.ndim)
+    return lax.index_in_dim(x, index % x.shape[axis], axis, keepdims=False)
+
+
+def _places(x: Array, dim: int, start: int | None, end: int | None, step: int) -> tuple[int, range]:
+    axis = as_axis(dim, x.ndim)
+    return axis, range(x.shape[axis])[slice(start, end, step)]
+
+
+@lowers("slice.Tensor")
+def _slice(
+    x: Array, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> Array:
+    axis, places = _places(x, dim, start, end, step)
+    return lax.slice_in_dim(x, places.start, max(places.start, places.stop), places.step, axis)
+
+
+def _at(axis: int, where: slice | int) -> tuple[slice | int, ...]:
+    return (*(slice(None),) * axis, where)
+
+
+@lowers("slice_scatter", keep=True)
+def _slice_scatter(
+    x: Array, source: Array, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> Array:
+    axis, places = _places(x, dim, start, end, step)
+    source = jnp.broadcast_to(source, (*x.shape[:axis], len(places), *x.shape[axis + 1 :])).astype(x.dtype)
+    if not places:
+        return x
+    if places.step == 1:
+        return lax.dynamic_update_slice_in_dim(x, source, places.start, axis)
+    return x.at[_at(axis, slice(places.start, places.stop, places.step))].set(source)
+
+
+@lowers("select_scatter", keep=True)
+def _select_scatter(x: Array, source: Array, dim: int, index: int) -> Array:
+    axis = as_axis(dim, x.ndim)
+    source = jnp.expand_dims(source, axis).astype(x.dtype)
+    return lax.dynamic_update_slice_in_dim(x, source, index % x.shape[axis], axis)
+
+
+@lowers("diagonal")
+def _diagonal(x: Array, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Array:
+    return jnp.diagonal(x, offset, dim1, dim2)
+
+
+@lowers("diagonal_scatter", keep=True)
+def _diagonal_scatter(x: Array, source: Array, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Array:
+    axes = as_axis(dim1, x.ndim), as_axis(dim2, x.ndim)
+    moved = jnp.moveaxis(x, axes, (-2, -1))
+    count = np.diagonal(np.empty(moved.shape[-2:]), offset).shape[0]
+    steps = np.arange(count)
+    moved = moved.at[..., steps + max(-offset, 0), steps + max(offset, 0)].set(source.astype(x.dtype))
+    return jnp.moveaxis(moved, (-2, -1), axes)
+
+
+@lowers("unfold", keep=True)
+def _unfold(x: Array, dimension: int, size: int, step: int) -> Array:
+    """Windows along a dimension, which become the last one: joined slices of windows, or of places in them."""
+    if x.ndim == 0:
+        x = x.reshape(1)
+    axis = as_axis(dimension, x.ndim)
+    count = (x.shape[axis] - size) // step + 1
+    if count <= size:
+        windows = [lax.slice_in_dim(x, i * step, i * step + size, axis=axis) for i in range(count)]
+        return jnp.moveaxis(jnp.stack(windows, axis), axis + 1, -1)
+    ends = (count - 1) * step + 1
+    return jnp.stack([lax.slice_in_dim(x, i, i + ends, step, axis) for i in range(size)], -1)

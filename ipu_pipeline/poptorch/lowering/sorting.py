@@ -1,0 +1,175 @@
+"""Sorting, and what is found by it. Values are read at sorted places, where their gradients go.
+
+NaN is larger than all numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from ipu_pipeline.poptorch.lowering.arrays import Array, as_axis, is_float
+from ipu_pipeline.poptorch.lowering.registry import lowers
+
+__all__: list[str] = []
+
+
+def _sorted(x: Array, axis: int, descending: bool) -> tuple[Array, Array]:
+    """Values and places; equal elements keep their order."""
+    places = lax.broadcasted_iota(jnp.result_type(int), x.shape, axis)
+    if descending:
+        x, places = (jnp.flip(array, axis) for array in (x, places))
+    values, places = lax.sort((x, places), dimension=axis, is_stable=True, num_keys=1)
+    return (jnp.flip(values, axis), jnp.flip(places, axis)) if descending else (values, places)
+
+
+def _with_scalars(function: Any) -> Any:
+    """A scalar is its own result."""
+
+    def compute(x: Array, *args: Any, **kwargs: Any) -> tuple[Array, Array]:
+        return function(x, *args, **kwargs) if x.ndim else (x, jnp.zeros((), int))
+
+    return compute
+
+
+@lowers("sort.default")
+@_with_scalars
+def _sort(x: Array, dim: int = -1, descending: bool = False) -> tuple[Array, Array]:
+    return _sorted(x, as_axis(dim, x.ndim), descending)
+
+
+@lowers("sort.stable")
+@_with_scalars
+def _sort_stable(
+    x: Array, *, stable: bool | None = True, dim: int = -1, descending: bool = False
+) -> tuple[Array, Array]:
+    del stable
+    return _sorted(x, as_axis(dim, x.ndim), descending)
+
+
+@lowers("topk")
+@_with_scalars
+def _topk(x: Array, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> tuple[Array, Array]:
+    del sorted  # they are
+    axis = as_axis(dim, x.ndim)
+    if largest:
+        values, places = lax.top_k(jnp.moveaxis(x, axis, -1), k)
+        return jnp.moveaxis(values, -1, axis), jnp.moveaxis(places, -1, axis)
+    values, places = _sorted(x, axis, descending=False)
+    return lax.slice_in_dim(values, 0, k, axis=axis), lax.slice_in_dim(places, 0, k, axis=axis)
+
+
+def _at_rank(x: Array, axis: int, rank: Array, keepdim: bool) -> tuple[Array, Array]:
+    """The element of a rank from 0, which has the length 1 along the axis, and its place."""
+    values, places = _sorted(x, axis, descending=False)
+    found = [jnp.take_along_axis(array, rank, axis, mode="clip") for array in (values, places)]
+    value, place = found if keepdim else [array.squeeze(axis) for array in found]
+    return value, place
+
+
+@lowers("kthvalue", keep=True)
+@_with_scalars
+def _kthvalue(x: Array, k: int, dim: int = -1, keepdim: bool = False) -> tuple[Array, Array]:
+    axis = as_axis(dim, x.ndim)
+    return _at_rank(x, axis, jnp.full((1,) * x.ndim, k - 1), keepdim)
+
+
+def _median_rank(x: Array, axis: int, ignores_nan: bool) -> Array:
+    """Of the lower of two medians; of a NaN if there is one, unless it is ignored."""
+    count = x.shape[axis]
+    if not is_float(x):
+        return jnp.full((1,) * x.ndim, (count - 1) // 2)
+    num_nan = jnp.sum(jnp.isnan(x), axis, keepdims=True)
+    if ignores_nan:
+        return jnp.maximum(count - num_nan - 1, 0) // 2
+    return jnp.where(num_nan > 0, count - 1, (count - 1) // 2)
+
+
+@lowers("median.dim", keep=True)
+@_with_scalars
+def _median(x: Array, dim: int = -1, keepdim: bool = False) -> tuple[Array, Array]:
+    axis = as_axis(dim, x.ndim)
+    return _at_rank(x, axis, _median_rank(x, axis, ignores_nan=False), keepdim)
+
+
+@lowers("nanmedian.dim", keep=True)
+@_with_scalars
+def _nanmedian(x: Array, dim: int = -1, keepdim: bool = False) -> tuple[Array, Array]:
+    axis = as_axis(dim, x.ndim)
+    return _at_rank(x, axis, _median_rank(x, axis, ignores_nan=True), keepdim)
+
+
+def _of_all(x: Array, ignores_nan: bool) -> Array:
+    """The gradient is divided among the elements that equal the median."""
+    flat = x.reshape(-1)
+    value = _at_rank(lax.stop_gradient(flat), 0, _median_rank(flat, 0, ignores_nan), False)[0]
+    if not is_float(x):
+        return value
+    is_median = (flat == value) | (jnp.isnan(flat) & jnp.isnan(value))
+    changes = jnp.where(is_median & jnp.isfinite(flat), flat - lax.stop_gradient(flat), 0)
+    return value + jnp.sum(changes) / jnp.sum(is_median).astype(x.dtype)
+
+
+@lowers("median.default", keep=True)
+def _median_of_all(x: Array) -> Array:
+    return _of_all(x, ignores_nan=False)
+
+
+@lowers("nanmedian.default", keep=True)
+def _nanmedian_of_all(x: Array) -> Array:
+    return _of_all(x, ignores_nan=True)
+
+
+@lowers("searchsorted.Tensor", "searchsorted.Scalar", keep=True)
+def _searchsorted(
+    boundaries: Array,
+    x: Any,
+    *,
+    out_int32: bool = False,
+    right: bool = False,
+    side: str | None = None,
+    sorter: Array | None = None,
+) -> Array:
+    del out_int32
+    if sorter is not None:
+        boundaries = jnp.take_along_axis(boundaries, sorter, -1)
+    side = side or ("right" if right else "left")
+    values = jnp.asarray(x)
+    if boundaries.ndim == 1:
+        return jnp.searchsorted(boundaries, values, side=side)
+    rows = boundaries.reshape(-1, boundaries.shape[-1])
+    below = jnp.less if side == "left" else jnp.less_equal
+    wanted = values.reshape(rows.shape[0], -1)
+    return jnp.sum(below(rows[:, None], wanted[..., None]), -1).reshape(values.shape)
+
+
+@lowers("bucketize.Tensor", keep=True)
+def _bucketize(x: Array, boundaries: Array, *, out_int32: bool = False, right: bool = False) -> Array:
+    return _searchsorted(boundaries, x, out_int32=out_int32, right=right)
+
+
+def _running(x: Array, dim: int, is_better: Any) -> tuple[Array, Array]:
+    """The extremum so far, and the last place where it was."""
+    if x.ndim == 0:
+        return x, jnp.zeros((), int)
+    axis = as_axis(dim, x.ndim)
+
+    def combine(before: Any, after: Any) -> Any:
+        takes = is_better(after[0], before[0]) | (jnp.isnan(after[0]) if is_float(x) else False)
+        return tuple(jnp.where(takes, new, old) for new, old in zip(after, before, strict=True))
+
+    places = lax.broadcasted_iota(jnp.result_type(int), x.shape, axis)
+    found = lax.associative_scan(combine, (lax.stop_gradient(x), places), axis=axis)[1]
+    return jnp.take_along_axis(x, found, axis, mode="clip"), found
+
+
+@lowers("cummax", keep=True)
+def _cummax(x: Array, dim: int) -> tuple[Array, Array]:
+    return _running(x, dim, jnp.greater_equal)
+
+
+@lowers("cummin", keep=True)
+def _cummin(x: Array, dim: int) -> tuple[Array, Array]:
+    return _running(x, dim, jnp.less_equal)

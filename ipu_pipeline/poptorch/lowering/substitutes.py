@@ -1,0 +1,104 @@
+"""What torch's own functions must be replaced by, so that models that call them can be exported.
+
+- `torch.ctc_loss` has no shape inference: an operation of ours stands for it.
+- `gaussian_nll_loss` looks for negative variances, and raises an error; here they give NaN.
+- Encoder and decoder layers compare the mask with a causal one, as a hint for faster code; here the mask
+  is used as it is, which computes the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import unittest.mock
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.nn.modules import transformer
+
+__all__ = ["exportable"]
+
+_REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
+
+_library = torch.library.Library("ipu_poptorch", "FRAGMENT")
+_library.define(
+    "ctc_loss(Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths, int blank, "
+    "int reduction, bool zero_infinity) -> Tensor"
+)
+
+
+def _ctc_loss_shape(
+    log_probs: torch.Tensor,
+    targets: torch.Tensor,
+    input_lengths: torch.Tensor,
+    target_lengths: torch.Tensor,
+    blank: int,
+    reduction: int,
+    zero_infinity: bool,
+) -> torch.Tensor:
+    del targets, input_lengths, target_lengths, blank, zero_infinity
+    return log_probs.new_empty(log_probs.shape[1:-1] if reduction == 0 else ())
+
+
+_library.impl("ctc_loss", _ctc_loss_shape, "Meta")
+_library.impl("ctc_loss", torch.ctc_loss, "CPU")
+
+
+def _ctc_loss(
+    log_probs: torch.Tensor,
+    targets: torch.Tensor,
+    input_lengths: torch.Tensor | Sequence[int],
+    target_lengths: torch.Tensor | Sequence[int],
+    blank: int = 0,
+    reduction: int = 1,
+    zero_infinity: bool = False,
+) -> torch.Tensor:
+    lengths = [torch.as_tensor(values, dtype=torch.int64) for values in (input_lengths, target_lengths)]
+    operation = torch.ops.ipu_poptorch.ctc_loss
+    made: torch.Tensor = operation(log_probs, targets, *lengths, blank, reduction, zero_infinity)
+    return made
+
+
+def _gaussian_nll_loss(
+    input: torch.Tensor,
+    target: torch.Tensor,
+    var: torch.Tensor | float,
+    full: bool = False,
+    eps: float = 1e-6,
+    reduction: str = "mean",
+) -> torch.Tensor:
+    if reduction not in _REDUCTIONS:
+        raise ValueError(f"{reduction} is not valid")
+    if isinstance(var, float):
+        if var < 0:
+            raise ValueError("var has negative entry/entries")
+        var = var * torch.ones_like(input)
+    if var.shape != input.shape:
+        if input.shape[:-1] == var.shape:
+            var = var.unsqueeze(-1)
+        elif input.shape[:-1] != var.shape[:-1] or var.shape[-1] != 1:
+            raise ValueError("var is of incorrect size")
+    # As torch: where the variance is raised to eps, the gradient passes.
+    raised = var + (var.clamp(min=eps) - var).detach()
+    raised = torch.where(var < 0, math.nan, raised)
+    loss = 0.5 * (torch.log(raised) + (input - target) ** 2 / raised)
+    if full:
+        loss = loss + 0.5 * math.log(2 * math.pi)
+    return loss.mean() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
+
+
+def _is_causal(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
+    del mask, size
+    return is_causal is True
+
+
+@contextlib.contextmanager
+def exportable() -> Iterator[None]:
+    """In the `with` block the functions are replaced, for the whole process."""
+    with (
+        unittest.mock.patch.object(torch, "ctc_loss", _ctc_loss),
+        unittest.mock.patch.object(torch.nn.functional, "gaussian_nll_loss", _gaussian_nll_loss),
+        unittest.mock.patch.object(transformer, "_detect_is_causal_mask", _is_causal),
+    ):
+        yield

@@ -1,0 +1,85 @@
+"""Where the windows of a pooling lie.
+
+Dimensions that come before the pooled ones (batch, channels) have windows of one element.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from ipu_pipeline.poptorch.lowering.arrays import per_dim
+
+__all__ = ["Windows", "make_windows"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Windows:
+    """Windows along the pooled dimensions, which are an array's last ones; one number for each of them.
+
+    Attributes:
+      lengths: of the array.
+      kernel: elements in a window.
+      stride: from one window to the next.
+      padding: elements before the array; after it there may be fewer, or, rounding up, more.
+      dilation: from one element of a window to the next.
+      counts: how many windows there are.
+    """
+
+    lengths: tuple[int, ...]
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    counts: tuple[int, ...]
+
+    @property
+    def num_dims(self) -> int:
+        """How many dimensions are pooled."""
+        return len(self.kernel)
+
+    def pads(self, ndim: int) -> list[tuple[int, int]]:
+        """Padding before and after, for all dimensions of an array."""
+        pads = []
+        for i in range(self.num_dims):
+            reach = (self.counts[i] - 1) * self.stride[i] + self.dilation[i] * (self.kernel[i] - 1) + 1
+            pads.append((self.padding[i], max(reach - self.lengths[i] - self.padding[i], 0)))
+        return [(0, 0)] * (ndim - self.num_dims) + pads
+
+    def spread(self, values: tuple[int, ...], ndim: int) -> tuple[int, ...]:
+        """Numbers of the pooled dimensions, for all dimensions of an array: 1 for those before."""
+        return (1,) * (ndim - self.num_dims) + values
+
+
+def make_windows(
+    shape: tuple[int, ...],
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: int | Sequence[int],
+    dilation: int | Sequence[int],
+    ceil_mode: bool,
+    num_dims: int,
+) -> Windows:
+    """Windows of an array of that shape.
+
+    Args:
+      shape: of the array.
+      kernel: one number, or one for each pooled dimension, as all that follow.
+      stride: empty for that of the kernel.
+      padding: before and after the array.
+      dilation: between the elements of a window.
+      ceil_mode: whether a window may reach beyond the padding, if it begins within the array or before it.
+      num_dims: how many dimensions are pooled.
+    """
+    kernel = per_dim(kernel, num_dims)
+    stride = per_dim(stride, num_dims) if stride else kernel
+    padding, dilation = per_dim(padding, num_dims), per_dim(dilation, num_dims)
+    lengths = shape[len(shape) - num_dims :]
+    counts = []
+    for i in range(num_dims):
+        free = lengths[i] + 2 * padding[i] - dilation[i] * (kernel[i] - 1) - 1
+        count = free // stride[i] + 1
+        if ceil_mode and free % stride[i] and count * stride[i] < lengths[i] + padding[i]:
+            count += 1
+        counts.append(count)
+    return Windows(lengths, kernel, stride, padding, dilation, tuple(counts))

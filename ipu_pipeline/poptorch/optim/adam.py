@@ -1,0 +1,186 @@
+"""Adam, and Adam with decoupled weight decay."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from ipu_pipeline.poptorch.optim.base import Optimizer, without_none
+
+__all__ = ["Adam", "AdamW"]
+
+
+class Adam(Optimizer, torch.optim.Adam):
+    """torch's Adam with what PopTorch adds."""
+
+    own_defaults: ClassVar[Mapping[str, Any]] = {
+        "loss_scaling": 1.0,
+        "accum_type": torch.float32,
+        "first_order_momentum_accum_type": torch.float32,
+        "second_order_momentum_accum_type": torch.float32,
+        "max_grad_norm": float("inf"),
+    }
+
+    accum_type: torch.dtype
+    first_order_momentum_accum_type: torch.dtype
+    second_order_momentum_accum_type: torch.dtype
+    max_grad_norm: float
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor | None = None,
+        betas: tuple[float, float] | None = None,
+        eps: float | None = None,
+        weight_decay: float | None = None,
+        amsgrad: bool | None = None,
+        foreach: bool | None = None,
+        maximize: bool | None = None,
+        capturable: bool | None = None,
+        differentiable: bool | None = None,
+        fused: bool | None = None,
+        loss_scaling: float | None = None,
+        accum_type: torch.dtype | None = None,
+        first_order_momentum_accum_type: torch.dtype | None = None,
+        second_order_momentum_accum_type: torch.dtype | None = None,
+        max_grad_norm: float | None = None,
+        *,
+        decoupled_weight_decay: bool | None = None,
+    ) -> None:
+        """Takes torch's arguments and PopTorch's; None stands for the default.
+
+        Args:
+          params: parameters, or dicts with groups of them.
+          lr: as for `torch.optim.Adam`, like the other arguments up to `fused`, and the last.
+          betas: likewise.
+          eps: likewise.
+          weight_decay: likewise.
+          amsgrad: likewise; a model can only be trained without.
+          foreach: likewise.
+          maximize: likewise.
+          capturable: likewise.
+          differentiable: likewise.
+          fused: likewise.
+          loss_scaling: the loss is multiplied by it and the gradients are divided; by default 1.
+          accum_type: torch.float32, the default, or torch.float16, in which gradients are accumulated.
+          first_order_momentum_accum_type: likewise, of the averages of gradients.
+          second_order_momentum_accum_type: likewise, of the averages of their squares.
+          max_grad_norm: gradients are scaled down to this norm over all of them; by default infinite.
+          decoupled_weight_decay: likewise.
+
+        Raises:
+          AssertionError: a type is neither.
+          ValueError: torch refuses a value.
+        """
+        of_torch = without_none(
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            amsgrad=amsgrad,
+            foreach=foreach,
+            maximize=maximize,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+            decoupled_weight_decay=decoupled_weight_decay,
+        )
+        torch.optim.Adam.__init__(self, params, **of_torch)
+        self.set_up(
+            of_torch,
+            loss_scaling=loss_scaling,
+            accum_type=accum_type,
+            first_order_momentum_accum_type=first_order_momentum_accum_type,
+            second_order_momentum_accum_type=second_order_momentum_accum_type,
+            max_grad_norm=max_grad_norm,
+        )
+
+
+class AdamW(Optimizer, torch.optim.AdamW):
+    """torch's AdamW with what PopTorch adds."""
+
+    own_defaults: ClassVar[Mapping[str, Any]] = {
+        "loss_scaling": 1.0,
+        "bias_correction": True,
+        "accum_type": torch.float32,
+        "first_order_momentum_accum_type": torch.float32,
+        "second_order_momentum_accum_type": torch.float32,
+        "max_grad_norm": float("inf"),
+    }
+
+    bias_correction: bool
+    accum_type: torch.dtype
+    first_order_momentum_accum_type: torch.dtype
+    second_order_momentum_accum_type: torch.dtype
+    max_grad_norm: float
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor | None = None,
+        betas: tuple[float, float] | None = None,
+        eps: float | None = None,
+        weight_decay: float | None = None,
+        amsgrad: bool | None = None,
+        maximize: bool | None = None,
+        foreach: bool | None = None,
+        capturable: bool | None = None,
+        differentiable: bool | None = None,
+        fused: bool | None = None,
+        loss_scaling: float | None = None,
+        bias_correction: bool | None = None,
+        accum_type: torch.dtype | None = None,
+        first_order_momentum_accum_type: torch.dtype | None = None,
+        second_order_momentum_accum_type: torch.dtype | None = None,
+        max_grad_norm: float | None = None,
+    ) -> None:
+        """Takes torch's arguments and PopTorch's; None stands for the default.
+
+        Args:
+          params: parameters, or dicts with groups of them.
+          lr: as for `torch.optim.AdamW`, like the other arguments up to `fused`.
+          betas: likewise.
+          eps: likewise.
+          weight_decay: likewise.
+          amsgrad: likewise; a model can only be trained without.
+          maximize: likewise.
+          foreach: likewise.
+          capturable: likewise.
+          differentiable: likewise.
+          fused: likewise.
+          loss_scaling: the loss is multiplied by it and the gradients are divided; by default 1.
+          bias_correction: whether averages are corrected for having begun at 0; by default True.
+          accum_type: torch.float32, the default, or torch.float16, in which gradients are accumulated.
+          first_order_momentum_accum_type: likewise, of the averages of gradients.
+          second_order_momentum_accum_type: likewise, of the averages of their squares.
+          max_grad_norm: gradients are scaled down to this norm over all of them; by default infinite.
+
+        Raises:
+          AssertionError: a type is neither.
+          ValueError: torch refuses a value.
+        """
+        of_torch = without_none(
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            amsgrad=amsgrad,
+            maximize=maximize,
+            foreach=foreach,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+        )
+        torch.optim.AdamW.__init__(self, params, **of_torch)
+        self.set_up(
+            of_torch,
+            loss_scaling=loss_scaling,
+            bias_correction=bias_correction,
+            accum_type=accum_type,
+            first_order_momentum_accum_type=first_order_momentum_accum_type,
+            second_order_momentum_accum_type=second_order_momentum_accum_type,
+            max_grad_norm=max_grad_norm,
+        )

@@ -1,0 +1,94 @@
+"""What the optimizers of `poptorch.optim` have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from ipu_pipeline.poptorch.optim.attributes import VariableAttributes
+from ipu_pipeline.poptorch.optim.device_state import DeviceState, SavedState
+
+__all__ = ["Optimizer", "without_none"]
+
+_GLOBAL_VARIABLES = ("loss_scaling",)  # attributes of an optimizer, not of its groups, that may be variable
+_ACCUMULATION_TYPES = (torch.float32, torch.float16)
+
+
+def without_none(**arguments: Any) -> dict[str, Any]:
+    """The arguments that were given: None stands for a default."""
+    return {name: value for name, value in arguments.items() if value is not None}
+
+
+class Optimizer(torch.optim.Optimizer):
+    """An optimizer with a state on the devices.
+
+    Attributes:
+      variable_attrs: which attributes `setOptimizer` may change.
+      device_state: the state on the devices, or what is left of it.
+      loss_scaling: the loss is multiplied by it, and gradients divided; may be set.
+    """
+
+    # What PopTorch adds and all groups share: its attributes, and their defaults.
+    own_defaults: ClassVar[Mapping[str, Any]] = {}
+
+    variable_attrs: VariableAttributes
+    device_state: DeviceState
+    loss_scaling: float
+
+    def set_up(self, of_groups: Mapping[str, Any], **own: Any) -> None:
+        """The part of construction that follows torch's.
+
+        Args:
+          of_groups: the arguments that were given for all groups.
+          **own: those that set the attributes in `own_defaults`; None stands for the default.
+
+        Raises:
+          AssertionError: an accumulation type is not usable.
+        """
+        own = without_none(**own)
+        for name, value in {**self.own_defaults, **own}.items():
+            if name.endswith("accum_type") and value not in _ACCUMULATION_TYPES:
+                raise AssertionError("Accumulation types must be either torch.float32 or torch.float16")
+            setattr(self, name, value)
+        allowed = (*self.defaults, *_GLOBAL_VARIABLES)
+        self.variable_attrs = VariableAttributes({"lr", *of_groups, *own}, allowed)
+        self.device_state = DeviceState()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state that torch keeps, and that on the devices.
+
+        Returns:
+          torch's keys, and `ipu_state` and `ipu_param`, see `SavedState`; both None if no model has been
+          compiled with the optimizer.
+        """
+        saved = self.device_state.read()
+        if saved is None:
+            return {**super().state_dict(), "ipu_state": None, "ipu_param": None}
+        return {
+            **super().state_dict(),
+            "ipu_state": dict(saved.ipu_state),
+            "ipu_param": dict(saved.ipu_param),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes what `state_dict` returned. The state goes to the devices before the next call of a model.
+
+        Raises:
+          RuntimeError: it has no `ipu_state`.
+        """
+        if "ipu_state" not in state_dict or "ipu_param" not in state_dict:
+            raise RuntimeError(
+                "Only IPU optimizer states can be loaded onto the IPU. The state must have the keys "
+                "ipu_state and ipu_param, as state_dict() of an optimizer in poptorch.optim gives; it has "
+                f"{sorted(state_dict)}."
+            )
+        super().load_state_dict(state_dict)
+        if state_dict["ipu_state"] is not None:
+            saved = SavedState(dict(state_dict["ipu_state"]), dict(state_dict["ipu_param"] or {}))
+            self.device_state.load(saved)
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {name: getattr(self, name) for name in (*self.own_defaults, "variable_attrs")}
+        return {**super().__getstate__(), **own, "device_state": self.device_state.snapshot()}

@@ -1,0 +1,186 @@
+"""torch's formulas, for one variable.
+
+Sources: the algorithms in the documentation of torch.optim.SGD, Adam, AdamW and RMSprop; of
+tf.keras.optimizers.RMSprop for its variant; LAMB: arXiv:1904.00962, algorithm 2. As in torch, SGD's
+dampening does not apply to the first gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ipu_pipeline.poptorch.optim.hyperparameters import STEP, STORED_SCALING
+from ipu_pipeline.poptorch.optim.specs import GroupStructure, Kind, Structure
+
+__all__ = ["FORMULAS", "Case", "Formula", "Slot"]
+
+
+class Slot(NamedTuple):
+    """What is kept of a variable: torch's name, whether averages of squares, and where it starts."""
+
+    name: str
+    is_second_order: bool = False
+    initial: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A variable that is updated. All arrays have one dtype, of 32 bits or more.
+
+    Attributes:
+      gradient: its gradient.
+      parameter: its value.
+      slots: what was kept of it, by name.
+      numbers: its group's, by column; STEP counts this update.
+      group: what its group is compiled for.
+      structure: what the optimizer is compiled for.
+    """
+
+    gradient: jax.Array
+    parameter: jax.Array
+    slots: Mapping[str, jax.Array]
+    numbers: Mapping[str, jax.Array]
+    group: GroupStructure
+    structure: Structure
+
+    @property
+    def direction(self) -> jax.Array:
+        """The gradient of what is minimized, with the decay that is part of it."""
+        gradient = -self.gradient if self.group.maximize else self.gradient
+        if self.group.decays and not self.group.decouples_decay and self.structure.kind is not Kind.LAMB:
+            gradient = gradient + self.numbers["weight_decay"] * self.parameter
+        return gradient
+
+
+Update = tuple[jax.Array, dict[str, jax.Array]]
+
+
+class Formula(NamedTuple):
+    """A formula.
+
+    Attributes:
+      slots: what it keeps of a variable.
+      update: what is added to the variable, and what is kept now.
+    """
+
+    slots: Callable[[Structure, GroupStructure], tuple[Slot, ...]]
+    update: Callable[[Case], Update]
+
+
+def _sgd_slots(structure: Structure, group: GroupStructure) -> tuple[Slot, ...]:
+    del structure
+    return (Slot("momentum_buffer"),) if group.has_momentum else ()
+
+
+def _sgd(case: Case) -> Update:
+    gradient, numbers = case.direction, case.numbers
+    if not case.group.has_momentum:
+        return -numbers["lr"] * gradient, {}
+    scales, nesterov = case.structure.scales_velocity, case.group.nesterov
+    momentum, buffer = numbers["momentum"], case.slots["momentum_buffer"]
+    if scales:
+        buffer = buffer / numbers[STORED_SCALING]
+    one, zero = jnp.ones_like(momentum), jnp.zeros_like(momentum)
+    # Momentum may be variable, and 0 for a while: then torch leaves the buffer alone. Where that and the
+    # first update differ is in these scalars; selecting among arrays takes almost twice as long.
+    is_on, is_first = momentum != 0, numbers[STEP] == 1
+    kept = jnp.where(is_on, jnp.where(is_first, zero, momentum), one)
+    taken = jnp.where(is_on, jnp.where(is_first, one, numbers["one_minus_dampening"]), zero)
+    buffer = kept * buffer + taken * gradient
+    direction = gradient + momentum * buffer if nesterov else jnp.where(is_on, buffer, gradient)
+    if scales:
+        buffer = buffer * jnp.where(is_on, numbers["velocity_scaling"], numbers[STORED_SCALING])
+    return -numbers["lr"] * direction, {"momentum_buffer": buffer}
+
+
+def _adam_slots(structure: Structure, group: GroupStructure) -> tuple[Slot, ...]:
+    del structure, group
+    return (Slot("exp_avg"), Slot("exp_avg_sq", is_second_order=True))
+
+
+def _average(case: Case) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    """Adam's averages, corrected, the second one's root; and as they are."""
+    gradient, numbers = case.direction, case.numbers
+    mean, square = case.slots["exp_avg"], case.slots["exp_avg_sq"]
+    mean = mean + numbers["one_minus_beta1"] * (gradient - mean)
+    square = numbers["beta2"] * square + numbers["one_minus_beta2"] * gradient * gradient
+    root, kept = jnp.sqrt(square), {"exp_avg": mean, "exp_avg_sq": square}
+    if case.structure.corrects_bias:
+        mean = mean / -jnp.expm1(numbers[STEP] * numbers["log_beta1"])
+        root = root / jnp.sqrt(-jnp.expm1(numbers[STEP] * numbers["log_beta2"]))
+    return mean, root, kept
+
+
+def _adam(case: Case) -> Update:
+    mean, root, kept = _average(case)
+    numbers = case.numbers
+    change = -numbers["lr"] * (mean / (root + numbers["eps"]))
+    if case.group.decays and case.group.decouples_decay:
+        change = change - numbers["lr"] * numbers["weight_decay"] * case.parameter
+    return change, kept
+
+
+def _lamb(case: Case) -> Update:
+    mean, root, kept = _average(case)
+    numbers = case.numbers
+    update = mean / (root + numbers["eps"])
+    if case.group.decays:
+        update = update + numbers["weight_decay"] * case.parameter
+    weight_norm = jnp.minimum(_norm(case.parameter), numbers["max_weight_norm"])
+    update_norm = _norm(update)
+    is_usable = (weight_norm > 0) & (update_norm > 0)
+    one = jnp.ones_like(update_norm)
+    ratio = jnp.where(is_usable, weight_norm / jnp.where(is_usable, update_norm, one), one)
+    return -numbers["lr"] * ratio * update, kept
+
+
+def _norm(value: jax.Array) -> jax.Array:
+    return jnp.sqrt(jnp.sum(value * value))
+
+
+def _rmsprop_slots(structure: Structure, group: GroupStructure) -> tuple[Slot, ...]:
+    slots = [Slot("square_avg", is_second_order=True, initial=1.0 if structure.uses_tf_variant else 0.0)]
+    if group.centered:
+        slots.append(Slot("grad_avg"))
+    if group.has_momentum:
+        slots.append(Slot("momentum_buffer"))
+    return tuple(slots)
+
+
+def _rmsprop(case: Case) -> Update:
+    gradient, numbers = case.direction, case.numbers
+    uses_tf_variant = case.structure.uses_tf_variant
+    square = numbers["alpha"] * case.slots["square_avg"] + numbers["one_minus_alpha"] * gradient * gradient
+    kept = {"square_avg": square}
+    if case.group.centered:
+        mean = case.slots["grad_avg"]
+        mean = mean + numbers["one_minus_alpha"] * (gradient - mean)
+        kept["grad_avg"] = mean
+        square = square - mean * mean
+    if uses_tf_variant:
+        direction = gradient / jnp.sqrt(square + numbers["eps"])
+    else:
+        direction = gradient / (jnp.sqrt(square) + numbers["eps"])
+    if not case.group.has_momentum:
+        return -numbers["lr"] * direction, kept
+    momentum, rate = numbers["momentum"], numbers["lr"]
+    one, zero = jnp.ones_like(momentum), jnp.zeros_like(momentum)
+    is_on = momentum > 0  # as for SGD
+    inner, outer = (rate, one) if uses_tf_variant else (one, rate)
+    buffer = jnp.where(is_on, momentum, one) * case.slots["momentum_buffer"]
+    buffer = buffer + jnp.where(is_on, inner, zero) * direction
+    kept["momentum_buffer"] = buffer
+    return -jnp.where(is_on, outer * buffer, rate * direction), kept
+
+
+FORMULAS: Mapping[Kind, Formula] = {
+    Kind.SGD: Formula(_sgd_slots, _sgd),
+    Kind.ADAM: Formula(_adam_slots, _adam),
+    Kind.RMSPROP: Formula(_rmsprop_slots, _rmsprop),
+    Kind.LAMB: Formula(_adam_slots, _lamb),
+}

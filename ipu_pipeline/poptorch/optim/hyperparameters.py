@@ -1,0 +1,90 @@
+"""The numbers of an optimizer as one array, a row per group.
+
+One array, and not one per number, since each that another device reads is sent there at every update.
+What a formula needs of a number beside the number itself (1 - beta, the logarithm of beta) is computed here
+in 64 bits: in float32, 1 - 0.999 has lost five digits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from ipu_pipeline.poptorch.optim.specs import Kind, LossScaling, OptimizerSpec, Structure
+
+__all__ = ["STEP", "STORED_SCALING", "Hyperparameters"]
+
+# Columns that updates write: how many there were (of SGD: with momentum), and what momentum buffers are
+# multiplied by.
+STEP = "step"
+STORED_SCALING = "stored_scaling"
+
+
+class Hyperparameters:
+    """Packs the numbers of specs of one structure.
+
+    Attributes:
+      columns: what the columns of the array are.
+      kept: those that updates write.
+    """
+
+    def __init__(self, spec: OptimizerSpec) -> None:
+        """Takes one of the specs."""
+        self.kept = _find_kept(spec.structure)
+        self.columns = (*self.kept, *_derive_all(spec)[0])
+
+    def pack(self, spec: OptimizerSpec, before: Any = None) -> np.ndarray[Any, Any]:
+        """The array.
+
+        Args:
+          spec: with the values.
+          before: the array before, of which what updates write is kept; None at the start.
+        """
+        rows = _derive_all(spec)
+        packed = np.zeros((len(rows), len(self.columns)), jax.dtypes.canonicalize_dtype(np.float64))
+        for number, row in enumerate(rows):
+            packed[number] = [row.get(column, 0) for column in self.columns]
+        if before is not None and self.kept:
+            packed[:, : len(self.kept)] = np.asarray(before)[:, : len(self.kept)]
+        elif STORED_SCALING in self.kept:
+            packed[:, self.index(STORED_SCALING)] = packed[:, self.index("velocity_scaling")]
+        return packed
+
+    def index(self, column: str) -> int:
+        """The position of a column."""
+        return self.columns.index(column)
+
+
+def _find_kept(structure: Structure) -> tuple[str, ...]:
+    counts = structure.kind in (Kind.ADAM, Kind.LAMB) or (
+        structure.kind is Kind.SGD and any(group.has_momentum for group in structure.groups)
+    )
+    return (*((STEP,) if counts else ()), *((STORED_SCALING,) if structure.scales_velocity else ()))
+
+
+def _derive_all(spec: OptimizerSpec) -> list[dict[str, float]]:
+    common: dict[str, float] = {}
+    if spec.structure.loss_scaling is LossScaling.MANUAL:
+        common["loss_scaling"] = float(np.float32(spec.loss_scaling))  # as the backward has it
+    if spec.structure.clips:
+        common["max_grad_norm"] = spec.max_grad_norm
+    return [_derive(values) | common for values in spec.values]
+
+
+def _derive(values: Mapping[str, Any]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for name, value in values.items():
+        if name == "betas":
+            for number, beta in enumerate(value, 1):
+                found[f"beta{number}"] = beta
+                found[f"one_minus_beta{number}"] = 1 - beta
+                found[f"log_beta{number}"] = math.log(beta) if beta > 0 else -math.inf
+        else:
+            found[name] = value
+            if name in ("alpha", "dampening"):
+                found[f"one_minus_{name}"] = 1 - value
+    return found

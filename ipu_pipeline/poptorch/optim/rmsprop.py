@@ -1,0 +1,97 @@
+"""RMSprop, as torch has it or as TensorFlow has it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from ipu_pipeline.poptorch.optim.base import Optimizer, without_none
+
+__all__ = ["RMSprop"]
+
+
+class RMSprop(Optimizer, torch.optim.RMSprop):
+    """torch's RMSprop with what PopTorch adds."""
+
+    own_defaults: ClassVar[Mapping[str, Any]] = {
+        "loss_scaling": 1.0,
+        "accum_type": torch.float32,
+        "first_order_momentum_accum_type": torch.float32,
+        "second_order_momentum_accum_type": torch.float32,
+        "use_tf_variant": False,
+    }
+
+    accum_type: torch.dtype
+    first_order_momentum_accum_type: torch.dtype
+    second_order_momentum_accum_type: torch.dtype
+    use_tf_variant: bool
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor | None = None,
+        alpha: float | None = None,
+        eps: float | None = None,
+        weight_decay: float | None = None,
+        momentum: float | None = None,
+        centered: bool | None = None,
+        foreach: bool | None = None,
+        maximize: bool | None = None,
+        differentiable: bool | None = None,
+        loss_scaling: float | None = None,
+        accum_type: torch.dtype | None = None,
+        first_order_momentum_accum_type: torch.dtype | None = None,
+        second_order_momentum_accum_type: torch.dtype | None = None,
+        use_tf_variant: bool | None = None,
+        *,
+        capturable: bool | None = None,
+    ) -> None:
+        """Takes torch's arguments and PopTorch's; None stands for the default.
+
+        Args:
+          params: parameters, or dicts with groups of them.
+          lr: as for `torch.optim.RMSprop`, like the other arguments up to `differentiable`, and the last.
+          alpha: likewise.
+          eps: likewise.
+          weight_decay: likewise.
+          momentum: likewise.
+          centered: likewise.
+          foreach: likewise.
+          maximize: likewise.
+          differentiable: likewise.
+          loss_scaling: the loss is multiplied by it and the gradients are divided; by default 1.
+          accum_type: torch.float32, the default, or torch.float16, in which gradients are accumulated.
+          first_order_momentum_accum_type: likewise, of momentum buffers and averages of gradients.
+          second_order_momentum_accum_type: likewise, of averages of squared gradients.
+          use_tf_variant: True: TensorFlow's formula. The average of squares starts at 1, `eps` is inside
+            the root, and the momentum buffer takes in the learning rate. By default False.
+          capturable: likewise.
+
+        Raises:
+          AssertionError: a type is neither.
+          ValueError: torch refuses a value.
+        """
+        of_torch = without_none(
+            lr=lr,
+            alpha=alpha,
+            eps=eps,
+            weight_decay=weight_decay,
+            momentum=momentum,
+            centered=centered,
+            foreach=foreach,
+            maximize=maximize,
+            differentiable=differentiable,
+            capturable=capturable,
+        )
+        torch.optim.RMSprop.__init__(self, params, **of_torch)
+        self.set_up(
+            of_torch,
+            loss_scaling=loss_scaling,
+            accum_type=accum_type,
+            first_order_momentum_accum_type=first_order_momentum_accum_type,
+            second_order_momentum_accum_type=second_order_momentum_accum_type,
+            use_tf_variant=use_tf_variant,
+        )

@@ -1,0 +1,155 @@
+"""The state of the transformation as tensors under torch's names, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+
+from ipu_pipeline.engine.updates.loss_scaling import LossScaleState
+from ipu_pipeline.poptorch import logs
+from ipu_pipeline.poptorch.dtypes import to_numpy, to_torch
+from ipu_pipeline.poptorch.optim.device_state import SavedState
+from ipu_pipeline.poptorch.optim.hyperparameters import STEP, STORED_SCALING, Hyperparameters
+from ipu_pipeline.poptorch.optim.specs import Kind, OptimizerSpec
+from ipu_pipeline.poptorch.optim.transformations import OptimizerState, inner_state, replace_inner_state
+
+__all__ = ["export_state", "import_state"]
+
+_SEPARATOR = "___"
+_BUFFER = "momentum_buffer"
+_SCALE, _GOOD = "loss_scale", "loss_scale_good_updates"  # of automatic loss scaling
+
+
+def export_state(state: Any, spec: OptimizerSpec, group_of: Mapping[str, int]) -> SavedState:
+    """The state for an optimizer's `state_dict`.
+
+    Args:
+      state: of `make_transformation(spec, group_of)`.
+      spec: the optimizer, with the values in use.
+      group_of: variable -> the number of its group.
+    """
+    packing = Hyperparameters(spec)
+    host: Any = jax.device_get(state)
+    inner = inner_state(host)
+    numbers = {column: inner.numbers[:, place] for place, column in enumerate(packing.columns)}
+    found: dict[str, torch.Tensor] = {}
+    for slot, of_slot in inner.slots.items():
+        for name, value in of_slot.items():
+            number = group_of[name]
+            if STEP in packing.kept:
+                found[_key(STEP, name)] = to_torch(np.float32(numbers[STEP][number]))
+            if spec.structure.kind is Kind.SGD and not numbers[STEP][number]:
+                continue  # torch makes the buffer in the first update with momentum
+            if STORED_SCALING in packing.kept:
+                value = value.astype(np.float32) / np.float32(numbers[STORED_SCALING][number])
+            found[_key(slot, name)] = to_torch(value)
+    if isinstance(host, LossScaleState):
+        found |= {_SCALE: to_torch(host.scale), _GOOD: to_torch(host.num_good)}
+    return SavedState(found, _export_values(spec))
+
+
+def _key(slot: str, name: str) -> str:
+    return f"{slot}{_SEPARATOR}{name}"
+
+
+def _export_values(spec: OptimizerSpec) -> dict[str, torch.Tensor]:
+    found = {"loss_scaling": torch.tensor(spec.loss_scaling)}
+    if spec.structure.clips:
+        found["max_grad_norm"] = torch.tensor(spec.max_grad_norm)
+    for number, values in enumerate(spec.values):
+        found |= {_key(name, str(number)): torch.tensor(value) for name, value in values.items()}
+    return found
+
+
+def import_state(state: Any, saved: SavedState, spec: OptimizerSpec, group_of: Mapping[str, int]) -> Any:
+    """The state with what was exported.
+
+    Args:
+      state: of `make_transformation(spec, group_of)`, for example as it starts.
+      saved: from `export_state`. Hyperparameters are the spec's all the same.
+      spec: the optimizer.
+      group_of: variable -> the number of its group.
+
+    Returns:
+      The state, with leaves on the host in place of some. What was not saved stays, with a warning.
+
+    Raises:
+      RuntimeError: nothing that was saved belongs to the state.
+      ValueError: a tensor has another shape than its place, or variables of one group were updated
+        different numbers of times.
+    """
+    inner = inner_state(state)
+    places = {_key(slot, name): (slot, name) for slot, of_slot in inner.slots.items() for name in of_slot}
+    saved_state = dict(saved.ipu_state)
+    scale, good = saved_state.pop(_SCALE, None), saved_state.pop(_GOOD, None)
+    steps = {
+        key.removeprefix(_key(STEP, "")): int(saved_state.pop(key).item())
+        for key in [*saved_state]
+        if key.startswith(_key(STEP, ""))
+    }
+    unmade = {key for key, (_slot, name) in places.items() if steps.get(name) == 0}
+    _check_names(places.keys(), saved_state.keys(), unmade)
+    packing = Hyperparameters(spec)
+    numbers = np.array(inner.numbers)
+    if STEP in packing.kept:
+        if spec.structure.kind is Kind.SGD:  # a buffer says that there was an update
+            steps = {name: 1 for name in group_of if _key(_BUFFER, name) in saved_state} | steps
+        for number, count in _find_counts(steps, group_of).items():
+            numbers[number, packing.index(STEP)] = count
+    slots = {slot: dict(of_slot) for slot, of_slot in inner.slots.items()}
+    for key, tensor in saved_state.items():
+        if key not in places:
+            continue
+        slot, name = places[key]
+        known = slots[slot][name]
+        value = to_numpy(tensor, key)
+        if value.shape != known.shape:
+            raise ValueError(
+                f"The optimizer's state {key} must have the shape {list(known.shape)} of its variable; it "
+                f"has {list(value.shape)}."
+            )
+        if STORED_SCALING in packing.kept:
+            scaling = numbers[group_of[name], packing.index(STORED_SCALING)]
+            value = value.astype(np.float32) * np.float32(scaling)
+        slots[slot][name] = value.astype(known.dtype)
+    state = replace_inner_state(state, OptimizerState(numbers, slots))
+    if isinstance(state, LossScaleState) and scale is not None and good is not None:
+        state = state._replace(scale=np.float32(scale.item()), num_good=np.int32(good.item()))
+    return state
+
+
+def _check_names(places: Set[str], saved: Set[str], unmade: Set[str]) -> None:
+    """Checks that what was saved and what it is for agree, but for what need not be there; or overlap."""
+    unknown, missing = sorted(saved - places), sorted(places - saved - unmade)
+    if saved and places and not saved & places:
+        raise RuntimeError(
+            "The optimizer's state is of another optimizer or of another model: it has "
+            f"{_some(unknown)}, and what is needed is {_some(sorted(places))}."
+        )
+    if unknown:
+        logs.warn_once(f"The optimizer's state has what is not needed, and is ignored: {_some(unknown)}.")
+    if saved and missing:
+        logs.warn_once(f"The optimizer's state lacks what stays as it is: {_some(missing)}.")
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+
+
+def _find_counts(steps: Mapping[str, int], group_of: Mapping[str, int]) -> dict[int, int]:
+    """How many updates each group had that anything is known of."""
+    found: dict[int, int] = {}
+    for name, number in group_of.items():
+        count = steps.get(name)
+        if count is not None and found.setdefault(number, count) != count:
+            raise ValueError(
+                f"The optimizer's state has variables of group {number} that were updated {found[number]} "
+                f"and {count} times ({name}); those of one group must have been updated equally often. "
+                "Give them groups of their own."
+            )
+    return found

@@ -1,0 +1,129 @@
+"""What is known of an optimizer: what its update is compiled for, and the values that may change."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+
+__all__ = ["GroupStructure", "Kind", "LossScaling", "OptimizerSpec", "Structure", "Value"]
+
+Value: TypeAlias = "float | tuple[float, float]"
+
+
+class Kind(enum.Enum):
+    """The formula of an update. AdamW's is Adam's with decoupled weight decay."""
+
+    SGD = "SGD"
+    ADAM = "Adam"
+    RMSPROP = "RMSprop"
+    LAMB = "LAMB"
+
+
+class LossScaling(enum.Enum):
+    """Whether the loss is scaled: not at all, by a factor that the user gives, or by one that is found."""
+
+    NONE = "none"
+    MANUAL = "manual"
+    AUTOMATIC = "automatic"
+
+
+@dataclass(frozen=True)
+class GroupStructure:
+    """What the update of a group's variables is compiled for.
+
+    Attributes:
+      nesterov: whether momentum is Nesterov's.
+      maximize: whether the loss is maximized.
+      centered: whether the mean of the gradients is subtracted from that of their squares.
+      decouples_decay: whether weights decay apart from the gradients.
+      decays: whether weights may decay.
+      has_momentum: whether there may be momentum.
+    """
+
+    nesterov: bool
+    maximize: bool
+    centered: bool
+    decouples_decay: bool
+    decays: bool
+    has_momentum: bool
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What an update is compiled for.
+
+    Attributes:
+      kind: the formula.
+      groups: of parameters.
+      corrects_bias: whether averages are corrected for having begun at 0.
+      uses_tf_variant: whether RMSprop's formula is TensorFlow's.
+      scales_velocity: whether momentum buffers are kept multiplied by a factor.
+      clips: whether gradients are scaled down to a norm.
+      loss_scaling: how the loss is scaled.
+      accum_type: "float32", "float16", or None for that of the variable: in which gradients accumulate.
+      first_order_type: likewise, of averages of gradients and of momentum.
+      second_order_type: likewise, of averages of squares.
+    """
+
+    kind: Kind
+    groups: tuple[GroupStructure, ...]
+    corrects_bias: bool
+    uses_tf_variant: bool
+    scales_velocity: bool
+    clips: bool
+    loss_scaling: LossScaling
+    accum_type: str | None
+    first_order_type: str | None
+    second_order_type: str | None
+
+
+@dataclass(frozen=True, eq=False)
+class OptimizerSpec:
+    """An optimizer as it was when it was described.
+
+    Attributes:
+      name: of its class, among those of torch and PopTorch.
+      structure: what an update is compiled for. Specs with equal structures share it.
+      values: of each group's hyperparameters, by torch's names.
+      loss_scaling: the factor; the first one if it is found.
+      max_grad_norm: infinite without clipping.
+      constants: which hyperparameters of which group are constant; group None for the two above.
+      extras: the attributes and keys of groups that mean nothing: `(group, name)`, or `(None, name)`.
+    """
+
+    name: str
+    structure: Structure
+    values: tuple[Mapping[str, Value], ...]
+    loss_scaling: float
+    max_grad_norm: float
+    constants: frozenset[tuple[int | None, str]]
+    extras: frozenset[tuple[int | None, str]]
+
+    @property
+    def accumulator_dtype(self) -> Callable[[Any], np.dtype[Any] | None]:
+        """For the engine: the dtype that a variable's gradients accumulate in; None for its own."""
+        wanted = self.structure.accum_type
+
+        def find(variable: Any) -> np.dtype[Any] | None:
+            if wanted == "float16":
+                return np.dtype(np.float16)
+            is_narrow = np.dtype(variable.dtype).itemsize < np.dtype(np.float32).itemsize
+            return np.dtype(np.float32) if wanted == "float32" and is_narrow else None
+
+        return find
+
+    @property
+    def needs_running_mean(self) -> bool:
+        """Whether a mean is kept in place of a sum of gradients, which float16 may not hold."""
+        return self.structure.accum_type == "float16"
+
+    def with_values_of(self, other: OptimizerSpec) -> OptimizerSpec:
+        """This structure with the values of another spec."""
+        return dataclasses.replace(
+            self, values=other.values, loss_scaling=other.loss_scaling, max_grad_norm=other.max_grad_norm
+        )

@@ -1,0 +1,242 @@
+"""A described optimizer as one Optax transformation over all trained variables.
+
+Its hyperparameters are a leaf of its state: other values compile nothing. With loss scaling the gradients
+that it gets are too large by the scale, which is the state's first leaf, as the engine wants it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from ipu_pipeline.engine.programs.accumulation import count_dtype
+from ipu_pipeline.engine.updates.loss_scaling import LossScaled, LossScaleState, scale_loss
+from ipu_pipeline.poptorch.optim.formulas import FORMULAS, Case
+from ipu_pipeline.poptorch.optim.hyperparameters import STEP, STORED_SCALING, Hyperparameters
+from ipu_pipeline.poptorch.optim.specs import Kind, LossScaling, OptimizerSpec
+
+__all__ = [
+    "ManualScaleState",
+    "OptimizerState",
+    "inner_state",
+    "make_transformation",
+    "replace_inner_state",
+    "with_hyperparameters",
+]
+
+_CLIPPING_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_ has it
+_GROWTH_FACTOR = 2.0
+# Scaling starts from the user's factor, by default 1, so it has to grow faster than where it starts high.
+_GROWTH_INTERVAL = 100
+
+
+class OptimizerState(NamedTuple):
+    """The state.
+
+    Attributes:
+      numbers: the hyperparameters and counts, see `Hyperparameters`.
+      slots: what is kept of variables: torch's name for it -> name of the variable -> array.
+    """
+
+    numbers: Any
+    slots: dict[str, dict[str, Any]]
+
+
+class ManualScaleState(NamedTuple):
+    """The state with a scale that the user gives: the scale, a float32 scalar, and the optimizer's."""
+
+    scale: Any
+    inner: OptimizerState
+
+
+def make_transformation(
+    spec: OptimizerSpec, group_of: Mapping[str, int], *, growth_interval: int = _GROWTH_INTERVAL
+) -> optax.GradientTransformation:
+    """The transformation.
+
+    Args:
+      spec: the optimizer.
+      group_of: variables that it may be asked to train -> the number of their group.
+      growth_interval: with automatic loss scaling, after so many updates with finite gradients the scale is
+        doubled; it is halved, and the update left out, if one is not finite.
+
+    Returns:
+      A transformation of flat dicts, name of the variable -> array. It computes in 32 bits at least. What
+      it keeps has the dtypes that the spec says. Its `init` raises a ValueError for a variable in no group.
+    """
+    inner = _make_inner(spec, dict(group_of))
+    scaling = spec.structure.loss_scaling
+    if scaling is LossScaling.NONE:
+        return inner
+    if scaling is LossScaling.MANUAL:
+
+        def init(params: Any) -> ManualScaleState:
+            return ManualScaleState(jnp.float32(spec.loss_scaling), inner.init(params))
+
+        def update(gradients: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+            changes, after = inner.update(gradients, state.inner, params)
+            return changes, ManualScaleState(state.scale, after)
+
+        scaled = LossScaled(init, _with_extra(update))
+    else:
+        dynamic = scale_loss(inner, spec.loss_scaling, True, growth_interval, _GROWTH_FACTOR)
+
+        def init_dynamic(params: Any) -> LossScaleState:
+            return LossScaleState(jnp.float32(spec.loss_scaling), jnp.int32(0), inner.init(params))
+
+        # Its own init would widen the variables, whose dtypes may say what is kept in which dtype.
+        scaled = LossScaled(init_dynamic, dynamic.update)
+    scaled.initial_scale = spec.loss_scaling
+    return scaled
+
+
+def _with_extra(update: Any) -> Any:
+    def with_extra(gradients: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        del extra
+        return update(gradients, state, params)
+
+    return with_extra
+
+
+def _make_inner(spec: OptimizerSpec, group_of: Mapping[str, int]) -> optax.GradientTransformation:
+    structure = spec.structure
+    formula = FORMULAS[structure.kind]
+    packing = Hyperparameters(spec)
+    is_scaled = structure.loss_scaling is LossScaling.MANUAL
+
+    def init(params: Mapping[str, Any]) -> OptimizerState:
+        slots: dict[str, dict[str, Any]] = {}
+        for name, parameter in params.items():
+            if name not in group_of:
+                raise ValueError(
+                    f"Variable {name} is in no group of the optimizer, and cannot be trained. Leave it out "
+                    f"of what is trained; in groups are {sorted(group_of)}."
+                )
+            for slot in formula.slots(structure, structure.groups[group_of[name]]):
+                wanted = structure.second_order_type if slot.is_second_order else structure.first_order_type
+                dtype = _slot_dtype(wanted, parameter.dtype)
+                start = jnp.full(parameter.shape, slot.initial, dtype)
+                slots.setdefault(slot.name, {})[name] = start
+        return OptimizerState(jnp.asarray(packing.pack(spec)), slots)
+
+    def update(
+        gradients: Mapping[str, Any], state: OptimizerState, params: Mapping[str, Any] | None = None
+    ) -> tuple[dict[str, Any], OptimizerState]:
+        if params is None:
+            raise ValueError("update: params must be given, as the formulas read the variables; got None.")
+        numbers = _count(state.numbers, packing, structure.kind)
+        wide = {
+            name: np.promote_types(count_dtype(gradient.dtype), count_dtype(params[name].dtype))
+            for name, gradient in gradients.items()
+        }
+        gradients = {name: gradient.astype(wide[name]) for name, gradient in gradients.items()}
+        if is_scaled:
+            scale = numbers[0, packing.index("loss_scaling")]
+            gradients = {name: gradient / scale.astype(wide[name]) for name, gradient in gradients.items()}
+        if structure.clips:
+            gradients = _clip(gradients, numbers[0, packing.index("max_grad_norm")])
+        changes: dict[str, Any] = {}
+        slots: dict[str, dict[str, Any]] = {slot: {} for slot in state.slots}
+        rows = _split(numbers, packing, {(group_of[name], wide[name]) for name in gradients})
+        for name, gradient in gradients.items():
+            number, dtype = group_of[name], wide[name]
+            known = {slot: of_slot[name] for slot, of_slot in state.slots.items() if name in of_slot}
+            case = Case(
+                gradient,
+                params[name].astype(dtype),
+                {slot: value.astype(dtype) for slot, value in known.items()},
+                rows[number, dtype],
+                structure.groups[number],
+                structure,
+            )
+            changes[name], kept = formula.update(case)
+            for slot, value in kept.items():
+                slots[slot][name] = value.astype(known[slot].dtype)
+        return changes, OptimizerState(_store(numbers, packing), slots)
+
+    return optax.GradientTransformationExtraArgs(init, _with_extra(update))
+
+
+def _slot_dtype(wanted: str | None, dtype: Any) -> Any:
+    """The dtype of something kept of a variable: float32 is what is wanted at least, None is its own."""
+    if wanted == "float16":
+        return np.dtype(np.float16)
+    return dtype if wanted is None else count_dtype(dtype)
+
+
+def _count(numbers: jax.Array, packing: Hyperparameters, kind: Kind) -> jax.Array:
+    """The numbers with this update counted."""
+    if STEP not in packing.kept:
+        return numbers
+    one = jnp.ones(numbers.shape[0], numbers.dtype)
+    if kind is Kind.SGD:  # torch makes a buffer when momentum is first used
+        one = jnp.where(numbers[:, packing.index("momentum")] != 0, one, jnp.zeros_like(one))
+    return numbers.at[:, packing.index(STEP)].add(one)
+
+
+def _store(numbers: jax.Array, packing: Hyperparameters) -> jax.Array:
+    """The numbers with what momentum buffers are multiplied by now."""
+    if STORED_SCALING not in packing.kept:
+        return numbers
+    is_on = numbers[:, packing.index("momentum")] != 0
+    place = packing.index(STORED_SCALING)
+    now = jnp.where(is_on, numbers[:, packing.index("velocity_scaling")], numbers[:, place])
+    return numbers.at[:, place].set(now)
+
+
+def _split(
+    numbers: jax.Array, packing: Hyperparameters, wanted: set[tuple[int, Any]]
+) -> dict[tuple[int, Any], dict[str, jax.Array]]:
+    """The numbers of each group in each dtype that is wanted, by column."""
+    return {
+        (number, dtype): {
+            column: numbers[number, place].astype(dtype) for place, column in enumerate(packing.columns)
+        }
+        for number, dtype in wanted
+    }
+
+
+def _clip(gradients: Mapping[str, jax.Array], max_norm: jax.Array) -> dict[str, jax.Array]:
+    """Gradients scaled down to a norm over all of them, as torch.nn.utils.clip_grad_norm_ does."""
+    dtype = np.result_type(*(gradient.dtype for gradient in gradients.values()))
+    total = jnp.zeros((), dtype)
+    for gradient in gradients.values():
+        total = total + jnp.sum(gradient * gradient).astype(dtype)
+    one = jnp.ones((), dtype)
+    factor = max_norm.astype(dtype) / (jnp.sqrt(total) + jnp.asarray(_CLIPPING_EPSILON, dtype))
+    factor = jnp.minimum(factor, one)
+    return {name: gradient * factor.astype(gradient.dtype) for name, gradient in gradients.items()}
+
+
+def inner_state(state: Any) -> OptimizerState:
+    """The state of the formulas within a state."""
+    found: OptimizerState = state if isinstance(state, OptimizerState) else state.inner
+    return found
+
+
+def replace_inner_state(state: Any, inner: OptimizerState) -> Any:
+    """The state with another one of the formulas."""
+    return inner if isinstance(state, OptimizerState) else state._replace(inner=inner)
+
+
+def with_hyperparameters(state: Any, spec: OptimizerSpec) -> Any:
+    """The state with the hyperparameters of a spec.
+
+    Args:
+      state: of the transformation.
+      spec: with the same structure as that of the transformation, see `check_compatible`.
+
+    Returns:
+      The state, with leaves on the host in place of some. With automatic scaling the scale stays.
+    """
+    inner = inner_state(state)
+    numbers = Hyperparameters(spec).pack(spec, inner.numbers)
+    state = replace_inner_state(state, inner._replace(numbers=numbers))
+    if isinstance(state, ManualScaleState):
+        state = state._replace(scale=np.float32(spec.loss_scaling))
+    return state

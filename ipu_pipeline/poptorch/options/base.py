@@ -1,0 +1,166 @@
+"""Groups of options: set by methods, read as attributes; copied, compared, printed and frozen."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final, Self, TypeVar
+
+from ipu_pipeline.poptorch import logs
+from ipu_pipeline.poptorch.options.checks import Check
+
+__all__ = ["UNSET", "OptionGroup", "Setting", "configurable", "is_configurable"]
+
+MethodT = TypeVar("MethodT", bound=Callable[..., Any])
+
+UNSET: Final = object()
+
+
+@dataclass(frozen=True)
+class Setting:
+    """An option of a group.
+
+    Attributes:
+      check: checks a value, and returns what is kept.
+      default: the first value. UNSET: there is none, and reading it is an error until it is set.
+      no_effect: why it changes nothing on JAX devices; empty if it does change something.
+      neutral: the value that asks for nothing, so that nobody need be told; by default the default.
+    """
+
+    check: Check
+    default: Any = UNSET
+    no_effect: str = ""
+    neutral: Any = UNSET
+
+    def asks_in_vain(self, value: Any) -> bool:
+        """Whether a value asks for something that does not happen."""
+        neutral = self.default if self.neutral is UNSET else self.neutral
+        return bool(self.no_effect) and value != neutral
+
+
+def configurable(method: MethodT) -> MethodT:
+    """Lets config files call a method."""
+    vars(method)["is_configurable"] = True
+    return method
+
+
+def is_configurable(method: Any) -> bool:
+    """Whether config files may call a method."""
+    return getattr(method, "is_configurable", False) is True
+
+
+class OptionGroup:
+    """Options by name, and groups within the group. Subclasses say which, and have a setter for each.
+
+    Attributes:
+      path: how a program names the group, for messages.
+      settings: the options, by the names under which they are read.
+      groups: the groups within, by the names under which they are read.
+    """
+
+    path: ClassVar[str]
+    settings: ClassVar[Mapping[str, Setting]]
+    groups: ClassVar[Mapping[str, type[OptionGroup]]] = {}
+
+    _values: dict[str, Any]
+    _explicit: set[str]
+    _frozen: bool
+
+    def __init__(self) -> None:
+        """Starts with the defaults."""
+        self._values = {
+            name: copy.deepcopy(setting.default)
+            for name, setting in self.settings.items()
+            if setting.default is not UNSET
+        }
+        self._explicit = set()
+        self._frozen = False
+        vars(self).update({name: group() for name, group in self.groups.items()})
+
+    def set(self, **values: Any) -> Self:
+        """Sets options by the names under which they are read.
+
+        Raises:
+          AttributeError: the options are frozen.
+          AssertionError: there is no such option, or a value is of a wrong type.
+          ValueError: a value is out of range.
+        """
+        self.check_not_frozen()
+        for name, value in values.items():
+            if name not in self.settings:
+                raise AssertionError(self._describe_unknown(name))
+            setting = self.settings[name]
+            kept = setting.check(f"{self.path}.{name}", value)
+            if setting.asks_in_vain(kept):
+                logs.warn_once(f"{self.path}.{name} has no effect: {setting.no_effect}")
+            self._values[name] = kept
+            self._explicit.add(name)
+        return self
+
+    def is_set(self, name: str) -> bool:
+        """Whether an option was set, be it to its default."""
+        return name in self._explicit
+
+    def freeze(self) -> None:
+        """Lets nothing be changed any more, here and in the groups within."""
+        self._frozen = True
+        for name in self.groups:
+            vars(self)[name].freeze()
+
+    def check_not_frozen(self) -> None:
+        """Raises an AttributeError if the options are frozen."""
+        if self._frozen:
+            raise AttributeError("Can't modify frozen Options")
+
+    def clone(self) -> Self:
+        """A copy that shares nothing with the original, and is not frozen."""
+        return copy.deepcopy(self)
+
+    def __getattr__(self, name: str) -> Any:
+        """Reads an option. Called for what is no method."""
+        values = vars(self).get("_values", {})  # empty while an object is being unpickled
+        if name in values:
+            return values[name]
+        if name in self.settings:
+            raise AttributeError(f"{self.path}.{name} has no value yet: nothing has set it.")
+        raise AttributeError(self._describe_unknown(name))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets an option, as `set` does."""
+        if name.startswith("_"):
+            object.__setattr__(self, name, value)
+        else:
+            self.set(**{name: value})
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"{self.path}.{name} cannot be deleted.")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        made = object.__new__(type(self))
+        memo[id(self)] = made
+        vars(made).update(copy.deepcopy(vars(self), memo), _frozen=False)
+        return made
+
+    def __copy__(self) -> Self:
+        return self.clone()  # a shallow one would share its values
+
+    def __eq__(self, other: object) -> bool:
+        if type(self) is not type(other):
+            return NotImplemented
+        names = ["_values", *self.groups]
+        return all(vars(self)[name] == vars(other)[name] for name in names)
+
+    __hash__ = None  # type: ignore[assignment]  # it can be changed
+
+    def __repr__(self) -> str:
+        shown = [f"{name}={value!r}" for name, value in self._values.items()]
+        shown += [f"{name}={vars(self)[name]!r}" for name in self.groups]
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+    def _describe_unknown(self, name: str) -> str:
+        known = [*self.settings, *self.groups]
+        near = difflib.get_close_matches(name, known, n=1)
+        guess = f" Did you mean {near[0]!r}?" if near else ""
+        return f"{self.path} has no option {name!r}.{guess} Options: {', '.join(known)}."

@@ -1,0 +1,202 @@
+"""Options of devices and replicas: which there are, how many, and when they are taken."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
+
+from ipu_pipeline.poptorch.enums import CommGroupType, ConnectionType, SyncPattern
+from ipu_pipeline.poptorch.options import checks
+from ipu_pipeline.poptorch.options.base import OptionGroup, Setting, configurable
+
+__all__ = ["DeviceOptions"]
+
+
+def _check_proportions(name: str, value: Any) -> dict[int, float]:
+    if not isinstance(value, Mapping):
+        raise checks.fail(name, 'a dict as {"IPU0": 0.5}', value)
+    proportions: dict[int, float] = {}
+    for key, proportion in value.items():
+        number = re.fullmatch(r"IPU(\d+)", key) if isinstance(key, str) else None
+        if number is None:
+            raise checks.fail(name, 'a dict with keys as "IPU0"', key)
+        if not isinstance(proportion, (int, float)) or isinstance(proportion, bool):
+            raise checks.fail(f"{name}[{key!r}]", "a number", proportion)
+        if not 0 <= proportion <= 1:
+            raise ValueError(f"{name}[{key!r}] must be from 0 to 1; got {proportion}.")
+        proportions[int(number[1])] = float(proportion)
+    return proportions
+
+
+class DeviceOptions(OptionGroup):
+    """The part of `Options` that is about devices. What is read is documented there."""
+
+    replication_factor: int
+    input_group_size: int
+    input_cgt: CommGroupType
+    broadcast_buffers: bool
+    auto_round_num_ipus: bool
+    connection_type: ConnectionType
+    sync_pattern: SyncPattern
+    available_memory_proportion: dict[int, float]
+    use_model: bool
+    ipu_id: int
+    ipu_version: int
+
+    path = "poptorch.Options()"
+    settings: ClassVar[Mapping[str, Setting]] = {
+        "replication_factor": Setting(checks.integer(1), 1),
+        "input_group_size": Setting(checks.integer(1), 1),
+        "input_cgt": Setting(checks.member(CommGroupType), CommGroupType.Consecutive),
+        "broadcast_buffers": Setting(checks.boolean, True),
+        "auto_round_num_ipus": Setting(checks.boolean, False),
+        "connection_type": Setting(checks.member(ConnectionType), ConnectionType.Always),
+        "sync_pattern": Setting(
+            checks.member(SyncPattern),
+            SyncPattern.Full,
+            no_effect="devices wait for the values that they need, and for nothing else.",
+        ),
+        "available_memory_proportion": Setting(
+            _check_proportions,
+            {},
+            no_effect="XLA decides how much memory an operation takes while it runs.",
+        ),
+        "use_model": Setting(checks.boolean),
+        "ipu_id": Setting(checks.integer(0)),
+        "ipu_version": Setting(
+            checks.integer(1), no_effect="there is no IPU, and so no generation of it.", neutral=2
+        ),
+    }
+
+    @configurable
+    def replicationFactor(self, replication_factor: int) -> Self:
+        """How many copies of the model train together. Models refuse more than one, as yet.
+
+        Raises:
+          AssertionError: it is no integer.
+          ValueError: it is below 1, or no multiple of the group size of `inputReplicaGrouping`.
+        """
+        number = checks.integer(1)(f"{self.path}.replicationFactor", replication_factor)
+        if number % self.input_group_size:
+            raise ValueError(
+                f"{self.path}.replicationFactor must be a multiple of input_group_size, "
+                f"{self.input_group_size}; got {number}. Set inputReplicaGrouping(1, "
+                "poptorch.CommGroupType.Consecutive) before."
+            )
+        return self.set(replication_factor=number)
+
+    @configurable
+    def inputReplicaGrouping(self, input_group_size: int, input_group_type: CommGroupType) -> Self:
+        """Gives groups of replicas the same inputs. It has a meaning with `replicationFactor` above 1.
+
+        Args:
+          input_group_size: how many replicas are a group.
+          input_group_type: how they are chosen: `Consecutive` or `Orthogonal`; or `NoGrouping`, with
+            groups of 1.
+
+        Raises:
+          AssertionError: an argument is of a wrong type.
+          ValueError: the type is `All`; or the size is no factor of the replication factor.
+        """
+        name = f"{self.path}.inputReplicaGrouping"
+        size = checks.integer(1)(f"{name}: input_group_size", input_group_size)
+        kind = checks.member(CommGroupType)(f"{name}: input_group_type", input_group_type)
+        if kind is CommGroupType.All:
+            raise ValueError(
+                f"{name}: input_group_type must not be poptorch.CommGroupType.All: all replicas would get "
+                "the same inputs. Use Consecutive or Orthogonal."
+            )
+        if kind is CommGroupType.NoGrouping and size > 1:
+            raise ValueError(
+                f"{name}: input_group_size must be 1 with poptorch.CommGroupType.NoGrouping; got {size}."
+            )
+        if self.replication_factor % size:
+            raise ValueError(
+                f"{name}: input_group_size must be a factor of replication_factor, "
+                f"{self.replication_factor}; got {size}. Call replicationFactor before."
+            )
+        return self.set(input_group_size=size, input_cgt=kind)
+
+    @configurable
+    def broadcastBuffers(self, broadcast_buffers: bool = True) -> None:
+        """Whether replicas start from the same buffers. It returns nothing.
+
+        True, the default, makes models with several replicas refuse to write a buffer.
+
+        Raises:
+          AssertionError: it is no boolean.
+        """
+        self.set(broadcast_buffers=broadcast_buffers)
+
+    @configurable
+    def autoRoundNumIPUs(self, auto_round_num_ipus: bool = True) -> Self:
+        """Whether more IPUs than the model uses are reserved, so that their number is a power of two.
+
+        Raises:
+          AssertionError: it is no boolean.
+        """
+        return self.set(auto_round_num_ipus=auto_round_num_ipus)
+
+    @configurable
+    def useIpuModel(self, use_model: bool) -> Self:
+        """Whether CPU devices are the IPUs, whatever accelerators there are.
+
+        Raises:
+          AssertionError: it is no boolean.
+        """
+        return self.set(use_model=use_model)
+
+    @configurable
+    def useIpuId(self, ipu_id: int) -> Self:
+        """Which device is the model's first.
+
+        Raises:
+          AssertionError: it is no integer.
+          ValueError: it is negative.
+        """
+        return self.set(ipu_id=ipu_id)
+
+    @configurable
+    def useOfflineIpuTarget(self, ipu_version: int = 2) -> Self:
+        """Compiles without devices: sets `ConnectionType.Never`.
+
+        Args:
+          ipu_version: has no effect. Other values than 2 warn.
+
+        Raises:
+          AssertionError: the version is no integer.
+          ValueError: it is below 1.
+        """
+        return self.set(ipu_version=ipu_version, connection_type=ConnectionType.Never)
+
+    @configurable
+    def connectionType(self, connection_type: ConnectionType) -> Self:
+        """When devices are taken: when a model is compiled, when it first runs, or never.
+
+        Raises:
+          AssertionError: it is no `ConnectionType`.
+        """
+        return self.set(connection_type=connection_type)
+
+    @configurable
+    def syncPattern(self, sync_pattern: SyncPattern) -> Self:
+        """Has no effect: devices wait only for the values that they need. Others than `Full` warn.
+
+        Raises:
+          AssertionError: it is no `SyncPattern`.
+        """
+        return self.set(sync_pattern=sync_pattern)
+
+    @configurable
+    def setAvailableMemoryProportion(self, available_memory_proportion: dict[str, float]) -> Self:
+        """Has no effect: XLA decides how much memory an operation takes. A dict that is not empty warns.
+
+        Args:
+          available_memory_proportion: as {"IPU0": 0.5}; it is kept as {0: 0.5}.
+
+        Raises:
+          AssertionError: it is no dict of numbers with such keys.
+          ValueError: a number is not from 0 to 1.
+        """
+        return self.set(available_memory_proportion=available_memory_proportion)

@@ -1,0 +1,197 @@
+"""Options of what a model tells: logs, names, profiles, and values from within."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple, Self
+
+from ipu_pipeline.poptorch import logs
+from ipu_pipeline.poptorch.enums import OutputMode
+from ipu_pipeline.poptorch.options import checks
+from ipu_pipeline.poptorch.options.base import OptionGroup, Setting, configurable
+
+__all__ = ["AnchoredTensor", "DiagnosticOptions", "check_output_mode"]
+
+
+class AnchoredTensor(NamedTuple):
+    """A value from within a model that is to be kept.
+
+    Attributes:
+      long_name: of the value, as `getTensorNames` has it.
+      output_mode: which micro-batches it is kept for; None: those that outputs are returned for.
+      output_return_period: the N of `OutputMode.EveryN`.
+    """
+
+    long_name: str
+    output_mode: OutputMode | None
+    output_return_period: int
+
+
+def _check_anchored(name: str, value: Any) -> dict[str, AnchoredTensor]:
+    if not isinstance(value, dict) or not all(isinstance(one, AnchoredTensor) for one in value.values()):
+        raise checks.fail(name, "a dict of AnchoredTensor, as anchorTensor makes it", value)
+    return value
+
+
+def check_output_mode(name: str, output_mode: Any, period: Any) -> int:
+    """The period of an output mode: it is needed for `EveryN`, and 1 elsewhere, with a warning.
+
+    Raises:
+      AssertionError: one is of a wrong type, or the period is missing.
+      ValueError: the period is below 1.
+    """
+    mode = checks.member(OutputMode)(f"{name}: output_mode", output_mode)
+    if mode is OutputMode.EveryN:
+        if period is None:
+            raise AssertionError(f"{name}: OutputMode.EveryN needs output_return_period, a number from 1.")
+        return int(checks.integer(1)(f"{name}: output_return_period", period))
+    if period not in (None, 1):
+        logs.warn_once(f"{name}: output_return_period has no effect: it is for OutputMode.EveryN.")
+    return 1
+
+
+class DiagnosticOptions(OptionGroup):
+    """The part of `Options` that is about what a model tells. What is read is documented there."""
+
+    log_dir: str
+    max_repeat_logs: int | None
+    anchored_tensors: dict[str, AnchoredTensor]
+    log_cycle_count: bool
+    profiling: bool
+    profile_dir: str | None
+    module_namescope: bool
+    source_location_excludes: list[str]
+    show_compilation_progress_bar: bool
+    model_name: str
+
+    path = "poptorch.Options()"
+    settings: ClassVar[Mapping[str, Setting]] = {
+        "log_dir": Setting(checks.directory, "."),
+        "max_repeat_logs": Setting(
+            checks.optional(checks.integer(0)),
+            4,
+            no_effect="there is no log of Poplar, and a warning of this front is logged once.",
+        ),
+        "anchored_tensors": Setting(_check_anchored, {}),
+        "log_cycle_count": Setting(checks.boolean, False),
+        "profiling": Setting(checks.boolean, False),
+        "profile_dir": Setting(checks.optional(checks.directory), None),
+        "module_namescope": Setting(checks.boolean, True),
+        "source_location_excludes": Setting(checks.list_of_strings, []),
+        "show_compilation_progress_bar": Setting(checks.boolean, True),
+        "model_name": Setting(checks.string),
+    }
+
+    @configurable
+    def logDir(self, log_dir: str) -> Self:
+        """Where files that a model writes by itself are put.
+
+        Raises:
+          AssertionError: it is no path.
+        """
+        return self.set(log_dir=log_dir)
+
+    @configurable
+    def maxRepeatLogs(self, max_lines: int | None) -> Self:
+        """Has no effect: it is about Poplar's log. Others than 4 warn.
+
+        Args:
+          max_lines: None: any number.
+
+        Raises:
+          AssertionError: it is neither None nor an integer.
+          ValueError: it is negative.
+        """
+        return self.set(max_repeat_logs=max_lines)
+
+    @configurable
+    def modelName(self, name: str) -> Self:
+        """The name under which the model's profile is written.
+
+        Raises:
+          AssertionError: it is no string.
+        """
+        return self.set(model_name=name)
+
+    @configurable
+    def anchorTensor(
+        self,
+        short_name: str,
+        long_name: str,
+        output_mode: OutputMode | None = None,
+        output_return_period: int = 1,
+    ) -> Self:
+        """Keeps a value from within the model at each call, for `getAnchoredTensor`.
+
+        Args:
+          short_name: what to ask for it by.
+          long_name: one of `getTensorNames`.
+          output_mode: which micro-batches it is kept for; None: those that outputs are returned for.
+          output_return_period: the N of `OutputMode.EveryN`.
+
+        Raises:
+          AssertionError: an argument is of a wrong type.
+          ValueError: the period is below 1.
+        """
+        name = f"{self.path}.anchorTensor"
+        short = checks.string(f"{name}: short_name", short_name)
+        long = checks.string(f"{name}: long_name", long_name)
+        mode = OutputMode.Default if output_mode is None else output_mode
+        anchored = AnchoredTensor(long, output_mode, check_output_mode(name, mode, output_return_period))
+        return self.set(anchored_tensors={**self.anchored_tensors, short: anchored})
+
+    @configurable
+    def logCycleCount(self, log_cycle_count: bool) -> Self:
+        """Whether each call measures how long it takes, for `cycleCount`.
+
+        Raises:
+          AssertionError: it is no boolean.
+        """
+        return self.set(log_cycle_count=log_cycle_count)
+
+    @configurable
+    def enableProfiling(self, profile_dir: str | None = None) -> Self:
+        """Writes a profile of the model's calls.
+
+        Args:
+          profile_dir: where to; None: in the directory where the program runs.
+
+        Raises:
+          AssertionError: it is no path.
+        """
+        return self.set(profile_dir=profile_dir, profiling=True)
+
+    @configurable
+    def disableModuleNamescope(self) -> Self:
+        """Leaves the names of modules out of the names of a model's values."""
+        return self.set(module_namescope=False)
+
+    @configurable
+    def sourceLocationExcludes(self, excludes: list[str]) -> Self:
+        """Which files are passed over when an error names the line of the model that it comes from.
+
+        Args:
+          excludes: parts of their paths. torch and this package are always passed over.
+
+        Raises:
+          AssertionError: it is no list of strings.
+        """
+        return self.set(source_location_excludes=excludes)
+
+    @configurable
+    def appendToLocationExcludes(self, *excludes: str) -> Self:
+        """Adds to what `sourceLocationExcludes` set.
+
+        Raises:
+          AssertionError: one is no string.
+        """
+        return self.set(source_location_excludes=[*self.source_location_excludes, *excludes])
+
+    @configurable
+    def showCompilationProgressBar(self, show: bool = True) -> Self:
+        """Whether a bar shows how far compiling is.
+
+        Raises:
+          AssertionError: it is no boolean.
+        """
+        return self.set(show_compilation_progress_bar=show)

@@ -1,0 +1,105 @@
+"""Options of several processes that train one model: which one this is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import ClassVar, Self
+
+from ipu_pipeline.poptorch.options import checks
+from ipu_pipeline.poptorch.options.base import OptionGroup, Setting, configurable
+
+__all__ = ["DistributedOptions"]
+
+
+class DistributedOptions(OptionGroup):
+    """`Options.Distributed`.
+
+    At first they are what Open MPI's environment variables say: one process, if there are none.
+
+    Attributes:
+      num_distributed_processes: how many processes there are.
+      distributed_process_id: which one this is, from 0.
+    """
+
+    num_distributed_processes: int
+    distributed_process_id: int
+
+    path = "poptorch.Options().Distributed"
+    settings: ClassVar[Mapping[str, Setting]] = {
+        "num_distributed_processes": Setting(checks.integer(1), 1),
+        "distributed_process_id": Setting(checks.integer(0), 0),
+    }
+
+    def __init__(self) -> None:
+        """Reads Open MPI's environment variables.
+
+        Raises:
+          ValueError: they are no numbers that fit each other.
+        """
+        super().__init__()
+        self.setEnvVarNames("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
+        self._explicit.clear()
+
+    @property
+    def processId(self) -> int:
+        """Which process this is, from 0."""
+        return self.distributed_process_id
+
+    @property
+    def numProcesses(self) -> int:
+        """How many processes there are."""
+        return self.num_distributed_processes
+
+    @configurable
+    def configureProcessId(self, process_id: int, num_processes: int) -> Self:
+        """Says which process this is.
+
+        Args:
+          process_id: from 0.
+          num_processes: how many there are.
+
+        Raises:
+          AssertionError: one is no integer.
+          ValueError: one is out of range.
+        """
+        number = checks.integer(1)(f"{self.path}.configureProcessId: num_processes", num_processes)
+        this = checks.integer(0)(f"{self.path}.configureProcessId: process_id", process_id)
+        if this >= number:
+            raise ValueError(
+                f"{self.path}.configureProcessId: process_id must be below num_processes, {number}; "
+                f"got {this}."
+            )
+        return self.set(num_distributed_processes=number, distributed_process_id=this)
+
+    @configurable
+    def disable(self) -> Self:
+        """One process, whatever the environment says."""
+        return self.configureProcessId(0, 1)
+
+    @configurable
+    def setEnvVarNames(self, var_num_processes: str, var_process_id: str) -> Self:
+        """Reads from environment variables which process this is; without them it is the only one.
+
+        Args:
+          var_num_processes: the variable with the number of processes.
+          var_process_id: the variable with the number of this one.
+
+        Raises:
+          AssertionError: a name is no string.
+          ValueError: they are no numbers that fit each other.
+        """
+        numbers = []
+        for name, missing in ((var_num_processes, "1"), (var_process_id, "0")):
+            checks.string(f"{self.path}.setEnvVarNames: a variable's name", name)
+            text = os.environ.get(name, missing)
+            if not text.strip().isdecimal():
+                raise ValueError(f"The environment variable {name} must be a number; it is {text!r}.")
+            numbers.append(int(text))
+        number, this = numbers
+        if this >= number:
+            raise ValueError(
+                f"The environment variable {var_process_id} must be below {var_num_processes}, {number}; "
+                f"it is {this}."
+            )
+        return self.configureProcessId(this, number)

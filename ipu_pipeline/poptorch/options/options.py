@@ -1,0 +1,309 @@
+"""All that is said of a model besides its layers."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
+
+import torch
+
+from ipu_pipeline.engine import schedules
+from ipu_pipeline.poptorch.enums import AutoStage, OutputMode
+from ipu_pipeline.poptorch.options import checks, config_file, environment
+from ipu_pipeline.poptorch.options.base import OptionGroup, Setting, configurable
+from ipu_pipeline.poptorch.options.devices import DeviceOptions
+from ipu_pipeline.poptorch.options.diagnostics import DiagnosticOptions, check_output_mode
+from ipu_pipeline.poptorch.options.distributed import DistributedOptions
+from ipu_pipeline.poptorch.options.jit import JitOptions
+from ipu_pipeline.poptorch.options.precision import PrecisionOptions
+from ipu_pipeline.poptorch.options.strategies import PipelinedExecution, Strategy
+from ipu_pipeline.poptorch.options.tensor_locations import TensorLocationOptions
+from ipu_pipeline.poptorch.options.training import TrainingOptions
+
+__all__ = ["Options"]
+
+
+def _check_strategy(name: str, value: Any) -> Strategy:
+    if isinstance(value, AutoStage):
+        return PipelinedExecution(value)
+    if not isinstance(value, Strategy):
+        raise checks.fail(
+            name, "a strategy, as poptorch.PipelinedExecution, or a poptorch.AutoStage", value
+        )
+    return value.clone()
+
+
+def _check_schedule(name: str, value: Any) -> Any:
+    known = schedules.named_schedules()
+    if isinstance(value, str):
+        if value not in known:
+            raise ValueError(f"{name} must be one of {', '.join(known)}, or a function; got {value!r}.")
+    elif not callable(value):
+        raise TypeError(f"{name} must be one of {', '.join(known)}, or a function; got {value!r}.")
+    else:
+        try:
+            inspect.signature(value).bind(1, 1, (0,), True)
+        except TypeError as error:
+            raise TypeError(
+                f"{name} must take (num_stages, num_micro_batches, device_mapping, training), but "
+                f"{value!r} cannot: {error}."
+            ) from None
+        except ValueError:
+            pass  # it does not say what it takes
+    return value
+
+
+class Options(DeviceOptions, DiagnosticOptions):
+    """Options of a model: how often it runs per call, on which devices, how, and what comes back.
+
+    Setters return the options, so that they can be chained. docs/poptorch_options.md has them all in a
+    table. At first options are as the environment variables POPTORCH_DEFAULT_OPTIONS and POPTORCH_CACHE_DIR
+    say; see `environment`. A data loader and a wrapped model freeze the options that they are given.
+
+    Attributes:
+      Training: accumulation and reduction of gradients.
+      Precision: arithmetic.
+      Jit: capture.
+      Distributed: processes.
+      TensorLocations: host memory or device memory.
+      device_iterations: weight updates, or in inference micro-batches, per call.
+      execution_strategy: which stage each block of the model is in.
+      pipeline_schedule: in which order stages take forwards and backwards.
+      output_mode: which micro-batches' outputs are returned.
+      output_return_period: the N of `OutputMode.EveryN`.
+      random_seed: where the model's random numbers start. No value until it is set.
+      replication_factor: copies of the model.
+      input_group_size: how many replicas get the same inputs.
+      input_cgt: how these are chosen.
+      broadcast_buffers: whether replicas start from the same buffers.
+      auto_round_num_ipus: whether a power of two of IPUs is reserved.
+      connection_type: when devices are taken.
+      use_model: whether CPU devices are the IPUs. No value until it is set.
+      ipu_id: the first device. No value until it is set.
+      ipu_version: without effect. No value until it is set.
+      sync_pattern: without effect.
+      available_memory_proportion: without effect.
+      executable_cache_path: where compiled programs are kept for later processes; None: nowhere.
+      synthetic_data: whether inputs are made up.
+      stable_norm: without effect.
+      updatable_named_buffers: buffers that `copyNamedBuffersToDevice` copies.
+      relax_optimizer_attributes_checks: whether no warning is given of unexpected ones.
+      log_dir: where files are written.
+      max_repeat_logs: without effect.
+      anchored_tensors: values to keep, by their short names.
+      log_cycle_count: whether calls are measured.
+      profiling: whether a profile is written.
+      profile_dir: where to; None: where the program runs.
+      module_namescope: whether names of values have those of modules.
+      source_location_excludes: files that errors pass over.
+      show_compilation_progress_bar: whether compiling shows a bar.
+      model_name: of the profile. No value until it is set.
+    """
+
+    Training: TrainingOptions
+    Precision: PrecisionOptions
+    Jit: JitOptions
+    Distributed: DistributedOptions
+    TensorLocations: TensorLocationOptions
+
+    device_iterations: int
+    execution_strategy: Strategy
+    pipeline_schedule: str | schedules.ScheduleFunction
+    output_mode: OutputMode
+    output_return_period: int
+    random_seed: int
+    executable_cache_path: str | None
+    synthetic_data: bool
+    stable_norm: bool
+    updatable_named_buffers: list[str]
+    relax_optimizer_attributes_checks: bool
+
+    groups: ClassVar[Mapping[str, type[OptionGroup]]] = {
+        "Training": TrainingOptions,
+        "Precision": PrecisionOptions,
+        "Jit": JitOptions,
+        "Distributed": DistributedOptions,
+        "TensorLocations": TensorLocationOptions,
+    }
+    settings: ClassVar[Mapping[str, Setting]] = {
+        "device_iterations": Setting(checks.integer(1), 1),
+        "execution_strategy": Setting(_check_strategy, PipelinedExecution()),
+        "pipeline_schedule": Setting(_check_schedule, "grouped"),
+        "output_mode": Setting(checks.member(OutputMode), OutputMode.Default),
+        "output_return_period": Setting(checks.integer(1), 1),
+        "random_seed": Setting(checks.integer(0)),
+        "executable_cache_path": Setting(checks.optional(checks.directory), None),
+        "synthetic_data": Setting(checks.boolean, False),
+        "stable_norm": Setting(
+            checks.boolean,
+            False,
+            no_effect="norms are always computed in the stable way: from differences to the mean, and "
+            "float16 in float32.",
+        ),
+        "updatable_named_buffers": Setting(checks.list_of_strings, []),
+        "relax_optimizer_attributes_checks": Setting(checks.boolean, False),
+        **DeviceOptions.settings,
+        **DiagnosticOptions.settings,
+    }
+
+    def __init__(self) -> None:
+        """Starts with the defaults, and what the environment says.
+
+        Raises:
+          ValueError: an environment variable is malformed.
+        """
+        super().__init__()
+        environment.apply(self)
+
+    @configurable
+    def deviceIterations(self, device_iterations: int) -> Self:
+        """How many weight updates, or in inference micro-batches, there are per call.
+
+        Raises:
+          AssertionError: it is no integer.
+          ValueError: it is below 1.
+        """
+        return self.set(device_iterations=device_iterations)
+
+    @configurable
+    def setExecutionStrategy(self, strategy: Strategy | AutoStage) -> Self:
+        """Which stage each block is in, and whether stages work at the same time.
+
+        Args:
+          strategy: it is copied, so that changing it afterwards changes nothing here. An `AutoStage`
+            stands for `PipelinedExecution` with it.
+
+        Raises:
+          AssertionError: it is something else.
+        """
+        return self.set(execution_strategy=strategy)
+
+    @configurable
+    def setPipelineSchedule(self, schedule: str | schedules.ScheduleFunction) -> Self:
+        """In which order stages take forwards and backwards, if pipelined. Ours, not PopTorch's.
+
+        Args:
+          schedule: "grouped", the default, "interleaved" or "sequential"; or a function like
+            `ipu_pipeline.engine.schedules.grouped`, which is checked for a model's stages and counts when
+            the model is compiled.
+
+        Raises:
+          ValueError: there is no such schedule.
+          TypeError: it is no function of the four arguments of `grouped`.
+        """
+        return self.set(pipeline_schedule=schedule)
+
+    @configurable
+    def outputMode(self, output_mode: OutputMode, output_return_period: int | None = None) -> Self:
+        """Which micro-batches' outputs are returned.
+
+        Args:
+          output_mode: the default is `Final` in training, `All` in inference.
+          output_return_period: the N of `OutputMode.EveryN`; only for it.
+
+        Raises:
+          AssertionError: an argument is of a wrong type, or the period is missing.
+          ValueError: the period is below 1.
+        """
+        period = check_output_mode(f"{self.path}.outputMode", output_mode, output_return_period)
+        return self.set(output_mode=output_mode, output_return_period=period)
+
+    def defaultOutputMode(self) -> bool:
+        """Whether the output mode is `OutputMode.Default`."""
+        return self.output_mode == OutputMode.Default
+
+    @configurable
+    def randomSeed(self, random_seed: int) -> Self:
+        """Where random numbers start: the model's, and torch's in this process.
+
+        Raises:
+          AssertionError: it is no integer.
+          ValueError: it is negative.
+        """
+        self.set(random_seed=random_seed)
+        torch.manual_seed(self.random_seed)
+        return self
+
+    @configurable
+    def enableExecutableCaching(self, path: str | os.PathLike[str] | None) -> Self:
+        """Keeps compiled programs in a directory, so that later processes need not compile them.
+
+        Args:
+          path: it is made if it does not exist; None: nothing is kept.
+
+        Raises:
+          AssertionError: it is no path.
+        """
+        return self.set(executable_cache_path=path)
+
+    @configurable
+    def enableStableNorm(self, enabled: bool) -> Self:
+        """Has no effect: norms are always computed in the stable way. True warns.
+
+        Raises:
+          AssertionError: it is no boolean.
+        """
+        return self.set(stable_norm=enabled)
+
+    @configurable
+    def enableSyntheticData(self, enabled: bool) -> Self:
+        """Whether the model's inputs are made up on the devices, to measure a model without its data.
+
+        Tensors that a call is given are looked at only for their shapes and dtypes.
+
+        Raises:
+          AssertionError: it is no boolean.
+        """
+        return self.set(synthetic_data=enabled)
+
+    @configurable
+    def updatableNamedBuffers(self, buffers: list[str]) -> Self:
+        """Which buffers `copyNamedBuffersToDevice` copies.
+
+        Raises:
+          AssertionError: it is no list of strings.
+        """
+        return self.set(updatable_named_buffers=buffers)
+
+    @configurable
+    def relaxOptimizerAttributesChecks(self, relax: bool = True) -> Self:
+        """Whether unexpected attributes of optimizers are passed over without a warning.
+
+        Raises:
+          AssertionError: it is no boolean.
+        """
+        return self.set(relax_optimizer_attributes_checks=relax)
+
+    def loadFromFile(self, filepath: str | os.PathLike[str]) -> Self:
+        """Sets options from a file with a call on each line, as `deviceIterations(4)`.
+
+        Args:
+          filepath: the file; see `config_file`.
+
+        Raises:
+          AttributeError: the options are frozen.
+          ConfigFileError: a line cannot be read, or sets what cannot be set. The lines before it are set.
+          OSError: the file cannot be read.
+        """
+        self.check_not_frozen()
+        config_file.load(self, filepath)
+        return self
+
+    def from_json(self, string: str) -> Self:
+        """Sets options from JSON.
+
+        Args:
+          string: an object as {"deviceIterations": 4, "Precision.enableStochasticRounding": false}: names
+            of setters, each with its argument, or a list of its arguments. "OutputMode.All" and the like
+            stand for members of enumerations.
+
+        Raises:
+          AttributeError: the options are frozen, or a setter does not exist.
+          AssertionError: a value is of a wrong type.
+          ValueError: it is no such object, or a value is out of range.
+        """
+        self.check_not_frozen()
+        environment.load_json(self, string)
+        return self

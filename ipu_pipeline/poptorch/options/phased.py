@@ -1,0 +1,137 @@
+"""Strategies with phases: a model runs phase by phase, and what a phase needs is brought to the devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+from ipu_pipeline.poptorch.enums import AutoStage, Liveness
+from ipu_pipeline.poptorch.options import checks
+from ipu_pipeline.poptorch.options.base import configurable
+from ipu_pipeline.poptorch.options.stages import Phase, Stage, pick
+from ipu_pipeline.poptorch.options.strategies import Strategy
+
+__all__ = ["ParallelPhasedExecution", "PhasedExecution", "SerialPhasedExecution"]
+
+
+class PhasedExecution(Strategy):
+    """What the two strategies with phases have in common.
+
+    Attributes:
+      separate_backward_phase: whether the last phase's backward is a phase of its own.
+    """
+
+    separate_backward_phase: bool
+
+    def __init__(self, *phases: Phase | Sequence[Stage] | Sequence[str] | Stage | str) -> None:
+        """Takes the phases.
+
+        Args:
+          phases: each a `Phase`, or what makes one: a list of stages, which run at the same time; or a
+            stage, a block's name or a list of names, which make one stage.
+
+        Raises:
+          AssertionError: there are none, one is something else, or a block is in two stages.
+        """
+        name = type(self).__name__
+        if not phases or any(isinstance(phase, AutoStage) for phase in phases):
+            raise AssertionError(f"There is no AutoStage for {name}: explicitly specify the phases.")
+        self._phases = tuple(_as_phase(name, phase) for phase in phases)
+        self.separate_backward_phase = False
+        super().__init__([stage for phase in self._phases for stage in phase.stages])
+
+    @property
+    def phases(self) -> list[Phase]:
+        """The phases, in the order of the forward."""
+        return list(self._phases)
+
+    def phase(self, index: int) -> Phase:
+        """One of the phases, by its position.
+
+        Raises:
+          AssertionError: it is no integer.
+          ValueError: it is negative.
+          IndexError: there are fewer phases.
+        """
+        found: Phase = pick(f"{type(self).__name__}.phase", self._phases, index)
+        return found
+
+    @configurable
+    def useSeparateBackwardPhase(self, use: bool = True) -> Self:
+        """Whether the last phase's backward is a phase of its own, and not of one with its forward.
+
+        Raises:
+          AssertionError: it is no boolean.
+        """
+        self.separate_backward_phase = checks.boolean("useSeparateBackwardPhase: use", use)
+        return self
+
+    def __repr__(self) -> str:
+        shown = [*map(repr, self._phases)]
+        hidden = ("_phases", "_stages", "_positions")
+        shown += [f"{name}={value!r}" for name, value in vars(self).items() if name not in hidden]
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
+class SerialPhasedExecution(PhasedExecution):
+    """Phases run one after another, all on the same IPUs.
+
+    Attributes:
+      tensors_liveness: when tensors of a phase are off the device.
+    """
+
+    tensors_liveness: Liveness
+
+    def __init__(self, *phases: Phase | Sequence[Stage] | Sequence[str] | Stage | str) -> None:
+        """Takes the phases, as `PhasedExecution` does."""
+        super().__init__(*phases)
+        self.tensors_liveness = Liveness.AlwaysLive
+
+    @configurable
+    def setTensorsLiveness(self, liveness: Liveness) -> Self:
+        """Says when tensors of a phase are off the device.
+
+        Raises:
+          AssertionError: it is no `Liveness`.
+        """
+        self.tensors_liveness = checks.member(Liveness)("setTensorsLiveness: liveness", liveness)
+        return self
+
+
+class ParallelPhasedExecution(PhasedExecution):
+    """While a phase runs on some IPUs, the next one is brought to the others.
+
+    Attributes:
+      tensors_off_chip_after_fwd: whether tensors leave the device after a phase's forward.
+    """
+
+    tensors_off_chip_after_fwd: bool
+
+    def __init__(self, *phases: Phase | Sequence[Stage] | Sequence[str] | Stage | str) -> None:
+        """Takes the phases, as `PhasedExecution` does."""
+        super().__init__(*phases)
+        self.tensors_off_chip_after_fwd = False
+
+    @configurable
+    def sendTensorsOffChipAfterFwd(self, off_chip: bool = True) -> Self:
+        """Says whether tensors leave the device after a phase's forward.
+
+        Raises:
+          AssertionError: it is no boolean.
+        """
+        self.tensors_off_chip_after_fwd = checks.boolean("sendTensorsOffChipAfterFwd: off_chip", off_chip)
+        return self
+
+
+def _as_phase(what: str, value: Any) -> Phase:
+    if isinstance(value, Phase):
+        return value
+    if isinstance(value, (Stage, str)):
+        return Phase(value)
+    if isinstance(value, (list, tuple)):
+        return Phase(*value)
+    raise checks.fail(
+        f"An argument of {what}",
+        "a Phase, a Stage, the name of a block, or a list of stages or names",
+        value,
+    )

@@ -1,0 +1,168 @@
+"""Strategies without phases: which stage, on which IPU, each block of a model is."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from ipu_pipeline.poptorch.enums import AutoStage
+from ipu_pipeline.poptorch.options import checks
+from ipu_pipeline.poptorch.options.stages import Stage, associate
+
+__all__ = ["PipelinedExecution", "Placement", "ShardedExecution", "Strategy"]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a block is: its stage and its IPU, both from 0."""
+
+    stage: int
+    ipu: int
+
+
+class Strategy:
+    """How a model is executed on its IPUs."""
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        """Takes all stages there are.
+
+        Raises:
+          AssertionError: a block is in two of them.
+        """
+        self._stages = tuple(stages)
+        self._positions = associate(list(stages))
+
+    def stage(self, block_id: str) -> Stage:
+        """The stage of a block.
+
+        Raises:
+          AssertionError: no stage has it.
+        """
+        return self._stages[self._find(block_id)]
+
+    def clone(self) -> Self:
+        """A copy that shares nothing with the original."""
+        return copy.deepcopy(self)
+
+    def _find(self, block_id: str | None) -> int:
+        if block_id not in self._positions:
+            name = "None" if block_id is None else f"'{block_id}'"
+            hint = " (a block gets a name by its user_id, or by poptorch.Block.useAutoId())"
+            raise AssertionError(
+                f"Unknown Block {name} list of expected Blocks: {list(self._positions)}"
+                f"{hint if block_id is None else ''}"
+            )
+        return self._positions[block_id]
+
+    def __eq__(self, other: object) -> bool:
+        return vars(self) == vars(other) if type(self) is type(other) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]  # it can be changed
+
+
+class PipelinedExecution(Strategy):
+    """Stages work at the same time, each on another micro-batch.
+
+    Attributes:
+      auto_stage: how blocks become stages; None if the stages were given.
+
+    Example:
+      poptorch.PipelinedExecution(poptorch.Stage("B1", "B2").ipu(0), poptorch.Stage("B3").ipu(1))
+    """
+
+    auto_stage: AutoStage | None
+
+    def __init__(self, *args: AutoStage | Stage | str | Sequence[str]) -> None:
+        """Takes the stages, or how they are made of blocks.
+
+        Args:
+          args: one `AutoStage`, by default `AutoStage.SameAsIpu`; or the stages, each a `Stage`, the name
+            of a block, or a list of names.
+
+        Raises:
+          AssertionError: they are something else, or a block is in two stages.
+        """
+        automatic = [arg for arg in args if isinstance(arg, AutoStage)]
+        if automatic and len(args) > 1:
+            raise AssertionError(
+                f"{type(self).__name__} takes one poptorch.AutoStage, or stages; got {list(args)}."
+            )
+        self.auto_stage = automatic[0] if automatic else None if args else AutoStage.SameAsIpu
+        super().__init__([] if automatic else [_as_stage(type(self).__name__, arg) for arg in args])
+
+    def place(self, blocks: Iterable[tuple[str | None, int | None]]) -> list[Placement]:
+        """Says where each block is.
+
+        Args:
+          blocks: name and IPU of each block, None where there is none, in the order in which the model
+            opens them. The same name again is the same block.
+
+        Returns:
+          A placement for each.
+
+        Raises:
+          AssertionError: no stage has a block, or nothing says the IPU of one.
+        """
+        place: Callable[[str | None, int | None], Placement]
+        if self.auto_stage is None:
+            place = self._place_in_stage
+        elif self.auto_stage is AutoStage.SameAsIpu:
+            place = _place_by_ipu
+        else:
+            place = _Counter().place
+        known: dict[str, int] = {}
+        placements = []
+        for name, given in blocks:
+            ipu = known.get(name) if given is None and name is not None else given
+            if name is not None and ipu is not None:
+                known[name] = ipu
+            placements.append(place(name, ipu))
+        return placements
+
+    def _place_in_stage(self, name: str | None, ipu: int | None) -> Placement:
+        index = self._find(name)
+        own = self._stages[index].ipu_id
+        return Placement(index, own if own is not None else index if ipu is None else ipu)
+
+    def __repr__(self) -> str:
+        args = self._stages if self.auto_stage is None else [f"AutoStage.{self.auto_stage.name}"]
+        return f"{type(self).__name__}({', '.join(map(str, args))})"
+
+
+class ShardedExecution(PipelinedExecution):
+    """A micro-batch goes through all stages before the next one begins: one IPU works at a time.
+
+    It takes what `PipelinedExecution` takes.
+    """
+
+
+def _as_stage(what: str, value: Any) -> Stage:
+    if isinstance(value, Stage):
+        return value
+    if isinstance(value, str):
+        return Stage(value)
+    if isinstance(value, (list, tuple)):
+        return Stage(*value)
+    raise checks.fail(f"An argument of {what}", "a Stage, the name of a block, or a list of names", value)
+
+
+def _place_by_ipu(name: str | None, ipu: int | None) -> Placement:
+    if ipu is None:
+        raise AssertionError(
+            f"poptorch.AutoStage.SameAsIpu was selected but no IPU was specified for block {name}. Give "
+            "it an ipu_id, or set poptorch.PipelinedExecution(poptorch.AutoStage.AutoIncrement)."
+        )
+    return Placement(ipu, ipu)
+
+
+class _Counter:
+    """Gives each new block the next stage; blocks without a name are always new."""
+
+    def __init__(self) -> None:
+        self._stages: dict[object, int] = {}
+
+    def place(self, name: str | None, ipu: int | None) -> Placement:
+        stage = self._stages.setdefault(object() if name is None else name, len(self._stages))
+        return Placement(stage, stage if ipu is None else ipu)

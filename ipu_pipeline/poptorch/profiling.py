@@ -1,0 +1,71 @@
+"""Named spans in the programs of users: `poptorch.profiling.Channel`.
+
+Until there are reports to show them in, they are logged, at level INFO.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+from ipu_pipeline.poptorch.logs import logger
+
+__all__ = ["Channel"]
+
+ObjectT = TypeVar("ObjectT")
+
+
+class Channel:
+    """Spans of one part of a program.
+
+    Example:
+      channel = poptorch.profiling.Channel("Training")
+      with channel.tracepoint("epoch"):
+          train()
+    """
+
+    def __init__(self, name: str) -> None:
+        """Takes the name that its spans are logged with."""
+        self._name = name
+
+    @contextlib.contextmanager
+    def tracepoint(self, name: str) -> Iterator[None]:
+        """A span as long as the `with` block.
+
+        Args:
+          name: of the span.
+        """
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            milliseconds = 1e3 * (time.perf_counter() - begin)
+            logger.info("[%s] %s: %.3f ms", self._name, name, milliseconds)
+
+    def instrument(self, obj: ObjectT, *methods: str) -> ObjectT:
+        """Makes each call of some methods of an object a span.
+
+        Args:
+          obj: the object, which is changed; it may be a class.
+          *methods: their names.
+
+        Returns:
+          The object.
+
+        Raises:
+          AttributeError: it has no such method.
+        """
+        for name in methods:
+            setattr(obj, name, self._wrap(name, getattr(obj, name)))
+        return obj
+
+    def _wrap(self, name: str, method: Any) -> Any:
+        @functools.wraps(method)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            with self.tracepoint(name):
+                return method(*args, **kwargs)
+
+        return wrapped

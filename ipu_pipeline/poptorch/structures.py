@@ -1,0 +1,213 @@
+"""Arguments and results of models: nested structures of tensors, flattened and put together again."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ipu_pipeline.poptorch.errors import Error
+
+__all__ = ["ICustomArgParser", "Structure", "compare", "flatten", "registerCustomArgParser"]
+
+
+class ICustomArgParser:
+    """How tensors are found in objects of a class of the user's, and put back."""
+
+    def yieldTensors(self, struct: Any) -> Iterator[torch.Tensor]:
+        """Yields the tensors of an object, always in the same order."""
+        raise NotImplementedError(f"{type(self).__name__} must define yieldTensors(struct).")
+
+    def reconstruct(self, original_structure: Any, tensor_iterator: Iterator[torch.Tensor]) -> Any:
+        """An object like another one, with the tensors that the iterator yields."""
+        raise NotImplementedError(
+            f"{type(self).__name__} must define reconstruct(original_structure, tensor_iterator)."
+        )
+
+
+_parsers: dict[type, ICustomArgParser] = {}
+
+
+def registerCustomArgParser(class_type: type, arg_parser: ICustomArgParser | None) -> None:
+    """Says how objects of a class, and of classes derived from it, are taken apart.
+
+    Args:
+      class_type: the class.
+      arg_parser: None takes back what was said.
+
+    Raises:
+      Error: it is no `ICustomArgParser`.
+    """
+    if arg_parser is None:
+        _parsers.pop(class_type, None)
+    elif not isinstance(arg_parser, ICustomArgParser):
+        raise Error(f"arg_parser must inherit from ICustomArgParser; got {type(arg_parser).__name__}.")
+    else:
+        _parsers[class_type] = arg_parser
+
+
+@dataclass(frozen=True, eq=False)
+class Structure:
+    """What a value is besides its tensors.
+
+    Attributes:
+      type: its type.
+      children: the parts, by what leads to them: "[0]", ".name"; empty for a tensor and a constant.
+      rebuild: makes the value of its rebuilt parts; None for a tensor, which is the part itself.
+      num_tensors: how many tensors are in it.
+      constant: the value, if it is no tensor and has none.
+    """
+
+    type: type
+    children: tuple[tuple[str, Structure], ...]
+    rebuild: Callable[[list[Any]], Any] | None
+    num_tensors: int
+    constant: Any = None
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether the value is a tensor itself."""
+        return self.rebuild is None
+
+    def unflatten(self, tensors: Iterable[Any]) -> Any:
+        """The value with other tensors, or with what stands for them."""
+        left = iter(tensors)
+        if self.rebuild is None:
+            return next(left)
+        return self.rebuild([child.unflatten(left) for _name, child in self.children])
+
+    def name_tensors(self, name: str) -> list[str]:
+        """The paths of the tensors, in their order, in a value that is called `name`."""
+        if self.is_tensor:
+            return [name]
+        return [path for part, child in self.children for path in child.name_tensors(name + part)]
+
+
+_TENSOR = Structure(torch.Tensor, (), None, 1)
+
+
+def flatten(value: Any) -> tuple[list[torch.Tensor], Structure]:
+    """The tensors of a value, and the rest.
+
+    Taken apart are tuples, named tuples, lists, dicts, and their subclasses; data classes; and classes
+    with a parser of `registerCustomArgParser`. Everything else is a constant.
+    """
+    tensors: list[torch.Tensor] = []
+    return tensors, _flatten(value, tensors)
+
+
+def _flatten(value: Any, tensors: list[torch.Tensor]) -> Structure:
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return _TENSOR
+    kind = type(value)
+    parser = next((_parsers[base] for base in kind.__mro__ if base in _parsers), None)
+    if parser is not None:
+        found = list(parser.yieldTensors(value))
+        tensors += found
+        names = tuple((f"<{number}>", _TENSOR) for number in range(len(found)))
+        made = parser
+
+        def reconstruct(parts: list[Any]) -> Any:
+            return made.reconstruct(value, iter(parts))
+
+        return Structure(kind, names, reconstruct, len(found))
+    if isinstance(value, (tuple, list)):
+        make: Callable[[list[Any]], Any] = kind
+        if hasattr(kind, "_make"):  # of named tuples
+            make = kind._make
+        names_of = getattr(kind, "_fields", None)
+        labels = [f".{n}" for n in names_of] if names_of else [f"[{n}]" for n in range(len(value))]
+        return _with_parts(kind, labels, list(value), tensors, make)
+    if isinstance(value, dict):
+        keys = list(value)
+        return _with_parts(
+            kind, [f"[{key!r}]" for key in keys], list(value.values()), tensors, _dict_maker(value, keys)
+        )
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = [field.name for field in dataclasses.fields(value)]
+        parts = [getattr(value, name) for name in fields]
+        return _with_parts(kind, [f".{n}" for n in fields], parts, tensors, _field_setter(value, fields))
+
+    def same(parts: list[Any]) -> Any:
+        del parts
+        return value
+
+    return Structure(kind, (), same, 0, value)
+
+
+def _with_parts(
+    kind: type,
+    labels: Sequence[str],
+    parts: Sequence[Any],
+    tensors: list[torch.Tensor],
+    rebuild: Callable[[list[Any]], Any],
+) -> Structure:
+    children = tuple((label, _flatten(part, tensors)) for label, part in zip(labels, parts, strict=True))
+    return Structure(kind, children, rebuild, sum(child.num_tensors for _label, child in children))
+
+
+def _dict_maker(value: dict[Any, Any], keys: Sequence[Any]) -> Callable[[list[Any]], Any]:
+    kind = type(value)
+    if kind is dict:
+        return lambda parts: dict(zip(keys, parts, strict=True))
+    empty = copy.copy(value)  # keeps what a subclass adds, such as the default of a defaultdict
+    attributes = getattr(empty, "__dict__", None)
+
+    def make(parts: list[Any]) -> Any:
+        made = copy.copy(empty)
+        if attributes is not None:
+            vars(made).update(attributes)
+        for key, part in zip(keys, parts, strict=True):
+            made[key] = part
+        return made
+
+    return make
+
+
+def _field_setter(value: Any, fields: Sequence[str]) -> Callable[[list[Any]], Any]:
+    def make(parts: list[Any]) -> Any:
+        made = copy.copy(value)
+        for name, part in zip(fields, parts, strict=True):
+            object.__setattr__(made, name, part)  # data classes may be frozen
+        return made
+
+    return make
+
+
+def compare(expected: Structure, given: Structure, name: str) -> str | None:
+    """What differs between two structures; None if nothing does.
+
+    Args:
+      expected: that of the first value.
+      given: that of another one.
+      name: what the value is called.
+    """
+    if expected.is_tensor and given.is_tensor:
+        return None
+    if expected.type is not given.type:
+        return f"Type mismatch for {name}: expected {expected.type} but got {given.type}"
+    if not expected.children and not given.children:
+        if _are_equal(expected.constant, given.constant):
+            return None
+        return f"Value mismatch for {name}: expected {expected.constant!r} but got {given.constant!r}"
+    labels, given_labels = ([label for label, _child in made.children] for made in (expected, given))
+    if issubclass(expected.type, dict) and labels != given_labels:
+        return f"Keys mismatch for {name}: expected {labels} but got {given_labels}"
+    if len(labels) != len(given_labels):
+        return f"Type mismatch for {name}: expected {len(labels)} elements but got {len(given_labels)}"
+    for (label, child), (_label, other) in zip(expected.children, given.children, strict=True):
+        if difference := compare(child, other, name + label):
+            return difference
+    return None
+
+
+def _are_equal(first: Any, second: Any) -> bool:
+    try:
+        return first is second or bool(first == second)
+    except Exception:  # such as arrays, whose comparison is one of elements
+        return False

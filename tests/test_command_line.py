@@ -1,0 +1,70 @@
+"""`ipu-pipeline run`."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ipu_pipeline.command_line import main
+
+PROGRAM = [sys.executable, "-m", "ipu_pipeline.command_line.main"]
+SCRIPT = """
+import multiprocessing, os, sys
+import poptorch, poptorch.optim
+from poptorch.enums import OutputMode
+import ipu_pipeline.poptorch as ours
+import beside
+
+def show():
+    import poptorch
+    print("child", poptorch.__name__)
+
+if __name__ == "__main__":
+    assert poptorch is ours and poptorch.optim is ours.optim and OutputMode is ours.OutputMode
+    assert poptorch.optim.__name__ == poptorch.optim.__spec__.name == "ipu_pipeline.poptorch.optim"
+    print(sys.argv[1:], os.path.basename(__file__), beside.NAME)
+    sys.stdout.flush()
+    process = multiprocessing.get_context("spawn").Process(target=show)
+    process.start()
+    process.join()
+    sys.exit(3)
+"""
+
+
+def run(*arguments, cwd=None):
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    return subprocess.run([*PROGRAM, *arguments], capture_output=True, text=True, cwd=cwd, env=environment)
+
+
+@pytest.mark.parametrize("is_module", [False, True])
+def test_a_script_imports_poptorch(tmp_path, is_module):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "beside.py").write_text("NAME = 'beside'")
+    script = ["-m", "script"] if is_module else [str(tmp_path / "script.py")]
+    done = run("run", *script, "--epochs", "3", "-m", cwd=tmp_path)
+    assert done.returncode == 3, done.stderr
+    assert done.stdout.splitlines() == ["['--epochs', '3', '-m'] script.py beside", "child ipu_pipeline.poptorch"]
+
+
+def test_what_is_not_there(capsys):
+    assert main.main(["run", "nowhere.py"]) == 2
+    assert capsys.readouterr().err == "ipu-pipeline run: there is no file 'nowhere.py'.\n"
+    assert main.main(["run", "-m", "no.where"]) == 2
+    assert capsys.readouterr().err == "ipu-pipeline run: there is no module 'no.where'.\n"
+
+
+def test_an_error_of_the_script_is_shown_as_it_is(tmp_path):
+    (tmp_path / "script.py").write_text("raise ValueError('mine')")
+    done = run("run", str(tmp_path / "script.py"))
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "ValueError: mine"
+
+
+def test_commands_are_listed(capsys):
+    with pytest.raises(SystemExit):
+        main.main(["--help"])
+    assert "run a script that imports poptorch" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main.main([])

@@ -1,0 +1,487 @@
+"""Capturing models: what would go wrong in silence, and what is refused by name."""
+
+import pytest
+import torch
+
+import ipu_pipeline.poptorch as poptorch
+from ipu_pipeline.poptorch import logs
+from tests.poptorch_front import assert_close, make_options, reference, seeded
+
+
+def model_of(forward, **attributes):
+    """A module with a linear layer, buffers or other attributes, and that forward."""
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(3, 3)
+            for name, value in attributes.items():
+                if name.startswith("buffer"):
+                    self.register_buffer(name, value.clone())
+                else:
+                    setattr(self, name, value)
+
+        def forward(self, *args):
+            return forward(self, *args)
+
+    return seeded(Model)
+
+
+def infer(forward, *args, **attributes):
+    return poptorch.inferenceModel(model_of(forward, **attributes), make_options())(*args)
+
+
+def train_as_torch(forward, updates=2, **attributes):
+    """Compares training with plain torch: the loss is what forward returns."""
+    x = torch.linspace(-1, 1, 12).reshape(4, 3)
+    model = model_of(forward, **attributes)
+    plain = reference(model, lambda parameters: torch.optim.SGD(parameters, lr=0.1, weight_decay=0.1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
+    executor = poptorch.trainingModel(model, make_options(1, 2), optimizer)
+    for _update in range(updates):
+        losses = executor(x)
+        expected = plain.train((x,), 1, 2, lambda loss: loss)
+        assert_close([losses], [torch.stack(expected).detach()])
+    assert_close(model.state_dict().values(), plain.model.state_dict().values())
+
+
+def loss(value):
+    return poptorch.identity_loss(value, reduction="mean")
+
+
+x = torch.linspace(-1, 1, 12).reshape(4, 3)
+
+
+# Regions without gradients.
+
+
+def without_gradient(self, x):
+    with torch.no_grad():
+        y = self.linear(x)
+    return loss(self.linear(x) * y)
+
+
+def in_inference_mode(self, x):
+    with torch.inference_mode(False):
+        y = self.linear(x)
+    return loss(y * torch.no_grad()(self.linear)(x))
+
+
+@torch.no_grad()
+def _target(self, x):
+    return self.linear(x)
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        without_gradient,
+        in_inference_mode,
+        lambda self, x: loss(self.linear(x) * _target(self, x)),
+        lambda self, x: loss(self.linear(x) * self.linear(x).detach()),
+    ],
+)
+def test_gradients_stop_where_they_stop_in_torch(forward):
+    train_as_torch(forward)
+
+
+def test_inference_mode_has_no_gradient():
+    """Plain torch refuses this; it means the same as no_grad."""
+
+    def inferred(self, x):
+        with torch.inference_mode():
+            y = self.linear(x)
+        return loss(self.linear(x) * y)
+
+    results = []
+    for forward in (inferred, without_gradient):
+        model = model_of(forward)
+        poptorch.trainingModel(model, make_options())(x)
+        results.append(model.linear.weight.detach().clone())
+    assert torch.equal(*results)
+
+
+def test_a_parameter_without_a_path_to_the_loss_is_left_alone():
+    """torch gives it no gradient, so that it does not decay."""
+
+    def forward(self, x):
+        y = self.linear(x)
+        return loss(y), torch.nn.functional.linear(x, self.other).sum()
+
+    model = model_of(forward, other=torch.nn.Parameter(torch.ones(2, 3)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5)
+    poptorch.trainingModel(model, make_options(), optimizer)(x)
+    assert torch.equal(model.other, torch.ones(2, 3))
+
+
+def test_parameters_that_are_not_trained():
+    model = model_of(lambda self, x: loss(self.linear(x)))
+    model.linear.bias.requires_grad_(False)
+    before = model.linear.bias.clone()
+    weight = model.linear.weight.detach().clone()
+    poptorch.trainingModel(model, make_options(), torch.optim.SGD(model.parameters(), lr=1.0))(x)
+    assert torch.equal(before, model.linear.bias)
+    assert not torch.equal(weight, model.linear.weight)
+    other = model_of(lambda self, x: loss(self.linear(x)))
+    poptorch.trainingModel(other, make_options(), torch.optim.SGD([other.linear.bias], lr=1.0))(x)
+    assert torch.equal(other.linear.weight, weight)
+
+
+# Buffers and attributes.
+
+
+def test_buffers_change_attributes_do_not():
+    def count(self, x):
+        self.buffer += 1
+        self.plain += 1
+        return self.linear(x), self.buffer, self.plain
+
+    plain = torch.tensor([0])
+    model = model_of(count, buffer=torch.tensor([0]), plain=plain)
+    executor = poptorch.inferenceModel(model, make_options())
+    for call in (1, 2, 3):
+        _y, buffer, attribute = executor(x)
+        assert (buffer.tolist(), attribute.tolist()) == ([call], [1])
+    assert (model.buffer.tolist(), plain.tolist()) == ([0], [0])
+    assert model.plain is plain
+    executor.copyWeightsToHost()
+    assert model.buffer.tolist() == [3]
+
+
+def test_an_attribute_that_is_assigned_is_as_before():
+    def assign(self, x):
+        self.plain = self.plain + 1
+        self.new = x
+        return self.plain * 1
+
+    plain = torch.tensor([5])
+    model = model_of(assign, plain=plain)
+    executor = poptorch.inferenceModel(model, make_options())
+    assert [executor(x).item(), executor(x).item()] == [6, 6]
+    assert model.plain is plain
+    assert not hasattr(model, "new")
+
+
+def test_a_counter_of_calls_is_buffered_in_training():
+    def forward(self, x):
+        self.buffer.mul_(2)
+        return loss(self.linear(x) * self.buffer)
+
+    train_as_torch(forward, buffer=torch.tensor(1.0))
+
+
+def test_named_buffers_are_copied_to_the_devices():
+    model = model_of(lambda self, x: x + self.buffer_a + self.buffer_b, buffer_a=x, buffer_b=x)
+    executor = poptorch.inferenceModel(model, make_options(updatable_named_buffers=["buffer_a"]))
+    with pytest.raises(poptorch.Error, match="Model has not been compiled"):
+        executor.copyNamedBuffersToDevice()
+    assert_close([executor(x)], [3 * x])
+    model.buffer_a.zero_()
+    model.buffer_b.zero_()
+    executor.copyNamedBuffersToDevice()
+    assert_close([executor(x)], [2 * x])
+    other = poptorch.inferenceModel(model, make_options())
+    with pytest.raises(poptorch.Error, match="No named buffers marked as updatable"):
+        other.copyNamedBuffersToDevice()
+    wrong = poptorch.inferenceModel(model, make_options(updatable_named_buffers=["nobody"]))
+    wrong(x)
+    with pytest.raises(poptorch.Error, match=r"names \['nobody'\], which the model does not have"):
+        wrong.copyNamedBuffersToDevice()
+
+
+def reassign(self, x):
+    self.buffer = self.buffer + 1
+    return x
+
+
+def remove(self, x):
+    del self.buffer
+    return x
+
+
+def change_parameter(self, x):
+    with torch.no_grad():
+        self.linear.weight.mul_(2)
+    return self.linear(x)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(context, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(context, gradient):
+        return 3 * gradient
+
+
+def change_constant(self, x):
+    self.table[0].add_(1)
+    return x + self.table[0]
+
+
+REFUSED = {
+    "constant": (change_constant, "A tensor of a list or a closure, neither a buffer nor an input, is changed"),
+    "reassigned": (
+        reassign,
+        "Buffer buffer is reassigned within the model when calling the forward method",
+    ),
+    "removed": (remove, "Buffer buffer is removed from the model when calling the forward method"),
+    "parameter": (change_parameter, "Parameter linear.weight is changed by the model's forward"),
+    "own backward": (lambda self, x: Doubled.apply(x), "Doubled is a torch.autograd.Function"),
+    "if": (lambda self, x: x if x.sum() > 0 else -x, r"test_poptorch_capture.py:\d+.* asks for a value"),
+    "item": (lambda self, x: x * x.sum().item(), "asks for a value of a tensor"),
+    "mask": (lambda self, x: x[x > 0].sum(), "asks for a value of a tensor"),
+    "numpy": (lambda self, x: torch.from_numpy(x.numpy()), "asks for a value of a tensor"),
+    "nonzero": (lambda self, x: x.nonzero(), "asks for a value of a tensor"),
+    "complex": (lambda self, x: torch.fft.fft(x).abs(), "makes or takes a tensor of torch.complex64"),
+    "lowering": (
+        lambda self, x: torch.linalg.eigh(x.T @ x)[0],
+        r"aten._linalg_eigh.default has no lowering: in module Model, .*test_poptorch_capture.py:\d+"
+        r"[\s\S]*poptorch.register_lowering\(",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals(name, capfd):
+    forward, message = REFUSED[name]
+    model = model_of(forward, buffer=torch.zeros(1), table=[torch.zeros(1)])
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with pytest.raises(poptorch.Error, match=message):
+        poptorch.inferenceModel(model, make_options())(x)
+    assert capfd.readouterr().err == ""
+    for key, value in model.state_dict().items():
+        assert torch.equal(before[key], value), f"{key} is as before"
+
+
+def test_errors_of_forward_are_the_users_own():
+    def fail(self, x):
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        infer(fail, x)
+    with pytest.raises(RuntimeError, match="must have same reduction dim"):
+        infer(lambda self, x: x @ x, x)
+
+
+def test_own_functions_work_outside_of_models():
+    """While a model is captured, another thread may use what is refused in it."""
+    import threading
+
+    results = []
+
+    def forward(self, x):
+        thread = threading.Thread(target=lambda: results.append(Doubled.apply(torch.ones(1)).item()))
+        thread.start()
+        thread.join()
+        return self.linear(x)
+
+    infer(forward, x)
+    assert results == [2]
+
+
+def test_a_changed_input_is_told(caplog, monkeypatch):
+    monkeypatch.setattr(logs, "_said", set())
+    given = x.clone()
+    assert_close([infer(lambda self, x: x.mul_(2) + 1, given)], [2 * x + 1])
+    assert torch.equal(given, x)
+    assert "The model changes an input in place" in caplog.text
+
+
+# Losses.
+
+
+def test_losses_that_cannot_be_found():
+    def two(self, x):
+        y = self.linear(x)
+        return torch.nn.functional.mse_loss(y, x), torch.nn.functional.l1_loss(y, x)
+
+    for forward, message in [
+        (lambda self, x: self.linear(x).sum(), "Couldn't find a loss in graph!"),
+        (two, "Multiple independent losses found in graph. Graph must have one final loss"),
+        (
+            lambda self, x: torch.nn.functional.mse_loss(self.linear(x), x, reduction="none"),
+            r"The loss must be a floating-point scalar; that of .* is torch.float32 of shape \(4, 3\)",
+        ),
+    ]:
+        with pytest.raises(poptorch.Error, match=message):
+            poptorch.trainingModel(model_of(forward), make_options())(x)
+    assert len(infer(two, x)) == 2
+
+
+def test_one_loss_of_two():
+    def forward(self, x):
+        y = self.linear(x)
+        first, second = torch.nn.functional.mse_loss(y, x), torch.nn.functional.l1_loss(y, x)
+        return poptorch.identity_loss(first + 3 * second, reduction="sum")
+
+    train_as_torch(forward)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_a_loss_of_ones_own(reduction):
+    train_as_torch(
+        lambda self, x: poptorch.identity_loss(5 * (self.linear(x) - x) ** 2, reduction=reduction)
+    )
+
+
+def test_a_loss_that_is_not_returned():
+    def forward(self, x):
+        y = self.linear(x)
+        torch.nn.functional.mse_loss(y, x)
+        return y
+
+    model = model_of(forward)
+    before = model.linear.weight.detach().clone()
+    poptorch.trainingModel(model, make_options())(x)
+    assert not torch.equal(before, model.linear.weight)
+
+
+def test_wrong_reduction():
+    with pytest.raises(AssertionError, match="Unsupported reduction type!"):
+        poptorch.identity_loss(x, "max")
+
+
+# Structures, arguments and results.
+
+
+def test_structures_of_arguments_and_results():
+    def forward(self, pair, factor=2, *, scale=None):
+        y = pair["a"] * factor + pair["b"][0]
+        return {"y": y, "rest": [y if scale is None else y * scale, "text", None], "given": pair["a"]}
+
+    class Model(torch.nn.Module):
+        def forward(self, pair, factor=2, *, scale=None):
+            return forward(self, pair, factor, scale=scale)
+
+    executor = poptorch.inferenceModel(Model(), make_options(2))
+    a = torch.arange(4.0)
+    made = executor({"a": a, "b": (a + 1,)}, scale=a)
+    assert list(made) == ["y", "rest", "given"]
+    assert made["rest"][1:] == ["text", None]
+    assert_close([made["y"], made["rest"][0], made["given"]], [3 * a + 1, (3 * a + 1) * a, a])
+    with pytest.raises(poptorch.Error, match=r"Keys mismatch: expected \['scale'\] but got \[\]"):
+        executor({"a": a, "b": (a + 1,)})
+    with pytest.raises(poptorch.Error, match=r"Type mismatch for pair\['b'\]: expected <class 'tuple'>"):
+        executor({"a": a, "b": [a + 1]}, scale=a)
+    with pytest.raises(poptorch.Error, match="Shape mismatch for scale"):
+        executor({"a": a, "b": (a + 1,)}, scale=torch.ones(6))
+
+
+def test_constants_are_compiled_in():
+    executor = poptorch.inferenceModel(model_of(lambda self, x, factor: x * factor), make_options())
+    assert_close([executor(x, 5)], [5 * x])
+    with pytest.raises(poptorch.Error, match="Value mismatch for args.1.: expected 5 but got 3"):
+        executor(x, 3)
+
+
+def test_dtypes_come_back():
+    def forward(self, x):
+        return (
+            x.argmax(1),
+            (x > 0),
+            x.to(torch.int32),
+            x.half(),
+            x.to(torch.bfloat16),
+            torch.ones(1, dtype=torch.int64),
+        )
+
+    for made, expected in zip(infer(forward, x), forward(None, x), strict=True):
+        assert made.dtype == expected.dtype
+        assert torch.equal(made, expected)
+
+
+def test_large_integers_are_refused():
+    with pytest.raises(
+        ValueError, match="Input args.0. has integers from 1 to 4294967296, which do not fit int32"
+    ):
+        infer(lambda self, x: x + 1, torch.tensor([1, 2**32]))
+    assert infer(lambda self, x: x + 1, torch.tensor([1, 2**31 - 2])).tolist() == [2, 2**31 - 1]
+
+
+def test_inputs_that_require_gradients_are_detached(caplog, monkeypatch):
+    monkeypatch.setattr(logs, "_said", set())
+    made = infer(lambda self, x: self.linear(x), x.clone().requires_grad_())
+    assert not made.requires_grad
+    assert "Input args[0] requires a gradient" in caplog.text
+
+
+def test_no_tensor_at_all():
+    executor = poptorch.inferenceModel(model_of(lambda self: self.linear.weight * 2), make_options(3))
+    assert executor().shape == (9, 3)
+
+
+def test_autocast_and_checkpoints():
+    def cast(self, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.linear(x)
+
+    made = infer(cast, x)
+    assert made.dtype == torch.bfloat16
+    assert_close([made.float()], [model_of(cast)(x).float()], 1e-2)
+
+    def checkpoint(self, x):
+        return loss(torch.utils.checkpoint.checkpoint(self.linear, x, use_reentrant=False))
+
+    train_as_torch(checkpoint)
+
+
+def test_tied_weights_over_stages():
+    class Tied(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = torch.nn.Linear(3, 5, bias=False)
+            self.head = torch.nn.Linear(3, 5, bias=False)
+            self.head.weight = self.embedding.weight
+
+        def forward(self, x):
+            with poptorch.Block("a", ipu_id=0):
+                y = self.embedding(x)
+            with poptorch.Block("b", ipu_id=1):
+                return loss(self.head(x) * y.tanh())
+
+    model = seeded(Tied)
+    plain = reference(model, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    executor = poptorch.trainingModel(
+        model, make_options(1, 2), torch.optim.SGD(model.parameters(), lr=0.1)
+    )
+    for _update in range(2):
+        executor(x)
+        plain.train((x,), 1, 2, lambda value: value)
+    assert model.head.weight is model.embedding.weight
+    assert_close([model.head.weight.detach()], [plain.model.head.weight.detach()])
+
+
+def test_a_buffer_that_a_later_stage_writes():
+    def forward(self, x):
+        with poptorch.Block("a", ipu_id=0):
+            y = x + self.buffer
+        with poptorch.Block("b", ipu_id=1):
+            self.buffer.copy_(y.mean())
+        return y * 2
+
+    with pytest.raises(poptorch.Error, match="Buffer buffer is read in block a and written in block b"):
+        infer(forward, x, buffer=torch.zeros(()))
+
+
+def test_a_lowering_of_the_users():
+    import jax.numpy as jnp
+
+    poptorch.register_lowering("aten::_linalg_eigh", lambda x, *rest: tuple(jnp.linalg.eigh(x)))
+    try:
+        made = infer(lambda self, x: torch.linalg.eigh(x.T @ x)[0], x)
+        assert_close([made], [torch.linalg.eigvalsh(x.T @ x)], 1e-4)
+    finally:
+        from ipu_pipeline.poptorch.lowering import registry
+
+        del registry._registered["aten::_linalg_eigh"]
+
+
+def test_control_flow():
+    def forward(self, x):
+        return torch.cond(x.sum() > 0, lambda x: self.linear(x), lambda x: x * 2, (x,))
+
+    model = model_of(forward)
+    executor = poptorch.inferenceModel(model, make_options())
+    assert_close([executor(x + 1), executor(x - 1)], [model(x + 1), model(x - 1)])

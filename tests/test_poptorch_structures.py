@@ -1,0 +1,109 @@
+"""Structures of tensors: taken apart, put together, compared."""
+
+import collections
+import dataclasses
+
+import pytest
+import torch
+
+import ipu_pipeline.poptorch as poptorch
+from ipu_pipeline.poptorch.structures import compare, flatten
+
+Pair = collections.namedtuple("Pair", "left right")
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    image: torch.Tensor
+    label: torch.Tensor
+    name: str = "train"
+
+
+class Result(collections.OrderedDict):
+    """A dictionary whose entries are attributes too."""
+
+    def __setitem__(self, key, value):
+        super().__setitem__(key, value)
+        object.__setattr__(self, key, value)
+
+
+def t(value):
+    return torch.tensor(float(value))
+
+
+STRUCTURES = {
+    "tensor": lambda: t(1),
+    "tuple": lambda: (t(1), t(2)),
+    "empty": lambda: ((), [], {}),
+    "list": lambda: [t(1), [t(2), (t(3),)]],
+    "namedtuple": lambda: Pair(t(1), [t(2)]),
+    "dict": lambda: {"b": t(1), "a": {"x": t(2), "n": 3}},
+    "default": lambda: collections.defaultdict(list, {"a": t(1)}),
+    "subclass": lambda: Result({"loss": t(1), "logits": t(2)}),
+    "dataclass": lambda: Batch(t(1), t(2), "test"),
+    "constants": lambda: (t(1), None, 5, "text", 2.5, True),
+}
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_a_structure_is_put_together_with_other_tensors(name):
+    value = STRUCTURES[name]()
+    tensors, structure = flatten(value)
+    assert len(tensors) == structure.num_tensors == len(structure.name_tensors("x"))
+    again = structure.unflatten(tensors)
+    assert type(again) is type(value)
+    other = structure.unflatten([tensor + 10 for tensor in tensors])
+    assert [float(x) - 10 for x in flatten(other)[0]] == [float(x) for x in tensors]
+    assert repr(structure.unflatten(tensors)) == repr(value)
+    assert compare(structure, flatten(other)[1], "x") is None
+
+
+def test_attributes_of_results_follow():
+    result = flatten(Result({"loss": t(1)}))[1].unflatten([t(5)])
+    assert float(result.loss) == float(result["loss"]) == 5
+    made = flatten(collections.defaultdict(list, {"a": t(1)}))[1].unflatten([t(2)])
+    assert made["new"] == []
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        ((t(1), 5), (t(1), 3), "Value mismatch for x[1]: expected 5 but got 3"),
+        ((t(1),), [t(1)], "Type mismatch for x: expected <class 'tuple'> but got <class 'list'>"),
+        ((t(1), t(1)), (t(1),), "Type mismatch for x: expected 2 elements but got 1"),
+        ({"a": t(1)}, {"b": t(1)}, "Keys mismatch for x: expected [\"['a']\"] but got [\"['b']\"]"),
+        (t(1), 5, "Type mismatch for x: expected <class 'torch.Tensor'> but got <class 'int'>"),
+        (Batch(t(1), t(1)), Batch(t(1), t(1), "z"), "Value mismatch for x.name: expected 'train' but got 'z'"),
+        (1, True, "Type mismatch for x: expected <class 'int'> but got <class 'bool'>"),
+    ],
+)
+def test_differences_are_named(first, second, message):
+    assert compare(flatten(first)[1], flatten(second)[1], "x") == message
+
+
+class Box:
+    def __init__(self, tensor, name):
+        self.tensor = tensor
+        self.name = name
+
+
+class BoxParser(poptorch.ICustomArgParser):
+    def yieldTensors(self, struct):
+        yield struct.tensor
+
+    def reconstruct(self, original_structure, tensor_iterator):
+        return Box(next(tensor_iterator), original_structure.name)
+
+
+def test_classes_with_a_parser():
+    assert flatten(Box(t(1), "a"))[0] == []
+    poptorch.registerCustomArgParser(Box, BoxParser())
+    try:
+        tensors, structure = flatten({"box": Box(t(1), "a")})
+        made = structure.unflatten([t(7)])["box"]
+        assert (float(made.tensor), made.name, len(tensors)) == (7, "a", 1)
+    finally:
+        poptorch.registerCustomArgParser(Box, None)
+    assert flatten(Box(t(1), "a"))[0] == []
+    with pytest.raises(poptorch.Error, match="arg_parser must inherit from ICustomArgParser; got object"):
+        poptorch.registerCustomArgParser(Box, object())
