@@ -1,6 +1,7 @@
 """Modules of torch computed by their lowerings, forward and gradients, beside torch itself."""
 
 import contextlib
+import copy
 import dataclasses
 
 import jax
@@ -149,7 +150,8 @@ def run_torch(module, args, kwargs, seed=0):
     varied |= {str(i): leaf for i, leaf in enumerate(leaves) if leaf.requires_grad}
     pairs = [(r, c) for r, c in zip(results, cotangents, strict=True) if r.requires_grad]
     if pairs:
-        found = torch.autograd.grad(*zip(*pairs), list(varied.values()), allow_unused=True)
+        outputs, given = zip(*pairs, strict=True)
+        found = torch.autograd.grad(outputs, list(varied.values()), given, allow_unused=True)
     else:
         found = [None] * len(varied)
     gradients = {
@@ -166,8 +168,6 @@ def compare(module, *args, tolerance=2e-5, gradients=True, **kwargs):
       tolerance: relative to the largest element, and to 1.
       gradients: whether they are compared.
     """
-    import copy
-
     module = module if isinstance(module, torch.nn.Module) else Call(module)
     reference = copy.deepcopy(module)
     results, buffers, of_torch, cotangents = run_torch(reference, args, kwargs)

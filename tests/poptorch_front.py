@@ -127,7 +127,8 @@ def assert_close(actual, expected, tolerance=1e-5):
         assert one.dtype == other.dtype, number
         difference = relative_difference(one, other)
         scale = float(other.detach().double().norm())
-        assert difference <= tolerance or difference * scale <= 1e-2 * tolerance, (number, difference, scale)
+        is_close = difference <= tolerance or difference * scale <= 1e-2 * tolerance
+        assert is_close, (number, difference, scale)
 
 
 def assert_same_state(model, other, tolerance=1e-5):

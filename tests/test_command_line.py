@@ -45,7 +45,10 @@ def test_a_script_imports_poptorch(tmp_path, is_module):
     script = ["-m", "script"] if is_module else [str(tmp_path / "script.py")]
     done = run("run", *script, "--epochs", "3", "-m", cwd=tmp_path)
     assert done.returncode == 3, done.stderr
-    assert done.stdout.splitlines() == ["['--epochs', '3', '-m'] script.py beside", "child ipu_pipeline.poptorch"]
+    assert done.stdout.splitlines() == [
+        "['--epochs', '3', '-m'] script.py beside",
+        "child ipu_pipeline.poptorch",
+    ]
 
 
 def test_what_is_not_there(capsys):

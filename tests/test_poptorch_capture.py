@@ -221,7 +221,10 @@ def change_constant(self, x):
 
 
 REFUSED = {
-    "constant": (change_constant, "A tensor of a list or a closure, neither a buffer nor an input, is changed"),
+    "constant": (
+        change_constant,
+        "A tensor of a list or a closure, neither a buffer nor an input, is changed",
+    ),
     "reassigned": (
         reassign,
         "Buffer buffer is reassigned within the model when calling the forward method",

@@ -30,6 +30,11 @@ def make_sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
+def make_frozen(model):
+    """An optimizer that trains nothing of any other model."""
+    return torch.optim.SGD(model.parameters(), lr=0.0)
+
+
 def make_model(**arguments):
     return seeded(lambda: TwoLayers(**arguments))
 
@@ -39,7 +44,9 @@ def trained():
     """A model after two calls, its wrapper, and plain torch after the same."""
     model = make_model()
     plain = reference(model, make_sgd)
-    executor = poptorch.trainingModel(model, make_options(2, 2), poptorch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    executor = poptorch.trainingModel(
+        model, make_options(2, 2), poptorch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    )
     for _call in range(2):
         executor(*make_batch())
         plain.train(make_batch(), 2, 2, second)
@@ -58,7 +65,9 @@ STRATEGIES = {
 def test_training_equals_plain_torch(strategy):
     model = make_model()
     plain = reference(model, make_sgd)
-    executor = poptorch.trainingModel(model, make_options(2, 4, STRATEGIES[strategy]), make_sgd(model.parameters()))
+    executor = poptorch.trainingModel(
+        model, make_options(2, 4, STRATEGIES[strategy]), make_sgd(model.parameters())
+    )
     for seed in range(3):
         outputs = executor(*make_batch(16, seed=seed))
         expected = plain.train(make_batch(16, seed=seed), 2, 4, second)
@@ -73,7 +82,9 @@ def test_gradients_equal_plain_torch_in_float64():
     with jax.enable_x64(True):
         model = seeded(lambda: TwoLayers().double())
         plain = reference(model, lambda parameters: torch.optim.SGD(parameters, lr=1.0))
-        executor = poptorch.trainingModel(model, make_options(1, 4), torch.optim.SGD(model.parameters(), lr=1.0))
+        executor = poptorch.trainingModel(
+            model, make_options(1, 4), torch.optim.SGD(model.parameters(), lr=1.0)
+        )
         batch = make_batch(dtype=torch.float64)
         before = [p.detach().clone() for p in model.parameters()]
         outputs = executor(*batch)
@@ -91,7 +102,9 @@ def test_reductions(reduction, strategy):
     plain = reference(model, make_sgd)
     options = make_options(1, 4)
     options.Training.accumulationAndReplicationReductionType(poptorch.ReductionType[reduction])
-    options.Training.setMeanAccumulationAndReplicationReductionStrategy(poptorch.MeanReductionStrategy[strategy])
+    options.Training.setMeanAccumulationAndReplicationReductionStrategy(
+        poptorch.MeanReductionStrategy[strategy]
+    )
     poptorch.trainingModel(model, options, make_sgd(model.parameters()))(*make_batch())
     plain.train(make_batch(), 1, 4, second, mean=reduction == "Mean")
     assert_same_state(model, plain.model)
@@ -310,7 +323,9 @@ def test_compile_runs_nothing(trained):
     last = poptorch.registerPostCompileHook(lambda executor: called.append(executor.isCompiled()))
     try:
         executor = poptorch.trainingModel(model, make_options().showCompilationProgressBar(True))
-        with pytest.raises(poptorch.Error, match="Please compile the model before obtaining compilation time"):
+        with pytest.raises(
+            poptorch.Error, match="Please compile the model before obtaining compilation time"
+        ):
             executor.compilationTime()
         executor.compile(*make_batch())
     finally:
@@ -428,6 +443,51 @@ def test_attributes_of_the_model(trained):
         executor.nothing  # noqa: B018
 
 
+def test_values_within_the_model():
+    model = make_model()
+    options = make_options(2, 2, mode=poptorch.OutputMode.Final)
+    options.anchorTensor("hidden", "tanh", poptorch.OutputMode.All)
+    options.anchorTensor("sum", "second/addmm", poptorch.OutputMode.Sum)
+    options.anchorTensor("last", "mse_loss")
+    plain = copy.deepcopy(model)
+    x, target = make_batch()
+    executor = poptorch.trainingModel(model, options)
+    with pytest.raises(AssertionError, match="Model has not been compiled"):
+        executor.getTensorNames()
+    with pytest.raises(
+        poptorch.Error, match="anchorTensor names 'mse_loss', which is no value of the model"
+    ):
+        executor(x, target)
+    options = options.clone()
+    options.anchored_tensors.pop("last")
+    executor = poptorch.trainingModel(copy.deepcopy(plain), options, make_frozen(plain))
+    with pytest.raises(AssertionError, match="Run the model before asking"):
+        executor.getAnchoredTensor("hidden")
+    logits, _loss = executor(x, target)
+    assert {"first.weight", "second/addmm", "tanh"} <= set(executor.getTensorNames())
+    hidden = torch.tanh(plain.first(x)).detach()
+    assert_close([executor.getAnchoredTensor("hidden")], [hidden])
+    assert_close(
+        [executor.getAnchoredTensor("sum")], [plain.second(hidden).detach().reshape(4, 2, 3).sum(0)]
+    )
+    assert_close([logits], [plain.second(hidden).detach()[-2:]])
+    with pytest.raises(AssertionError, match="No tensor is anchored as 'nobody'"):
+        executor.getAnchoredTensor("nobody")
+
+
+def test_synthetic_data():
+    """Inputs are looked at for their shapes only."""
+    model = make_model()
+    executor = poptorch.inferenceModel(model, make_options(2).enableSyntheticData(True))
+    x, _target = make_batch()
+    assert_close([executor(x), executor(x * torch.nan)], [model(torch.zeros_like(x)).detach()] * 2)
+    training = poptorch.trainingModel(model, make_options(2, 2).enableSyntheticData(True))
+    plain = reference(model, lambda parameters: torch.optim.SGD(parameters, lr=0.01))
+    training(*make_batch())
+    plain.train((torch.zeros(8, 3), torch.zeros(8, 3)), 2, 2, second)
+    assert_same_state(model, plain.model)
+
+
 # What is refused.
 
 
@@ -439,14 +499,18 @@ def test_wrong_wrapping():
         poptorch.inferenceModel(lambda x: x)
     with pytest.raises(TypeError, match="Unsupported optimizer type"):
         poptorch.trainingModel(model, make_options(), torch.optim.Adagrad(model.parameters()))
-    with pytest.raises(poptorch.Error, match=r"gradientAccumulation to 1.*Use poptorch.Options\(\).deviceIterations"):
+    with pytest.raises(
+        poptorch.Error, match=r"gradientAccumulation to 1.*Use poptorch.Options\(\).deviceIterations"
+    ):
         poptorch.inferenceModel(model, make_options(1, 2))
     with pytest.raises(poptorch.Error, match=r"running a poptorch.inferenceModel\(\)\.$"):
         poptorch.inferenceModel(model, make_options(1, 2, poptorch.ShardedExecution()))
     with pytest.raises(NotImplementedError, match="replicationFactor above 1 does not exist here yet"):
         poptorch.trainingModel(model, make_options().replicationFactor(2))
     with pytest.raises(NotImplementedError, match="SerialPhasedExecution does not exist here yet"):
-        poptorch.trainingModel(model, make_options(strategy=poptorch.SerialPhasedExecution(poptorch.Phase("a"))))
+        poptorch.trainingModel(
+            model, make_options(strategy=poptorch.SerialPhasedExecution(poptorch.Phase("a")))
+        )
     with pytest.raises(RuntimeError, match="Optimizers can only be updated for training models"):
         poptorch.inferenceModel(model, make_options()).setOptimizer(make_sgd(model.parameters()))
     poptorch.trainingModel(model, make_options())  # none of these wrapped it
@@ -470,7 +534,9 @@ def test_numbers_of_ipus():
 
 
 def test_offline():
-    executor = poptorch.inferenceModel(make_model(), make_options().connectionType(poptorch.ConnectionType.Never))
+    executor = poptorch.inferenceModel(
+        make_model(), make_options().connectionType(poptorch.ConnectionType.Never)
+    )
     with pytest.raises(AssertionError, match="Trying to run a model on an offline device"):
         executor(make_batch()[0])
 
@@ -479,7 +545,10 @@ def test_other_arguments_than_the_first(trained):
     _model, executor, _plain = trained
     x, target = make_batch()
     for given, message in [
-        ((x[:4], target), r"Shape mismatch for x: expected torch.Size\(\[8, 3\]\) but got torch.Size\(\[4, 3\]\)"),
+        (
+            (x[:4], target),
+            r"Shape mismatch for x: expected torch.Size\(\[8, 3\]\) but got torch.Size\(\[4, 3\]\)",
+        ),
         ((x.int(), target), "Data type mismatch for x: expected torch.float32 but got torch.int32"),
         ((x,), "Number of positional arguments mismatch: expected 2 but got 1"),
         ((x, 5), "Type mismatch for target: expected <class 'torch.Tensor'> but got <class 'int'>"),
@@ -501,7 +570,9 @@ def test_other_arguments_than_the_first(trained):
 
 def test_batches_that_cannot_be_cut():
     executor = poptorch.inferenceModel(make_model(), make_options(4))
-    with pytest.raises(AssertionError, match=r"Invalid batch dimension: In the input x .* \(6\) must be a multiple"):
+    with pytest.raises(
+        AssertionError, match=r"Invalid batch dimension: In the input x .* \(6\) must be a multiple"
+    ):
         executor(torch.ones(6, 3))
     with pytest.raises(AssertionError, match="Invalid batch dimension"):
         executor(torch.tensor(1.0))
@@ -541,5 +612,3 @@ def test_two_threads_take_turns():
     for _number in range(20):
         plain.train(make_batch(), 1, 1, second)
     assert_same_state(model, plain.model)
-
-

@@ -160,6 +160,7 @@ def test_what_is_constant_and_nothing_is_left_out():
             "differs in whether max_grad_norm is infinite: it was infinite and now is",
         ),
         ({"max_grad_norm": 2.0}, {"max_grad_norm": 1.0}, None),
+        ({"max_grad_norm": 2.0}, {}, None),
     ],
 )
 def test_another_optimizer_in_its_place(first, second, match):

@@ -20,6 +20,7 @@ __all__ = [
     "capturing",
     "current_capture",
     "is_block",
+    "is_marker",
     "mark_final_loss",
     "reduce_loss",
 ]
@@ -68,6 +69,11 @@ def begin_block(name: str | None, ipu: int | None) -> None:
 def is_block(node: torch.fx.Node) -> bool:
     """Whether a node of a graph begins a block; its arguments are the name and the IPU."""
     return node.target is _OPERATIONS.begin_block.default
+
+
+def is_marker(node: torch.fx.Node) -> bool:
+    """Whether a node of a graph computes nothing: it begins a block, or marks the final loss."""
+    return is_block(node) or node.target is mark_final_loss()
 
 
 def reduce_loss(value: torch.Tensor, reduction: str) -> torch.Tensor:

@@ -99,7 +99,7 @@ def parse_arguments() -> argparse.Namespace:
         default="pipelined",
         help="Whether IPUs work at the same time, on different micro-batches.",
     )
-    parser.add_argument("--debug", action="store_true", help="Log what becomes of the model.")
+    parser.add_argument("--debug", action="store_true", help="Log which operations each IPU has.")
     parser.add_argument(
         "--offload-optimiser",
         action="store_true",
@@ -160,8 +160,6 @@ def make_training_options(args: argparse.Namespace, device_iterations: int) -> p
         options.TensorLocations.setOptimizerLocation(
             poptorch.TensorLocationSettings().useOnChipStorage(False)
         )
-    if args.profile:
-        options.enableProfiling(args.profile_dir)
     return options
 
 
@@ -212,7 +210,7 @@ def train(
         for images, labels in progress:
             with jax.profiler.trace(profile_dir) if profile_dir else contextlib.nullcontext():
                 output, losses = model(images, labels)
-            profile_dir = None  # one call is enough
+            profile_dir = None  # of one call: of all of them it would be large
             # Here, not after the loop: the loader's tensors are valid until it is asked for the next ones.
             loss, accuracy = float(losses.mean()), count_right(output, labels) / size
             progress.set_postfix(loss=f"{loss:.3f}", accuracy=f"{accuracy:.2%}")
@@ -250,8 +248,8 @@ def main() -> None:
     training_loader = make_training_loader(args, options, data)
     test_loader = make_test_loader(args, inference_options, data)
     print(
-        f"{len(training_loader)} calls an epoch, each {device_iterations} weight updates from "
-        f"{GRADIENT_ACCUMULATION} micro-batches of {args.batch_size} images"
+        f"Calls per epoch: {len(training_loader)}; weight updates per call: {device_iterations}; "
+        f"micro-batches per weight update: {GRADIENT_ACCUMULATION}, each of {args.batch_size} images"
     )
 
     model = NetworkWithLoss()

@@ -98,7 +98,7 @@ class LoadingProcess:
         return self._iteration
 
     def take(self, iteration: int) -> Any:
-        """The next batch of an iteration; the one before is given back.
+        """The next batch of an iteration. That before it is given back; not at the end, if there is space.
 
         Raises:
           StopIteration: there is none.
@@ -114,10 +114,11 @@ class LoadingProcess:
             )
         while True:
             with self._stopping_if_interrupted():
-                self._give_back()
+                if len(self._memories) == 1:
+                    self._hold(None)
                 message = self._receive()
                 if isinstance(message, Loaded):
-                    self._held = message.slot
+                    self._hold(message.slot)
             match message:
                 case Loaded(number, slot, pickled, buffers) if number == iteration:
                     return put_together(pickled, buffers, self._memories[slot])
@@ -160,10 +161,11 @@ class LoadingProcess:
             self.stop()
             raise
 
-    def _give_back(self) -> None:
+    def _hold(self, slot: int | None) -> None:
+        """Gives back the slot that was held before."""
         if self._held is not None:
             self._send(Free(self._held))
-            self._held = None
+        self._held = slot
 
     def _send(self, message: Any) -> None:
         with contextlib.suppress(OSError):  # the process has ended; `take` will say so

@@ -183,10 +183,12 @@ def check_batches(arguments: Arguments, batching: Batching) -> None:
         is_usable = size > 0 and size % number == 0
         assert is_usable, (
             f"Invalid batch dimension: In the input {name} of shape {tuple(tensor.shape)}, the batch "
-            f"dimension ({size}) must be a multiple of Options.deviceIterations({batching.device_iterations}) * "
+            f"dimension ({size}) must be a multiple of "
+            f"Options.deviceIterations({batching.device_iterations}) * "
             f"(Options.replicationFactor(1) / Options.inputReplicaGrouping(1)) * "
             f"Options.Training.gradientAccumulation({batching.gradient_accumulation}) = {number} because "
-            "it is used to calculate the batch size which will be executed on the device in any given iteration."
+            "it is used to calculate the batch size which will be executed on the device in any given "
+            "iteration."
         )
 
 

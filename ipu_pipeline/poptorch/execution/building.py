@@ -80,7 +80,15 @@ def compile_model(
     tensors = first_micro_batch(arguments, batching)
     captured = capture(wrapped.model, tensors, arguments.structure, wrapped.modes, trains)
     progress.done("capture")
-    stages = make_stages(captured, wrapped.model, lambda blocks: _find_ipus(blocks, options), trains)
+    anchored = options.anchored_tensors.values()
+    stages = make_stages(
+        captured,
+        wrapped.model,
+        lambda blocks: _find_ipus(blocks, options),
+        trains,
+        [anchor.long_name for anchor in anchored],
+        options.module_namescope,
+    )
     _tell_of_idle_stages(stages, batching, options)
     training = None
     pipeline_options: dict[str, Any] = {}
@@ -98,7 +106,7 @@ def compile_model(
         device_mapping=stages.ipus,
         donate=True,
         collect_outputs=_all_but_last if trains else True,
-        sum_collected=output_mode_of(options, trains) is OutputMode.Sum,
+        sum_collected=output_mode_of(options, trains) is OutputMode.Sum and not anchored,
         sum_dtype=_sum_dtype,
         offload=options.TensorLocations.offload,
         **pipeline_options,

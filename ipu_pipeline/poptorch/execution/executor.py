@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import jax
 import torch
 
+from ipu_pipeline.engine.state import Collected
 from ipu_pipeline.poptorch.annotations import module_repr
-from ipu_pipeline.poptorch.enums import ConnectionType
+from ipu_pipeline.poptorch.enums import ConnectionType, OutputMode
 from ipu_pipeline.poptorch.errors import Error
 from ipu_pipeline.poptorch.execution.arguments import Arguments, Signature, check_like_first, split
 from ipu_pipeline.poptorch.execution.building import Wrapped, batching_of, compile_model, output_mode_of
@@ -61,6 +62,7 @@ class PoplarExecutor:
         self._progress: CompileProgress | None = None
         self._times = CallTimes()
         self._call_ns: int | None = None
+        self._anchored: dict[str, torch.Tensor] = {}
 
     # Calls.
 
@@ -105,12 +107,25 @@ class PoplarExecutor:
             asked = time.perf_counter()
             times.input_complete = [asked] * number
             mode = output_mode_of(self.options, self._wrapped.trains)
-            joined = join_outputs(
-                collected, compiled.stages.output_dtypes, mode, self.options.output_return_period
-            )
+            number_of_outputs = compiled.outputs.num_tensors
+            dtypes = compiled.stages.output_dtypes
+            period = self.options.output_return_period
+            joined = join_outputs(collected, dtypes[:number_of_outputs], mode, period)
+            self._keep_anchored(collected, dtypes, number_of_outputs, mode)
             times.note_outputs(asked)
             self._call_ns = time.perf_counter_ns() - begin
             return compiled.outputs.unflatten(joined)
+
+    def _keep_anchored(
+        self, collected: list[Collected], dtypes: Sequence[torch.dtype], first: int, mode: OutputMode
+    ) -> None:
+        for place, (short, anchor) in enumerate(self.options.anchored_tensors.items(), first):
+            wanted = mode if anchor.output_mode in (None, OutputMode.Default) else anchor.output_mode
+            period = (
+                anchor.output_return_period if anchor.output_mode else self.options.output_return_period
+            )
+            (value,) = join_outputs(collected, dtypes[place : place + 1], wanted, period, place)
+            self._anchored[short] = value
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compiles the model for arguments like these, and runs nothing.
@@ -378,6 +393,29 @@ class PoplarExecutor:
         with self._host.lock:
             key = jax.random.wrap_key_data(jax.numpy.asarray(state[:2], jax.numpy.uint32))
             self._attached().replace(key=key, execution_count=int(state[2]))
+
+    def getTensorNames(self) -> list[str]:
+        """The names of the model's values, for `Options.anchorTensor`.
+
+        Raises:
+          AssertionError: the model has not been compiled.
+        """
+        assert self._compiled is not None, _NOT_COMPILED
+        return list(self._compiled.stages.value_names)
+
+    def getAnchoredTensor(self, short_name: str) -> torch.Tensor:
+        """The value of the last call that `Options.anchorTensor` kept.
+
+        Args:
+          short_name: the first argument there.
+
+        Raises:
+          AssertionError: there is none of that name, or no call was made.
+        """
+        known = list(self.options.anchored_tensors)
+        assert short_name in known, f"No tensor is anchored as {short_name!r}. There are: {known}."
+        assert short_name in self._anchored, "Run the model before asking for an anchored tensor."
+        return self._anchored[short_name]
 
     def compilationTime(self) -> timedelta:
         """How long compiling took.

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ipu_pipeline.engine.state import Collected
-from ipu_pipeline.poptorch.dtypes import to_torch
+from ipu_pipeline.poptorch.dtypes import jax_dtype, to_torch
 from ipu_pipeline.poptorch.enums import OutputMode
 from ipu_pipeline.poptorch.errors import Error
 
@@ -18,7 +18,11 @@ __all__ = ["join_outputs"]
 
 
 def join_outputs(
-    collected: Sequence[Collected], dtypes: Sequence[torch.dtype], mode: OutputMode, period: int
+    collected: Sequence[Collected],
+    dtypes: Sequence[torch.dtype],
+    mode: OutputMode,
+    period: int,
+    first: int = 0,
 ) -> list[torch.Tensor]:
     """The tensors that a call returns.
 
@@ -29,17 +33,17 @@ def join_outputs(
       mode: which micro-batches' outputs are wanted. Those of several are joined along dimension 0; scalars
         make a vector.
       period: of `OutputMode.EveryN`.
+      first: the position of the first output that is wanted.
     """
     joined = []
-    for place, dtype in enumerate(dtypes):
+    for place, dtype in enumerate(dtypes, first):
         if mode is OutputMode.Final:
             last = collected[-1]
             leaf = last.outputs[place]
             value = np.asarray(leaf if last.size is None else leaf[last.size - 1])
         elif mode is OutputMode.Sum:
-            value = np.asarray(collected[0].outputs[place])
-            for part in collected[1:]:
-                value = value + np.asarray(part.outputs[place])
+            dtype = torch.int32 if dtype is torch.bool else dtype
+            value = _stack(collected, place).sum(0, dtype=jax_dtype(dtype))
         else:
             value = _stack(collected, place)
             if mode is OutputMode.EveryN:

@@ -6,6 +6,7 @@ import torch
 
 from ipu_pipeline.poptorch import markers
 from ipu_pipeline.poptorch.errors import Error
+from ipu_pipeline.poptorch.logs import warn_once
 from ipu_pipeline.poptorch.lowering.unsupported import describe_place
 
 __all__ = ["find_marked_loss", "mark_loss"]
@@ -72,6 +73,12 @@ def mark_loss(graph: torch.fx.Graph) -> None:
             f"The loss must be a floating-point scalar; that of {describe_place(loss)} is {value.dtype} of "
             "shape "
             f"{tuple(value.shape)}. {_HOW_TO}"
+        )
+    if followers := [user for user in loss.users if user.op == "call_function"]:
+        warn_once(
+            f"The loss is what {describe_place(loss)} computes. What {describe_place(followers[0])} makes "
+            "of it is "
+            f"returned, but not minimized. {_HOW_TO}"
         )
     with graph.inserting_after(loss):
         marked = graph.call_function(markers.mark_final_loss(), (loss,))

@@ -81,7 +81,7 @@ def check_functional(program: torch.export.ExportedProgram) -> None:
     """Looks at what a model writes to, and at where its blocks are.
 
     Args:
-      program: decomposed, so that nothing is written in place, and no sub-graph is a region without gradients.
+      program: decomposed, so that nothing is written in place, and no region without gradients is left.
 
     Raises:
       Error: a parameter is changed; or a block begins within a branch or body of torch's control flow.

@@ -20,6 +20,7 @@ from ipu_pipeline.poptorch.errors import Error
 from ipu_pipeline.poptorch.graphs.blocks import BlockId, Section, cut_into_sections
 from ipu_pipeline.poptorch.graphs.capture import Captured
 from ipu_pipeline.poptorch.graphs.losses import find_marked_loss
+from ipu_pipeline.poptorch.graphs.values import find_values, name_values
 from ipu_pipeline.poptorch.lowering.interpreter import run_node
 from ipu_pipeline.poptorch.lowering.unsupported import describe_unsupported, find_unsupported
 
@@ -34,12 +35,13 @@ class ModelStages:
 
     Attributes:
       functions: of the stages. The first takes the tensors of the inputs; the last returns those of the
-        outputs, and after them, if the model trains, the loss.
+        outputs, then the values that are anchored, and then, if the model trains, the loss.
       sections: what each stage is made of.
       tensors: the user's parameters and buffers by the variables' full names.
       trained: the variables that the loss depends on and that require gradients.
       assigned: the variables that forward writes to.
-      output_dtypes: torch's dtypes of the outputs.
+      output_dtypes: torch's dtypes of the outputs, and of the values that are anchored.
+      value_names: of all values, see `name_values`.
     """
 
     functions: tuple[Callable[..., tuple[Any, ...]], ...]
@@ -48,6 +50,7 @@ class ModelStages:
     trained: frozenset[str]
     assigned: frozenset[str]
     output_dtypes: tuple[torch.dtype, ...]
+    value_names: tuple[str, ...]
 
     @property
     def ipus(self) -> list[int]:
@@ -81,6 +84,8 @@ def make_stages(
     model: torch.nn.Module,
     find_ipus: Callable[[Sequence[BlockId]], Sequence[int]],
     trains: bool,
+    anchors: Sequence[str] = (),
+    has_module_names: bool = True,
 ) -> ModelStages:
     """Cuts a captured model into stages.
 
@@ -89,14 +94,19 @@ def make_stages(
       model: the user's, whose names the variables get; a tensor with several names gets the first.
       find_ipus: gives the IPU of each block, see `cut_into_sections`.
       trains: whether it was captured with a loss.
+      anchors: names of values to return behind the outputs, see `name_values`.
+      has_module_names: see `name_values`.
 
     Raises:
-      Error: an operation has no lowering; or a buffer is read in one stage and written in another.
+      Error: an operation has no lowering; or there is no value that is to be anchored; or a buffer is read
+        in one stage and written in another.
     """
     graph = captured.program.graph
-    if unsupported := [node for node in find_unsupported(graph) if not _is_marker(node)]:
+    if unsupported := [node for node in find_unsupported(graph) if not markers.is_marker(node)]:
         raise Error(describe_unsupported(unsupported))
     parts = _find_parts(captured, model)
+    names = name_values(graph, parts.variables, has_module_names)
+    parts.results.extend(find_values(names, anchors))
     loss = find_marked_loss(graph) if trains else None
     if loss is not None:
         parts.results.append(loss)
@@ -116,6 +126,7 @@ def make_stages(
         trained=frozenset(trained),
         assigned=frozenset(f"{SCOPE}/{name}" for names in parts.assigned.values() for name in names),
         output_dtypes=tuple(node.meta["val"].dtype for node in results),
+        value_names=tuple(names),
     )
 
 
@@ -215,7 +226,7 @@ def _make_function(
             return known[node]
 
         for node in section.nodes:
-            known[node] = _pass_on(node, read) if _is_marker(node) else run_node(node, read)
+            known[node] = _pass_on(node, read) if markers.is_marker(node) else run_node(node, read)
         for node, name in written:
             engine.assign(f"{SCOPE}/{name}", read(node))
         return tuple(read(node) for node in given)
@@ -232,10 +243,6 @@ def _get_variable(name: str, tensor: torch.Tensor) -> Any:
     vars(initial)["needs_key"] = False
     trains = isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad
     return engine.get_variable(name, tuple(tensor.shape), jax_dtype(tensor.dtype), initial, trains)
-
-
-def _is_marker(node: torch.fx.Node) -> bool:
-    return markers.is_block(node) or node.target is markers.mark_final_loss()
 
 
 def _pass_on(node: torch.fx.Node, read: Callable[[torch.fx.Node], Any]) -> Any:

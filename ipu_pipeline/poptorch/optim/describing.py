@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import math
 from collections.abc import Iterable, Mapping
@@ -37,6 +36,13 @@ _SUPPORTED: tuple[tuple[type[torch.optim.Optimizer], type[Optimizer], Kind], ...
     (torch.optim.RMSprop, RMSprop, Kind.RMSPROP),
     (torch.optim.SGD, SGD, Kind.SGD),
 )
+# By the name of the class in torch and of the argument. Reading signatures takes a while.
+_DEFAULTS = {
+    torchs_class.__name__: {
+        name: argument.default for name, argument in inspect.signature(torchs_class).parameters.items()
+    }
+    for torchs_class, _ours, _kind in _SUPPORTED
+}
 
 _VALUES = {
     Kind.SGD: ("lr", "momentum", "dampening", "weight_decay"),
@@ -224,14 +230,9 @@ def _find_constants(
         is_constant = optimizer.variable_attrs.isConstant
         found |= {(number, name) for number, of in enumerate(values) for name in of if is_constant(name)}
         return frozenset(found | ({(None, "loss_scaling")} if is_constant("loss_scaling") else set()))
-    defaults = _defaults(torchs_class)
+    defaults = _DEFAULTS[torchs_class.__name__]
     for number, group in enumerate(values):
         for name, value in group.items():
             if name != "lr" and value == defaults[name]:
                 found.add((number, name))
     return frozenset(found | ({(None, "loss_scaling")} if scale == 1 else set()))
-
-
-@functools.cache
-def _defaults(torchs_class: type[torch.optim.Optimizer]) -> dict[str, Any]:
-    return {name: value.default for name, value in inspect.signature(torchs_class).parameters.items()}

@@ -71,8 +71,8 @@ class DeviceState:
 
     def take(self) -> SavedState | None:
         """What a model that is wrapped with the optimizer starts from; None: from nothing."""
-        self._is_loaded = False
-        return self._saved
+        saved, self._is_loaded = self.read(), False
+        return saved
 
     def take_loaded(self) -> SavedState | None:
         """What was loaded since it was last asked for, for an executor that runs already; else None."""

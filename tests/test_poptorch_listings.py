@@ -1,0 +1,351 @@
+"""The programs of PopTorch's user guide, chapter "Features", as docs/poptorch.md lists them."""
+
+import copy
+import io
+
+import pytest
+import torch
+
+import ipu_pipeline.poptorch as poptorch
+from tests.poptorch_front import assert_close, assert_same_state, make_options, seeded
+
+QUIET = {"show_compilation_progress_bar": False}
+
+
+def quiet():
+    return poptorch.Options().set(**QUIET)
+
+
+class WithLoss(torch.nn.Module):
+    """A linear layer; its forward returns the loss too, while it trains."""
+
+    def __init__(self, size=10):
+        super().__init__()
+        self.fc = torch.nn.Linear(size, size)
+        self.loss = torch.nn.MSELoss()
+
+    def forward(self, x, target=None):
+        x = self.fc(x)
+        return (x, self.loss(x, target)) if self.training else x
+
+
+def test_1_options_of_a_file(tmp_path):
+    file = tmp_path / "options.cfg"
+    file.write_text(
+        "deviceIterations(1)\nsetExecutionStrategy(poptorch.ShardedExecution())\n"
+        "replicationFactor(1)\nenableSyntheticData(True)\n"
+    )
+    options = poptorch.Options()
+    options.loadFromFile(file)
+    assert isinstance(options.execution_strategy, poptorch.ShardedExecution)
+    assert (options.device_iterations, options.replication_factor, options.synthetic_data) == (1, 1, True)
+
+
+def test_2_training_with_defaults_and_inference_on_the_cpu():
+    model = seeded(WithLoss)
+    plain = copy.deepcopy(model)
+    training = poptorch.trainingModel(model, quiet())
+    generator = torch.Generator().manual_seed(1)
+    x, target = torch.rand(10, generator=generator), torch.rand(10, generator=generator)
+    for _call in range(800):
+        output, _loss = training(x, target)
+    training.copyWeightsToHost()
+    model.eval()
+    assert torch.allclose(model(x), output, rtol=1e-4, atol=1e-4)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.01)
+    for _call in range(800):
+        optimizer.zero_grad()
+        plain(x, target)[1].backward()
+        optimizer.step()
+    assert_close(model.state_dict().values(), plain.state_dict().values(), 1e-4)
+
+
+class Separable(torch.nn.Sequential):
+    """A convolution of each channel by itself, then one of all channels."""
+
+    def __init__(self, inputs, outputs, stride):
+        nn = torch.nn
+        super().__init__(
+            nn.Conv2d(inputs, inputs, 3, stride, 1, groups=inputs, bias=False),
+            nn.BatchNorm2d(inputs),
+            nn.ReLU6(),
+            nn.Conv2d(inputs, outputs, 1, bias=False),
+            nn.BatchNorm2d(outputs),
+            nn.ReLU6(),
+        )
+
+
+def test_3_a_network_like_mobilenet():
+    nn = torch.nn
+    model = seeded(
+        lambda: nn.Sequential(
+            nn.Conv2d(3, 8, 3, 2, 1, bias=False),
+            nn.BatchNorm2d(8),
+            nn.ReLU6(),
+            Separable(8, 16, 2),
+            Separable(16, 32, 2),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(32, 100),
+        )
+    )
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.running_mean.uniform_(-0.1, 0.1)
+            module.running_var.uniform_(0.5, 1.5)
+    model.eval()
+    image = torch.randn(1, 3, 224, 224, generator=torch.Generator().manual_seed(1))
+    output = poptorch.inferenceModel(model, quiet())(image)
+    expected = model(image)
+    assert_close([output], [expected.detach()])
+    assert output.topk(5).indices[0, 0] == expected.topk(5).indices[0, 0]
+
+
+def test_4_float16():
+    model = torch.nn.Linear(1, 10).half()
+    x = torch.tensor([[0.5]]).half()
+    output = poptorch.inferenceModel(model, quiet())(x)
+    assert output.dtype == torch.float16
+    assert_close([output], [model(x).detach()], 1e-3)
+
+
+def test_5_modes_and_weights():
+    model = seeded(WithLoss)
+    model.eval()
+    validating = poptorch.inferenceModel(model, quiet())
+    model.train()
+    training = poptorch.trainingModel(model, quiet())
+    x, target = torch.rand(10), torch.rand(10)
+    start = copy.deepcopy(model.state_dict())
+    for _call in range(3):
+        assert len(training(x, target)) == 2
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    saved = torch.load(file)
+    assert not torch.equal(saved["fc.weight"], start["fc.weight"])
+    on_device = validating(x)
+    model.eval()
+    on_host = model(x).detach()
+    assert_close([on_device], [on_host])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model.train()
+    optimizer.zero_grad()
+    model(x, target)[1].backward()
+    optimizer.step()
+    assert_close([validating(x)], [on_host])
+    validating.copyWeightsToDevice()
+    model.eval()
+    assert_close([validating(x)], [model(x).detach()])
+    assert not torch.equal(model(x), on_host)
+
+
+def test_6_another_branch_on_the_devices():
+    class Model(torch.nn.Module):
+        def forward(self, x):
+            return x + 1 if poptorch.isRunningOnIpu() else x - 1
+
+    model = Model()
+    assert poptorch.inferenceModel(model, quiet())(torch.ones(1)).item() == 2
+    assert model(torch.ones(1)).item() == 0
+
+
+class EncoderLayer(torch.nn.Module):
+    """A layer like BERT's: attention and two dense layers, each with a residual; it returns a tuple."""
+
+    def __init__(self, size):
+        super().__init__()
+        nn = torch.nn
+        self.attention = nn.MultiheadAttention(size, 2, batch_first=True)
+        self.norms = nn.ModuleList([nn.LayerNorm(size), nn.LayerNorm(size)])
+        self.dense = nn.Sequential(nn.Linear(size, 2 * size), nn.GELU(), nn.Linear(2 * size, size))
+
+    def forward(self, x, mask):
+        attended, _weights = self.attention(x, x, x, key_padding_mask=mask, need_weights=False)
+        x = self.norms[0](x + attended)
+        return (self.norms[1](x + self.dense(x)),)
+
+
+class Bert(torch.nn.Module):
+    """Embeddings and six layers."""
+
+    def __init__(self, words=50, size=8):
+        super().__init__()
+        nn = torch.nn
+        self.words, self.positions = nn.Embedding(words, size, padding_idx=0), nn.Embedding(16, size)
+        self.layers = nn.ModuleList([EncoderLayer(size) for _layer in range(6)])
+        self.head = nn.Linear(size, 2)
+
+    def forward(self, tokens):
+        x = self.words(tokens) + self.positions(torch.arange(tokens.shape[1]))
+        for layer in self.layers:
+            (x,) = layer(x, tokens == 0)
+        return {"logits": self.head(x[:, 0]), "hidden": x}
+
+
+class Tuples(torch.nn.Module):
+    """Returns the model's results as a tuple."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens):
+        return tuple(self.model(tokens).values())
+
+
+def test_8_layers_of_an_existing_model_begin_blocks():
+    model = seeded(lambda: Tuples(Bert())).eval()
+    layers = model.model.layers
+    for number, ipu in ((0, 1), (2, 2), (4, 3)):
+        layers[number] = poptorch.BeginBlock(layers[number], ipu_id=ipu)
+    executor = poptorch.inferenceModel(model, quiet().deviceIterations(4))
+    tokens = torch.randint(1, 50, (8, 6), generator=torch.Generator().manual_seed(1))
+    tokens[:, 4:] = 0
+    output = executor(tokens)
+    assert_close(output, [t.detach() for t in model(tokens)])
+    assert executor._compiled.stages.ipus == [0, 1, 2, 3]
+    sections = [{str(node.target) for node in s.nodes} for s in executor._compiled.stages.sections]
+    assert "aten.embedding.default" in sections[0]
+    assert repr(executor).count("BeginBlock(user_id=None") == 3
+
+
+class FourLinears(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(5, 5) for _layer in range(4)])
+
+    def forward(self, x):
+        poptorch.Block.useAutoId()
+        for number, layer in enumerate(self.layers):
+            with poptorch.Block(ipu_id=number):
+                x = torch.relu(layer(x))
+        return x
+
+
+class Decorated(FourLinears):
+    @poptorch.BlockFunction(ipu_id=0)
+    def begin(self, x):
+        return self.layers[0](x)
+
+    @poptorch.BlockFunction(ipu_id=1)
+    def go_on(self, x):
+        return self.layers[2](self.layers[1](x))
+
+    @poptorch.BlockFunction(ipu_id=1)
+    def end(self, x):
+        return self.layers[3](x)
+
+    def forward(self, x):
+        return self.end(self.go_on(self.begin(x)))
+
+
+@pytest.mark.parametrize(("kind", "ipus"), [(FourLinears, [0, 1, 2, 3]), (Decorated, [0, 1])])
+def test_9_and_10_blocks(kind, ipus):
+    model = seeded(kind)
+    executor = poptorch.inferenceModel(model, quiet().deviceIterations(4))
+    x = torch.randn(4, 5)
+    assert_close([executor(x)], [model(x).detach()])
+    assert executor._compiled.stages.ipus == ipus
+
+
+# 11 is tests/test_poptorch_annotations.py::test_a_block_that_goes_back_to_an_earlier_ipu.
+
+
+def test_17_loss_scaling():
+    results = []
+    for scaled in (False, True):
+        model = seeded(WithLoss)
+        optimizer = poptorch.optim.SGD(
+            model.parameters(), lr=0.01, loss_scaling=2.0 if scaled else None, use_combined_accum=False
+        )
+        training = poptorch.trainingModel(model, quiet(), optimizer)
+        generator = torch.Generator().manual_seed(1)
+        x, target = torch.rand(10, generator=generator), torch.rand(10, generator=generator)
+        training(x, target)
+        if scaled:
+            optimizer.loss_scaling = 1.0
+            training.setOptimizer(optimizer)
+        training(x, target)
+        results.append(model)
+    assert_same_state(*results, tolerance=1e-6)
+
+
+def test_18_constant_and_variable_attributes():
+    parameters = list(torch.nn.Linear(2, 2).parameters())
+    given = poptorch.optim.SGD(parameters, lr=0.01, momentum=0.0, loss_scaling=1.0)
+    assert not any(given.variable_attrs.isConstant(name) for name in ("lr", "momentum", "loss_scaling"))
+    optimizer = poptorch.optim.SGD(parameters, lr=0.01)
+    assert [optimizer.variable_attrs.isConstant(n) for n in ("lr", "momentum", "loss_scaling")] == [
+        False,
+        True,
+        True,
+    ]
+    given.variable_attrs.markAsConstant("loss_scaling")
+    optimizer.variable_attrs.markAsVariable("momentum")
+    assert given.variable_attrs.isConstant("loss_scaling")
+    assert not optimizer.variable_attrs.isConstant("momentum")
+
+    model = seeded(WithLoss)
+    x = torch.ones(10)
+    training = poptorch.trainingModel(model, quiet(), torch.optim.SGD(model.parameters(), lr=0.01))
+    training(x, x)
+    training.setOptimizer(torch.optim.SGD(model.parameters(), lr=0.5))
+    with pytest.raises(
+        poptorch.Error, match="momentum of group 0 is constant since the model was compiled"
+    ):
+        training.setOptimizer(torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9))
+
+
+def test_19_the_state_of_an_optimizer_is_saved():
+    def run(is_interrupted):
+        model = seeded(WithLoss)
+        training = poptorch.trainingModel(model, quiet(), poptorch.optim.Adam(model.parameters(), lr=0.01))
+        x = torch.linspace(-1, 1, 10)
+        training(x, x * x)
+        if is_interrupted:
+            file = io.BytesIO()
+            torch.save(training._optimizer.state_dict(), file)
+            file.seek(0)
+            training.destroy()
+            optimizer = poptorch.optim.Adam(model.parameters(), lr=0.01)
+            optimizer.load_state_dict(torch.load(file))
+            training = poptorch.trainingModel(model, quiet(), optimizer)
+        training(x, x * x)
+        training(x, x * x)
+        return model, training
+
+    (model, training), (other, _other_training) = run(True), run(False)
+    assert_same_state(model, other, 1e-7)
+    assert training._optimizer.state_dict()["ipu_state"] is not None
+
+
+def test_21_a_loss_of_ones_own():
+    def run(make_loss):
+        class Model(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.fc = torch.nn.Linear(4, 4)
+
+            def forward(self, x, target):
+                output = self.fc(x)
+                return output, make_loss(output, target)
+
+        model = seeded(Model)
+        training = poptorch.trainingModel(
+            model, make_options(), torch.optim.SGD(model.parameters(), lr=0.1)
+        )
+        training(torch.ones(2, 4), torch.zeros(2, 4))
+        return model
+
+    own = run(lambda output, target: poptorch.identity_loss(5 * (output - target) ** 2, reduction="mean"))
+    torchs = run(lambda output, target: 5 * torch.nn.functional.mse_loss(output, target))
+    plain = seeded(lambda: torch.nn.Linear(4, 4))
+    (5 * plain(torch.ones(2, 4)).square().mean()).backward()
+    expected = plain.weight - 0.1 * plain.weight.grad
+    assert_close([own.fc.weight.detach()], [expected.detach()])
+    # The loss is torch's operation, and what follows it is not minimized.
+    assert not torch.allclose(torchs.fc.weight, own.fc.weight)
+
+
+# 22 and 23 are tests/test_poptorch_capture.py::test_buffers_change_attributes_do_not.
