@@ -258,6 +258,15 @@ def test_refusals(name, capfd):
         assert torch.equal(before[key], value), f"{key} is as before"
 
 
+def test_files_that_errors_pass_over():
+    def forward(self, x):
+        return torch.linalg.eigh(x.T @ x)[0]
+
+    options = make_options(source_location_excludes=["test_poptorch_capture"])
+    with pytest.raises(poptorch.Error, match="has no lowering: in module Model.\n"):
+        poptorch.inferenceModel(model_of(forward), options)(x)
+
+
 def test_errors_of_forward_are_the_users_own():
     def fail(self, x):
         raise KeyError("mine")

@@ -30,11 +30,6 @@ def make_sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
-def make_frozen(model):
-    """An optimizer that trains nothing of any other model."""
-    return torch.optim.SGD(model.parameters(), lr=0.0)
-
-
 def make_model(**arguments):
     return seeded(lambda: TwoLayers(**arguments))
 
@@ -458,9 +453,16 @@ def test_values_within_the_model():
         poptorch.Error, match="anchorTensor names 'mse_loss', which is no value of the model"
     ):
         executor(x, target)
+    with pytest.raises(
+        poptorch.Error, match="There is nothing to train: the loss depends on model/first.bias"
+    ):
+        poptorch.trainingModel(copy.deepcopy(plain), make_options(), make_sgd(plain.parameters()))(
+            x, target
+        )
     options = options.clone()
     options.anchored_tensors.pop("last")
-    executor = poptorch.trainingModel(copy.deepcopy(plain), options, make_frozen(plain))
+    copied = copy.deepcopy(plain)
+    executor = poptorch.trainingModel(copied, options, torch.optim.SGD(copied.parameters(), lr=0.0))
     with pytest.raises(AssertionError, match="Run the model before asking"):
         executor.getAnchoredTensor("hidden")
     logits, _loss = executor(x, target)
@@ -473,6 +475,30 @@ def test_values_within_the_model():
     assert_close([logits], [plain.second(hidden).detach()[-2:]])
     with pytest.raises(AssertionError, match="No tensor is anchored as 'nobody'"):
         executor.getAnchoredTensor("nobody")
+
+
+@pytest.mark.parametrize("ipus", [(0, 0), (0, 1)])
+def test_numbers_that_are_not_finite(ipus):
+    model = make_model(ipus=ipus)
+    before = copy.deepcopy(model.state_dict())
+    options = make_options(1, 2)
+    options.Precision.enableFloatingPointExceptions(True)
+    executor = poptorch.trainingModel(model, options)
+    x, target = make_batch()
+    with pytest.raises(poptorch.Error, match="A floating-point exception: "):
+        executor(x * torch.inf, target)
+    assert_close(model.state_dict().values(), before.values(), 0)
+    executor(x, target)
+    assert not torch.equal(model.first.weight, before["first.weight"])
+
+
+def test_a_profile(tmp_path):
+    options = make_options().enableProfiling(str(tmp_path)).modelName("mine")
+    executor = poptorch.inferenceModel(make_model(), options)
+    for _call in range(2):
+        executor(make_batch()[0])
+    (file,) = tmp_path.glob("mine/**/*.xplane.pb")
+    assert file.stat().st_size > 0
 
 
 def test_synthetic_data():

@@ -328,7 +328,7 @@ def test_a_new_scale_is_ignored_where_it_is_found(caplog):
 
 
 def through_pickle(optimizer):
-    return pickle.loads(pickle.dumps(optimizer))  # noqa: S301  # our own
+    return pickle.loads(pickle.dumps(optimizer))  # our own
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -57,11 +57,11 @@ def run_here(program, patch, *options):
 
 
 def losses(printed):
-    found = [EPOCH.match(line) for line in printed.splitlines()]
+    found = [EPOCH.fullmatch(line) for line in printed.splitlines()]
     return [float(match[2]) for match in found if match]
 
 
-SHORT = ["--dataset", "digits", "--batch-size", "4", "--device-iterations", "5", "--epochs", "2"]
+SHORT = ["--dataset", "digits", "--batch-size", "14", "--device-iterations", "5", "--epochs", "1"]
 
 
 @pytest.fixture(scope="module")
@@ -87,25 +87,24 @@ def test_the_program_pipelined(subprocess_result):
     lines = result.stdout.splitlines()
     assert lines[0] == "Data set: the embedded 8x8 digits, as --dataset digits asks"
     assert lines[1] == (
-        "Calls per epoch: 7; weight updates per call: 5; micro-batches per weight update: 10, each of 4 images"
+        "Calls per epoch: 2; weight updates per call: 5; micro-batches per weight update: 10, "
+        "each of 14 images"
     )
-    assert [EPOCH.match(line)[1] for line in lines[2:4]] == ["1", "2"]
-    accuracy, right = re.fullmatch(r"Test accuracy: (\S+)% \((\d+) of 360 images\)", lines[4]).groups()
+    assert EPOCH.fullmatch(lines[2])[1] == "1"
+    accuracy, right = re.fullmatch(r"Test accuracy: (\S+)% \((\d+) of 360 images\)", lines[3]).groups()
     assert float(accuracy) == pytest.approx(int(right) / 3.6, abs=0.005)
-    assert lines[5:] == ["Program ran successfully"]
-    first, second = losses(result.stdout)
-    assert second < 0.5 < first < 1.5
-    assert float(accuracy) > 85
+    assert lines[4:] == ["Program ran successfully"]
+    assert losses(result.stdout)[0] < 2.25  # ten equally likely digits: 2.30
+    assert float(accuracy) > 25
     assert [path.suffix for path in sorted((folder / "profile").rglob("*.*"))] == [".gz", ".pb"]
     for ipu in range(4):  # training and inference
         assert len(re.findall(rf"IPU {ipu}: block B{ipu + 1}, \d+ operations", result.stderr)) == 2
 
 
 def test_the_program_sharded(program, monkeypatch, subprocess_result):
-    monkeypatch.setattr(program, "GRADIENT_ACCUMULATION", 10)
     printed = run_here(program, monkeypatch, *SHORT, "--strategy", "sharded", "--test-batch-size", "2")
     assert losses(printed) == pytest.approx(losses(subprocess_result[1].stdout), abs=0.01)
-    assert printed.splitlines()[-1] == "Program ran successfully"
+    assert printed.splitlines()[3:] == subprocess_result[1].stdout.splitlines()[3:]
 
 
 def test_options(program, monkeypatch):
@@ -258,16 +257,12 @@ def test_commands_of_the_page(command, expected):
 
 def test_links_of_the_page():
     headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", PAGE, flags=re.DOTALL), re.MULTILINE)
-    anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-    assert set(re.findall(r"\]\(#([^)]+)\)", PAGE)) == anchors - {anchors_of_title()}
+    anchors = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+    assert set(re.findall(r"\]\(#([^)]+)\)", PAGE)) == set(anchors[1:])  # the first is the title
     for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", PAGE):
         assert (FOLDER / link).exists(), link
     drawn = {path.name for path in (FOLDER / "figures").glob("*.svg")}
     assert set(re.findall(r"!\[[^\]]+\]\(figures/([^)]+)\)", PAGE)) == drawn
-
-
-def anchors_of_title():
-    return re.sub(r"[^\w\- ]", "", PAGE.splitlines()[0].removeprefix("# ").lower()).replace(" ", "-")
 
 
 @pytest.mark.thorough

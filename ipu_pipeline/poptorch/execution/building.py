@@ -78,7 +78,14 @@ def compile_model(
     options, trains = wrapped.options, wrapped.trains
     batching = batching_of(options)
     tensors = first_micro_batch(arguments, batching)
-    captured = capture(wrapped.model, tensors, arguments.structure, wrapped.modes, trains)
+    captured = capture(
+        wrapped.model,
+        tensors,
+        arguments.structure,
+        wrapped.modes,
+        trains,
+        options.source_location_excludes,
+    )
     progress.done("capture")
     anchored = options.anchored_tensors.values()
     stages = make_stages(
@@ -104,7 +111,8 @@ def compile_model(
         num_micro_batches=batching.gradient_accumulation if trains else batching.device_iterations,
         schedule=_schedule(options, stages),
         device_mapping=stages.ipus,
-        donate=True,
+        # With a value that is not finite a run ends after it has begun: the state of before must be there.
+        donate=not options.Precision.floating_point_exceptions,
         collect_outputs=_all_but_last if trains else True,
         sum_collected=output_mode_of(options, trains) is OutputMode.Sum and not anchored,
         sum_dtype=_sum_dtype,
@@ -116,9 +124,8 @@ def compile_model(
     )
     seed = options.random_seed if options.is_set("random_seed") else torch.initial_seed()
     devices = select_devices(num_ipus, options)
-    compiled = CompiledModel(
-        stages, captured.outputs, pipeline, devices, micro_batch, jax.random.key(seed % 2**32)
-    )
+    key = jax.random.fold_in(jax.random.key(seed % 2**32), seed >> 32 & 2**32 - 1)
+    compiled = CompiledModel(stages, captured.outputs, pipeline, devices, micro_batch, key)
     progress.done("trace")
     for section, ipu in zip(stages.sections, stages.ipus, strict=True):
         logger.info("IPU %d: %s, %d operations", ipu, section.name, len(section.nodes))

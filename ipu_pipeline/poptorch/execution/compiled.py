@@ -40,6 +40,7 @@ class CompiledModel:
         devices: Sequence[Any],
         micro_batch: tuple[Any, ...],
         key: Any,
+        checks_numbers: bool = False,
     ) -> None:
         """Traces the pipeline, and puts the host's weights on the devices.
 
@@ -50,10 +51,13 @@ class CompiledModel:
           devices: of the IPUs.
           micro_batch: an example.
           key: a random key.
+          checks_numbers: whether a result or a weight that is not finite is an error. The pipeline then does
+            not donate its state.
         """
         self.stages = stages
         self.outputs = outputs
         self.pipeline = pipeline
+        self._checks_numbers = checks_numbers
         self._synthetic: list[Any] | None = None
         pipeline.trace(micro_batch)
         pipeline.prepare(devices)
@@ -63,7 +67,8 @@ class CompiledModel:
     def run(self, micro_batches: Sequence[tuple[Any, ...]], is_synthetic: bool = False) -> list[Collected]:
         """Runs micro-batches, and a weight update after every so many if the model trains.
 
-        An interrupt leaves the state of the last update that was done.
+        An interrupt, or a number that is not finite where that is checked, leaves the state of the last
+        update that was done.
 
         Args:
           micro_batches: the leaves of each; a multiple of those of an update.
@@ -98,6 +103,8 @@ class CompiledModel:
             # From here the old state may be gone before the new one is in its place.
             with interrupts.deferred():
                 state, made = pipeline.update(state, pending)
+                if self._checks_numbers:
+                    _check_numbers(state, made)
                 done += state.execution_count - self.state.execution_count
                 self.state = state
             collected += made

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -63,6 +65,7 @@ class PoplarExecutor:
         self._times = CallTimes()
         self._call_ns: int | None = None
         self._anchored: dict[str, torch.Tensor] = {}
+        self._is_profiled = False
 
     # Calls.
 
@@ -100,7 +103,8 @@ class PoplarExecutor:
             micro_batches, number = split(arguments, batching_of(self.options))
             times.input = [begin / 1e9] * number
             try:
-                collected = compiled.run(micro_batches, is_synthetic=self.options.synthetic_data)
+                with self._profiling():
+                    collected = compiled.run(micro_batches, is_synthetic=self.options.synthetic_data)
             finally:
                 if self._wrapped.trains and compiled.state is not None:
                     self._host.mark_stale(self._write_to_host)
@@ -115,6 +119,21 @@ class PoplarExecutor:
             times.note_outputs(asked)
             self._call_ns = time.perf_counter_ns() - begin
             return compiled.outputs.unflatten(joined)
+
+    @contextlib.contextmanager
+    def _profiling(self) -> Iterator[None]:
+        """Writes a profile of the first call."""
+        options = self.options
+        if not options.profiling or self._is_profiled:
+            yield
+            return
+        self._is_profiled = True
+        kind = "training" if self._wrapped.trains else "inference"
+        name = options.model_name if options.is_set("model_name") else kind
+        directory = Path(options.profile_dir or ".") / name
+        with jax.profiler.trace(str(directory)):
+            yield
+        logger.info("The profile of a call is in %s", directory)
 
     def _keep_anchored(
         self, collected: list[Collected], dtypes: Sequence[torch.dtype], first: int, mode: OutputMode

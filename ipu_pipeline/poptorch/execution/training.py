@@ -10,6 +10,7 @@ import torch
 from ipu_pipeline.engine import PipelineState, Reduction
 from ipu_pipeline.poptorch import optim
 from ipu_pipeline.poptorch.enums import MeanReductionStrategy, ReductionType
+from ipu_pipeline.poptorch.errors import Error
 from ipu_pipeline.poptorch.optim.compatibility import check_compatible, check_same_groups
 from ipu_pipeline.poptorch.optim.describing import assign_groups, describe
 from ipu_pipeline.poptorch.optim.device_state import SavedState
@@ -42,12 +43,24 @@ class ModelOptimizer:
           tensors: the user's parameters and buffers, by the names of their variables.
           trainable: the variables that the loss depends on.
           options: of the model.
+
+        Raises:
+          Error: it trains nothing that the loss depends on.
+          TypeError: it is not supported, see `describe`.
+          ValueError: a value is not usable.
         """
         self._options = options
         self._is_automatic = options.Training.automatic_loss_scaling
         self.spec = describe(optimizer, self._is_automatic)
         self._tensors = {name: tensors[name] for name in sorted(trainable)}
         self.group_of = assign_groups(optimizer, self._tensors)
+        if not self.group_of:
+            raise Error(
+                "There is nothing to train: the loss depends on "
+                f"{', '.join(self._tensors) or 'no parameter that requires a gradient'}, and the "
+                "optimizer's groups "
+                "have none of these parameters. Give the optimizer those of this model: model.parameters()."
+            )
 
     @property
     def reduction(self) -> Reduction:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import threading
 import unittest.mock
 import warnings
@@ -80,6 +81,7 @@ def capture(
     arguments: Structure,
     modes: Modes | None = None,
     trains: bool = False,
+    excluded_files: Sequence[str] = (),
 ) -> Captured:
     """Runs a model's forward once, on tensors without values, and keeps what it computes.
 
@@ -89,6 +91,7 @@ def capture(
       arguments: structure of a pair: the positional arguments, the keyword arguments.
       modes: which modules are in training mode; None: as they are.
       trains: whether there is to be a loss.
+      excluded_files: parts of paths of files that are never the line of the user's that errors name.
 
     Raises:
       Error: the model does what cannot be captured, or has no single loss; see `refusals` and `losses`.
@@ -104,6 +107,7 @@ def capture(
         stack.enter_context(_quiet())
         with refusals.explained():
             program = torch.export.export(flat, tuple(tensors), strict=False)
+        _exclude_files(program.graph_module, excluded_files)
         refusals.check_values(program)
         graph = program.graph_module.graph
         _mark_regions_without_gradients(program.graph_module)
@@ -194,6 +198,18 @@ def _inference_mode_without_gradients() -> Iterator[None]:
         unittest.mock.patch.object(kind, "__exit__", end),
     ):
         yield
+
+
+def _exclude_files(module: torch.fx.GraphModule, excluded: Sequence[str]) -> None:
+    """Takes lines of code in some files from what the nodes say of where they come from."""
+    if not excluded:
+        return
+    for inner in module.modules():
+        assert isinstance(inner, torch.fx.GraphModule)
+        for node in inner.graph.nodes:
+            frames = re.split(r'(?=^\s*File ")', node.meta.get("stack_trace") or "", flags=re.MULTILINE)
+            kept = [f for f in frames if not any(part in f.partition('", line')[0] for part in excluded)]
+            node.meta["stack_trace"] = "".join(kept)
 
 
 def _name_modules(program: torch.export.ExportedProgram) -> None:

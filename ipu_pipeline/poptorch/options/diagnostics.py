@@ -66,7 +66,11 @@ class DiagnosticOptions(OptionGroup):
 
     path = "poptorch.Options()"
     settings: ClassVar[Mapping[str, Setting]] = {
-        "log_dir": Setting(checks.directory, "."),
+        "log_dir": Setting(
+            checks.directory,
+            ".",
+            no_effect="no files of logs are written: what there is to tell goes to Python's logging.",
+        ),
         "max_repeat_logs": Setting(
             checks.optional(checks.integer(0)),
             4,
@@ -106,7 +110,7 @@ class DiagnosticOptions(OptionGroup):
 
     @configurable
     def modelName(self, name: str) -> Self:
-        """The name under which the model's profile is written.
+        """The name of the directory that the model's profile is written to.
 
         Raises:
           AssertionError: it is no string.
@@ -151,7 +155,10 @@ class DiagnosticOptions(OptionGroup):
 
     @configurable
     def enableProfiling(self, profile_dir: str | None = None) -> Self:
-        """Writes a profile of the model's calls.
+        """Writes a profile of the model's first call after it was compiled.
+
+        It is JAX's: TensorBoard's profiler shows it, and Perfetto. It is in a directory that is called by
+        `modelName`, or else "training" or "inference".
 
         Args:
           profile_dir: where to; None: in the directory where the program runs.
