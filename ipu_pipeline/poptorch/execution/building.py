@@ -105,6 +105,7 @@ def compile_model(
         pipeline_options = {**training.pipeline_options(), "loss": _last, "collect_losses": False}
     if options.executable_cache_path is not None:
         config.enable_executable_cache(options.executable_cache_path)
+    checks = options.Precision.floating_point_exceptions
     num_ipus = max(stages.ipus) + 1
     pipeline = engine.Pipeline(
         stages.functions,
@@ -112,7 +113,7 @@ def compile_model(
         schedule=_schedule(options, stages),
         device_mapping=stages.ipus,
         # With a value that is not finite a run ends after it has begun: the state of before must be there.
-        donate=not options.Precision.floating_point_exceptions,
+        donate=not checks,
         collect_outputs=_all_but_last if trains else True,
         sum_collected=output_mode_of(options, trains) is OutputMode.Sum and not anchored,
         sum_dtype=_sum_dtype,
@@ -125,7 +126,7 @@ def compile_model(
     seed = options.random_seed if options.is_set("random_seed") else torch.initial_seed()
     devices = select_devices(num_ipus, options)
     key = jax.random.fold_in(jax.random.key(seed % 2**32), seed >> 32 & 2**32 - 1)
-    compiled = CompiledModel(stages, captured.outputs, pipeline, devices, micro_batch, key)
+    compiled = CompiledModel(stages, captured.outputs, pipeline, devices, micro_batch, key, checks)
     progress.done("trace")
     for section, ipu in zip(stages.sections, stages.ipus, strict=True):
         logger.info("IPU %d: %s, %d operations", ipu, section.name, len(section.nodes))

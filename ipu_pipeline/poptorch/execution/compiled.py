@@ -51,8 +51,8 @@ class CompiledModel:
           devices: of the IPUs.
           micro_batch: an example.
           key: a random key.
-          checks_numbers: whether a result or a weight that is not finite is an error. The pipeline then does
-            not donate its state.
+          checks_numbers: whether a result or a weight that is not finite is an error. The pipeline then
+            does not donate its state.
         """
         self.stages = stages
         self.outputs = outputs
@@ -205,3 +205,22 @@ class CompiledModel:
         variables = self._host_values(self.stages.tensors)
         with interrupts.deferred():
             self.state = self.pipeline.place(PipelineState(variables=variables, **kept))
+
+
+def _check_numbers(state: PipelineState, collected: Sequence[Collected]) -> None:
+    """Looks for values that are not finite.
+
+    Raises:
+      Error: there is one.
+    """
+    values: list[tuple[str, Any]] = [(f"variable {name}", value) for name, value in state.variables.items()]
+    for part in collected:
+        leaves = [leaf if part.size is None else leaf[: part.size] for leaf in part.outputs]
+        values += [(f"output {place}", leaf) for place, leaf in enumerate(leaves)]
+    for name, value in values:
+        if jax.numpy.issubdtype(value.dtype, jax.numpy.floating) and not jax.numpy.isfinite(value).all():
+            raise Error(
+                f"A floating-point exception: {name} has a value that is not finite. The weights are those of "
+                "before the weight update. poptorch.Options().Precision.enableFloatingPointExceptions(False) "
+                "computes on."
+            )
