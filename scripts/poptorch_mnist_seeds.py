@@ -85,6 +85,7 @@ def main() -> None:
     parser.add_argument("--data-dir", required=True)
     parser.add_argument("--seeds", type=int, default=3)
     args = parser.parse_args()
+    torch.set_num_threads(1)  # as in the program
     program = load_program()
     accuracies, differences = [], []
     for seed in range(args.seeds):

@@ -589,6 +589,44 @@ def test_what_cannot_be_pickled():
     loader.terminate()
 
 
+class Unloadable:
+    """Pickles, and then does not load."""
+
+    def __iter__(self):
+        yield torch.ones(1)
+
+    def __setstate__(self, state):
+        raise FileNotFoundError("no such disk here")
+
+    def __getstate__(self):
+        return {"a": 1}
+
+
+def test_a_data_set_that_does_not_load():
+    accessor = AsynchronousDataAccessor(Unloadable())
+    for _time in range(2):
+        with pytest.raises(FileNotFoundError, match="no such disk here"):
+            list(accessor)
+    accessor.terminate()
+
+
+def test_no_file_stays_open():
+    def use(strategy):
+        accessor = AsynchronousDataAccessor(make_rows(4), sharing_strategy=strategy)
+        first = next(iter(accessor))
+        accessor.terminate()
+        del accessor
+        return first[0].item()
+
+    for strategy in (SharingStrategy.Fork, SharingStrategy.ForkServer):
+        assert use(strategy) == 0
+        before = len(os.listdir("/proc/self/fd"))
+        for _time in range(3):
+            assert use(strategy) == 0
+        gc.collect()
+        assert len(os.listdir("/proc/self/fd")) <= before
+
+
 def use_data_and_end(connection):
     """Leaves an iteration unfinished at the end of the process."""
     accessor = AsynchronousDataAccessor(Rows(), **FORK)
@@ -717,6 +755,26 @@ def test_end_of_a_program(tmp_path, strategy, num_workers, end, code):
     assert program.process.returncode == code
     assert ("os.fork() was called" in errors) == (strategy == "Fork")
     assert errors.count("Traceback") == (code in (1, -signal.SIGINT))
+
+
+@pytest.mark.thorough
+def test_arguments_of_torch_go_to_the_other_process():
+    arguments = {"collate_fn": torch.stack, "num_workers": 1, "multiprocessing_context": "fork"}
+    given = []
+    for mode in (SYNC, ASYNC):
+        generator = torch.Generator().manual_seed(7)
+        loader = DataLoader(
+            make_options(),
+            Rows(20),
+            shuffle=True,
+            mode=mode,
+            generator=generator,
+            prefetch_factor=1,
+            **arguments,
+        )
+        given.append([[batch.tolist() for batch in loader] for _time in range(2)])
+        loader.terminate()
+    assert given[0] == given[1]
 
 
 @pytest.mark.thorough

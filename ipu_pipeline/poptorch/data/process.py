@@ -36,7 +36,7 @@ from ipu_pipeline.poptorch.errors import Error
 
 __all__ = ["LoadingProcess"]
 
-_STOP_SECONDS = 1.0  # for what it is loading
+_STOP_SECONDS = 2.0  # for what it is loading
 _TERMINATE_SECONDS = 5.0  # for the processes that it has started itself
 _GUARD = (
     'A program that loads data in another process must do so under `if __name__ == "__main__":`, since '
