@@ -128,7 +128,9 @@ def run_jax(module, args, kwargs, cotangents=None, seed=0):
         def with_gradients(varied, cotangents):
             results, transpose, changed = jax.vjp(function, varied, has_aux=True)
             given = [
-                cotangent if jnp.issubdtype(result.dtype, jnp.floating) else np.zeros(result.shape, jax.dtypes.float0)
+                cotangent
+                if jnp.issubdtype(result.dtype, jnp.floating)
+                else np.zeros(result.shape, jax.dtypes.float0)
                 for result, cotangent in zip(results, cotangents, strict=True)
             ]
             return results, changed, transpose(given)[0]
@@ -145,7 +147,9 @@ def run_torch(module, args, kwargs, seed=0):
     results, _ = flatten(module(*args, **kwargs))
     rng = np.random.default_rng(seed)
     cotangents = [torch.from_numpy(np.asarray(rng.normal(size=result.shape))) for result in results]
-    cotangents = [c.to(r.dtype) if r.is_floating_point() else c for c, r in zip(cotangents, results, strict=True)]
+    cotangents = [
+        c.to(r.dtype) if r.is_floating_point() else c for c, r in zip(cotangents, results, strict=True)
+    ]
     varied = {f"model.{name}": p for name, p in module.named_parameters()}
     varied |= {str(i): leaf for i, leaf in enumerate(leaves) if leaf.requires_grad}
     pairs = [(r, c) for r, c in zip(results, cotangents, strict=True) if r.requires_grad]

@@ -541,3 +541,31 @@ def test_counts_that_would_not_fit_into_a_schedule():
     assert len(one.plan_memory()) == 2
     with pytest.raises(ValueError, match="IPUs have numbers up to 65535; got 1099511627776"):
         engine.Pipeline([stage, lambda x: x], num_micro_batches=2, device_mapping=[0, 2**40])
+
+
+@pytest.mark.parametrize("mapping", [None, [0, 0]])
+@pytest.mark.parametrize("count", [2, 3])
+def test_compiled_before_the_first_step(mapping, count, caplog):
+    """Nothing is compiled afterwards, and nothing has changed."""
+    stages = models.mlp_stages(2)
+    pipeline = engine.Pipeline(
+        stages,
+        num_micro_batches=count,
+        loss=lambda loss: loss,
+        optimizer=optax.adam(0.1),
+        device_mapping=mapping,
+        donate=True,
+    )
+    rng = np.random.default_rng(0)
+    micro_batches = [
+        (rng.normal(size=(4, 12)).astype("float32"), rng.integers(0, 10, 4).astype("int32"))
+        for _number in range(count)
+    ]
+    state = pipeline.init(jax.random.key(0), micro_batches[0])
+    before = jax.device_get(state.variables)
+    pipeline.compile(state)
+    jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(state.variables))
+    with jax.log_compiles(True):
+        pipeline.step(state, iter(micro_batches))
+    compiled = [record.getMessage() for record in caplog.records if "Compiling jit(" in record.getMessage()]
+    assert [text for text in compiled if "block" in text or "stage" in text] == []

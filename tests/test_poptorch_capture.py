@@ -258,6 +258,31 @@ def test_refusals(name, capfd):
         assert torch.equal(before[key], value), f"{key} is as before"
 
 
+def test_hooks_on_gradients():
+    def hooked(self, x):
+        y = self.linear(x)
+        y.register_hook(lambda gradient: 2 * gradient)
+        return loss(y)
+
+    with pytest.raises(poptorch.Error, match="forward calls register_hook of a tensor"):
+        poptorch.trainingModel(model_of(hooked), make_options())(x)
+    for add, message in [
+        (lambda m: m.linear.register_full_backward_hook(lambda *args: None), "module 'linear' has a hook"),
+        (lambda m: m.linear.weight.register_hook(lambda g: 2 * g), "parameter 'linear.weight' has a hook"),
+        (
+            lambda m: m.linear.bias.register_post_accumulate_grad_hook(lambda p: None),
+            "parameter 'linear.bias' has a hook",
+        ),
+    ]:
+        model = model_of(lambda self, x: loss(self.linear(x)))
+        handle = add(model)
+        executor = poptorch.trainingModel(model, make_options())
+        with pytest.raises(poptorch.Error, match=message):
+            executor(x)
+        handle.remove()
+        executor(x)
+
+
 def test_files_that_errors_pass_over():
     def forward(self, x):
         return torch.linalg.eigh(x.T @ x)[0]
@@ -410,6 +435,14 @@ def test_large_integers_are_refused():
     ):
         infer(lambda self, x: x + 1, torch.tensor([1, 2**32]))
     assert infer(lambda self, x: x + 1, torch.tensor([1, 2**31 - 2])).tolist() == [2, 2**31 - 1]
+
+
+def test_float64_is_told(caplog, monkeypatch):
+    monkeypatch.setattr(logs, "_said", set())
+    made = infer(lambda self, x: x / 3, x.double())
+    assert made.dtype == torch.float64
+    assert_close([made], [x.double() / 3], 1e-6)
+    assert "Tensors of float64 are computed in float32" in caplog.text
 
 
 def test_inputs_that_require_gradients_are_detached(caplog, monkeypatch):

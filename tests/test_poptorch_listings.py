@@ -2,6 +2,8 @@
 
 import copy
 import io
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -349,3 +351,23 @@ def test_21_a_loss_of_ones_own():
 
 
 # 22 and 23 are tests/test_poptorch_capture.py::test_buffers_change_attributes_do_not.
+
+
+# The documentation.
+
+PAGE = Path(__file__).parent.parent / "docs" / "poptorch.md"
+
+
+def test_the_page_names_tests_that_exist():
+    module = ""
+    rows = re.findall(r"^\| [\d, ]+ \|.*\| `(.*)::(\w+)` \|$", PAGE.read_text(), re.MULTILINE)
+    assert len(rows) >= 14
+    for file, name in rows:
+        module = file or module
+        assert f"def {name}(" in (Path(__file__).parent / module).read_text(), name
+
+
+def test_the_pages_example(capsys):
+    (block,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    exec(compile(block, str(PAGE), "exec"), {"__name__": "example"})  # noqa: S102  # the page is ours
+    assert re.fullmatch(r"right (9\d|100)%, on \d+ values\n", capsys.readouterr().out)

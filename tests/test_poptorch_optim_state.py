@@ -166,6 +166,7 @@ def test_a_state_before_the_first_update_resets():
     parameters = make_parameters()
     ours = Ours(make("SGD", parameters, momentum=0.9, dampening=0.5), parameters)
     fresh = export_state(ours.state, ours.spec, ours.group_of)
+    assert set(fresh.ipu_state) == {f"step___{name}" for name in parameters}  # torch has no buffers yet
     first, second = make_gradients(count=2)
     ours.step(first)
     ours.state = import_state(ours.state, fresh, ours.spec, ours.group_of)
@@ -245,16 +246,18 @@ def test_who_has_the_state():
     parameters = make_parameters()
     optimizer = make("AdamW", parameters)
     ours = Executor(optimizer, parameters)
-    for gradients in make_gradients(count=2):
+    *steps, last = make_gradients(count=3)
+    for gradients in steps:
         ours.step(gradients)
     duplicate = copy.deepcopy(optimizer)
     assert duplicate.state_dict()["ipu_state"]["step___model/b"] == 2
     assert duplicate.device_state.take_loaded() is None
-    another = Executor(optimizer, parameters)  # which takes over from the first, still running
-    assert inner_state(another.state).numbers[0, 0] == 2
+    ours.step(last)
+    another = Executor(optimizer, parameters)  # takes over from the first, which is still there
+    assert inner_state(another.state).numbers[0, 0] == 3
     del ours, another  # the executor is held weakly: what was last known counts
     gc.collect()
-    assert optimizer.state_dict()["ipu_state"]["step___model/b"] == 2
+    assert optimizer.state_dict()["ipu_state"]["step___model/b"] == 3
     assert optimizer.device_state.take() is not None
 
     state = DeviceState()

@@ -105,7 +105,9 @@ def test_the_program_pipelined(subprocess_result):
     assert lines[4:] == ["Program ran successfully"]
     assert losses(result.stdout)[0] < 2.1  # ten equally likely digits: 2.30
     assert percent > 50
-    assert [path.suffix for path in sorted((folder / "profile").rglob("*.*"))] == [".gz", ".pb"]
+    for kind in ("training", "inference"):
+        profile = folder / "profile" / kind
+        assert [path.suffix for path in sorted(profile.rglob("*.*"))] == [".gz", ".pb"]
     for ipu in range(4):  # training and inference
         assert len(re.findall(rf"IPU {ipu}: block B{ipu + 1}, \d+ operations", result.stderr)) == 2
 

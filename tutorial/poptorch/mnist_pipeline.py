@@ -1,11 +1,9 @@
 """A convolutional network on handwritten digits, written for PopTorch: four blocks on four IPUs."""
 
 import argparse
-import contextlib
 import sys
 import time
 
-import jax
 import torch
 from tqdm import tqdm
 
@@ -91,7 +89,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--epochs", type=positive_int, default=3, help="Epochs to train for.")
     parser.add_argument("--learning-rate", type=positive_float, default=0.001, help="The learning rate.")
-    parser.add_argument("--profile", action="store_true", help="Write a profile of the first call.")
+    parser.add_argument("--profile", action="store_true", help="Write profiles of the first calls.")
     parser.add_argument("--profile-dir", default="./profile", help="Where --profile writes.")
     parser.add_argument(
         "--strategy",
@@ -160,6 +158,8 @@ def make_training_options(args: argparse.Namespace, device_iterations: int) -> p
         options.TensorLocations.setOptimizerLocation(
             poptorch.TensorLocationSettings().useOnChipStorage(False)
         )
+    if args.profile:
+        options.enableProfiling(args.profile_dir)
     return options
 
 
@@ -198,9 +198,7 @@ def count_right(output: torch.Tensor, labels: torch.Tensor) -> int:
     return int((output.argmax(dim=1) == labels).sum())
 
 
-def train(
-    model: poptorch.PoplarExecutor, loader: poptorch.DataLoader, epochs: int, profile_dir: str | None
-) -> None:
+def train(model: poptorch.PoplarExecutor, loader: poptorch.DataLoader, epochs: int) -> None:
     """Trains; prints the loss and the accuracy of the last call of each epoch."""
     size = loader.combinedBatchSize
     model.compile(torch.zeros(size, 1, 28, 28), torch.zeros(size, dtype=torch.long))
@@ -208,9 +206,7 @@ def train(
         begin = time.perf_counter()
         progress = tqdm(loader, desc=f"Epoch {epoch}", unit="call", disable=not sys.stderr.isatty())
         for images, labels in progress:
-            with jax.profiler.trace(profile_dir) if profile_dir else contextlib.nullcontext():
-                output, losses = model(images, labels)
-            profile_dir = None  # of one call: of all of them it would be large
+            output, losses = model(images, labels)
             # Here, not after the loop: the loader's tensors are valid until it is asked for the next ones.
             loss, accuracy = float(losses.mean()), count_right(output, labels) / size
             progress.set_postfix(loss=f"{loss:.3f}", accuracy=f"{accuracy:.2%}")
@@ -257,7 +253,7 @@ def main() -> None:
     optimizer = poptorch.optim.AdamW(model.parameters(), lr=args.learning_rate)
     training_model = poptorch.trainingModel(model, options, optimizer)
     try:
-        train(training_model, training_loader, args.epochs, args.profile_dir if args.profile else None)
+        train(training_model, training_loader, args.epochs)
     finally:
         training_loader.terminate()
 

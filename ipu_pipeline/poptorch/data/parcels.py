@@ -17,13 +17,13 @@ _PROTOCOL = 5  # the first with buffers beside the pickle
 
 
 class _Placed(NamedTuple):
-    """Where a tensor's contents are, in bytes from the beginning, and how they are to be read."""
+    """Where a tensor's contents are, in bytes from the beginning, and how to read them; None: in a row."""
 
     offset: int
     num_bytes: int
     dtype: torch.dtype
     size: torch.Size
-    stride: tuple[int, ...]
+    stride: tuple[int, ...] | None
 
 
 @dataclass
@@ -82,8 +82,7 @@ class _Pickler(ForkingPickler):
         return self._place_storage(obj) if self._whole_storages else self._place_content(obj.detach())
 
     def _place_content(self, tensor: torch.Tensor) -> _Placed:
-        stride = torch.empty(tensor.size(), device="meta").stride()
-        return _Placed(self._parcel.add(tensor), tensor.nbytes, tensor.dtype, tensor.size(), stride)
+        return _Placed(self._parcel.add(tensor), tensor.nbytes, tensor.dtype, tensor.size(), None)
 
     def _place_storage(self, tensor: torch.Tensor) -> _Placed | None:
         if tensor.requires_grad or tensor.is_shared():
@@ -108,7 +107,7 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: _Placed) -> torch.Tensor:
         content = self._memory[pid.offset : pid.offset + pid.num_bytes].view(pid.dtype)
-        return content.as_strided(pid.size, pid.stride)
+        return content.view(pid.size) if pid.stride is None else content.as_strided(pid.size, pid.stride)
 
 
 def take_apart(value: Any, whole_storages: bool = False) -> Parcel:

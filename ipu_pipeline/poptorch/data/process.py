@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing
 import os
 import pickle
+import select
 import signal
 import weakref
 from collections.abc import Iterable, Iterator
@@ -73,6 +74,9 @@ class LoadingProcess:
         self._is_preloading = False
         self._held: int | None = None  # the slot whose batch is being used
         self._connection, self._process = _start(dataset, loading, strategy)
+        self._events = select.poll()  # each call of multiprocessing's `wait` would make another one
+        self._events.register(self._connection, select.POLLIN)
+        self._events.register(self._process.sentinel, select.POLLIN)
         # At its end a process waits for those that it has started, but calls this before. Python's own
         # `atexit` would come too late, or never in a process that was itself started by multiprocessing.
         reference = weakref.ref(self)
@@ -174,10 +178,9 @@ class LoadingProcess:
     def _receive(self) -> Any:
         assert self._process is not None
         while True:
-            if not self._connection.poll():
-                ready = connection.wait([self._connection, self._process.sentinel])
-                if self._connection not in ready:
-                    raise self._describe_end()
+            ready = [descriptor for descriptor, _event in self._events.poll()]
+            if self._connection.fileno() not in ready:
+                raise self._describe_end()
             try:
                 message = pickle.loads(self._connection.recv_bytes())  # noqa: S301  # from our own process
                 if isinstance(message, Renewed):

@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing
 import os
 import pickle
+import select
 import signal
 import traceback
 from collections.abc import Iterable, Iterator
@@ -78,6 +79,8 @@ class _Loader:
     def __init__(self, connection: Connection, loading: Loading) -> None:
         self._connection = connection
         self._loading = loading
+        self._events = select.poll()
+        self._events.register(connection, select.POLLIN)
         self._free = list(range(loading.num_slots))
         self._memories = [torch.empty(0, dtype=torch.uint8)] * loading.num_slots
         self._wanted = 0
@@ -123,7 +126,7 @@ class _Loader:
 
     def _hand_over(self, batch: Any, iteration: int) -> None:
         parcel = take_apart(batch)
-        while not self._free or self._connection.poll():
+        while not self._free or self._events.poll(0):
             self._receive()
             if self._wanted > iteration:
                 raise _Outdated

@@ -7,17 +7,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 import torch
 
 from ipu_pipeline import config, engine
 from ipu_pipeline.engine import schedules
-from ipu_pipeline.poptorch.dtypes import to_numpy
+from ipu_pipeline.poptorch.dtypes import jax_dtype, to_numpy
 from ipu_pipeline.poptorch.enums import OutputMode
 from ipu_pipeline.poptorch.execution.arguments import Arguments, Batching, first_micro_batch
 from ipu_pipeline.poptorch.execution.compiled import CompiledModel
 from ipu_pipeline.poptorch.execution.devices import select_devices
 from ipu_pipeline.poptorch.execution.progress import CompileProgress
 from ipu_pipeline.poptorch.execution.training import ModelOptimizer
+from ipu_pipeline.poptorch.execution.weights import on_host
 from ipu_pipeline.poptorch.graphs.blocks import BlockId
 from ipu_pipeline.poptorch.graphs.capture import Modes, capture
 from ipu_pipeline.poptorch.graphs.stages import ModelStages, make_stages
@@ -97,6 +99,7 @@ def compile_model(
         options.module_namescope,
     )
     _tell_of_idle_stages(stages, batching, options)
+    _tell_of_narrowing([*tensors, *stages.tensors.values()])
     training = None
     pipeline_options: dict[str, Any] = {}
     if trains:
@@ -161,6 +164,18 @@ def _tell_of_idle_stages(stages: ModelStages, batching: Batching, options: Optio
         "inference "
         "poptorch.Options().deviceIterations."
     )
+
+
+def _tell_of_narrowing(tensors: Sequence[torch.Tensor]) -> None:
+    """Warns where float64 becomes float32."""
+    with on_host():
+        is_wide = any(tensor.dtype is torch.float64 for tensor in tensors)
+    if is_wide and jax_dtype(torch.float64) != np.float64:
+        warn_once(
+            "Tensors of float64 are computed in float32, and come back as float64. Set the environment "
+            "variable "
+            "JAX_ENABLE_X64=1 to compute in 64 bits."
+        )
 
 
 def _last(*outputs: Any) -> Any:

@@ -221,6 +221,6 @@ def _check_numbers(state: PipelineState, collected: Sequence[Collected]) -> None
         if jax.numpy.issubdtype(value.dtype, jax.numpy.floating) and not jax.numpy.isfinite(value).all():
             raise Error(
                 f"A floating-point exception: {name} has a value that is not finite. The weights are "
-                "those of before the weight update. Options().Precision.enableFloatingPointExceptions(False) "
-                "lets the model compute on."
+                "those of before the weight update. Precision.enableFloatingPointExceptions(False) lets "
+                "the model compute on."
             )

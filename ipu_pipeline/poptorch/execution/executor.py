@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,10 @@ from ipu_pipeline.poptorch.execution.arguments import Arguments, Signature, chec
 from ipu_pipeline.poptorch.execution.building import Wrapped, batching_of, compile_model, output_mode_of
 from ipu_pipeline.poptorch.execution.compiled import CompiledModel
 from ipu_pipeline.poptorch.execution.hooks import after_compiling, before_compiling
+from ipu_pipeline.poptorch.execution.measured import Measured
 from ipu_pipeline.poptorch.execution.outputs import join_outputs
 from ipu_pipeline.poptorch.execution.progress import CompileProgress
-from ipu_pipeline.poptorch.execution.timing import CallTimes, Latency
+from ipu_pipeline.poptorch.execution.timing import CallTimes
 from ipu_pipeline.poptorch.execution.training import ModelOptimizer, take_saved
 from ipu_pipeline.poptorch.execution.weights import host_weights_of, on_host
 from ipu_pipeline.poptorch.logs import logger
@@ -35,7 +35,7 @@ __all__ = ["PoplarExecutor"]
 _NOT_COMPILED = "Model has not been compiled or has been destroyed."
 
 
-class PoplarExecutor:
+class PoplarExecutor(Measured):
     """What `trainingModel` and `inferenceModel` return.
 
     Attributes and methods that are not here are those of the user's model.
@@ -50,6 +50,7 @@ class PoplarExecutor:
           wrapped: the model, and how it is to run.
           optimizer: of a model that trains.
         """
+        super().__init__()
         self._wrapped = wrapped
         self._optimizer = optimizer
         self._signature = Signature(wrapped.model.forward)
@@ -61,9 +62,6 @@ class PoplarExecutor:
         self._first: Arguments | None = None
         self._shapes: list[torch.Size] = []
         self._seen_version = 0
-        self._progress: CompileProgress | None = None
-        self._times = CallTimes()
-        self._call_ns: int | None = None
         self._anchored: dict[str, torch.Tensor] = {}
         self._is_profiled = False
 
@@ -435,52 +433,6 @@ class PoplarExecutor:
         assert short_name in known, f"No tensor is anchored as {short_name!r}. There are: {known}."
         assert short_name in self._anchored, "Run the model before asking for an anchored tensor."
         return self._anchored[short_name]
-
-    def compilationTime(self) -> timedelta:
-        """How long compiling took.
-
-        Raises:
-          Error: the model has not been compiled; or `Options.showCompilationProgressBar` is off.
-        """
-        if not self.options.show_compilation_progress_bar:
-            raise Error("Please set showCompilationProgressBar option to obtain compilation time.")
-        if self._progress is None or self._progress.time is None:
-            raise Error("Please compile the model before obtaining compilation time.")
-        return self._progress.time
-
-    def getLatency(self) -> Latency:
-        """Least, greatest and mean seconds of the last call's micro-batches, from input to output."""
-        return self._times.latency("input", "output_complete")
-
-    def getHostIpuLatency(self) -> Latency:
-        """The same until a micro-batch was handed to the devices."""
-        return self._times.latency("input", "input_complete")
-
-    def getComputeLatency(self) -> Latency:
-        """The same from there until outputs were asked for."""
-        return self._times.latency("input_complete", "output")
-
-    def getIpuHostLatency(self) -> Latency:
-        """The same from there until outputs were on the host."""
-        return self._times.latency("output", "output_complete")
-
-    def getPerfCounters(self) -> dict[str, list[float]]:
-        """Seconds at which the micro-batches of the last call were at four points."""
-        return {name: list(times) for name, times in vars(self._times).items()}
-
-    def cycleCount(self) -> int:
-        """Nanoseconds that the last call took: JAX devices count no cycles.
-
-        Raises:
-          Error: `Options.logCycleCount` is off, or there was no call.
-        """
-        if not self.options.log_cycle_count:
-            raise Error(
-                "Cycle count logging is disabled. Please set option logCycleCount to True to enable."
-            )
-        if self._call_ns is None:
-            raise Error("Please run the model at least once before obtaining cycle count.")
-        return self._call_ns
 
     def __getattr__(self, name: str) -> Any:
         """What is no attribute here is one of the user's model."""

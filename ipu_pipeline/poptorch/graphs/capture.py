@@ -23,6 +23,7 @@ from ipu_pipeline.poptorch import markers
 from ipu_pipeline.poptorch.graphs import refusals
 from ipu_pipeline.poptorch.graphs.losses import mark_loss
 from ipu_pipeline.poptorch.lowering.registry import kept_operations
+from ipu_pipeline.poptorch.lowering.substitutes import exportable
 from ipu_pipeline.poptorch.structures import Structure, flatten
 
 __all__ = ["Captured", "Modes", "capture", "modes_of"]
@@ -103,7 +104,11 @@ def capture(
         stack.enter_context(markers.capturing())
         stack.enter_context(_in_modes(modes or {}))
         stack.enter_context(refusals.refusing_own_backwards())
+        if trains:
+            refusals.check_hooks(model)
+            stack.enter_context(refusals.refusing_gradient_hooks())
         stack.enter_context(_inference_mode_without_gradients())
+        stack.enter_context(exportable())
         stack.enter_context(_quiet())
         with refusals.explained():
             program = torch.export.export(flat, tuple(tensors), strict=False)

@@ -15,13 +15,25 @@ from ipu_pipeline.poptorch.errors import Error
 from ipu_pipeline.poptorch.logs import warn_once
 from ipu_pipeline.poptorch.lowering.unsupported import describe_place
 
-__all__ = ["check_buffers", "check_functional", "check_values", "explained", "refusing_own_backwards"]
+__all__ = [
+    "check_buffers",
+    "check_functional",
+    "check_hooks",
+    "check_values",
+    "explained",
+    "refusing_gradient_hooks",
+    "refusing_own_backwards",
+]
 
 _WITHOUT_VALUES = (
     "The model is compiled once for all values, so that it may not ask for one on the way: no `if` or loop "
     "over a tensor's values, no .item(), no .numpy(), no boolean mask as an index. Use torch.where, or "
     "torch.cond; a mask multiplies."
 )
+
+
+_MODULE_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
+_TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 @contextlib.contextmanager
@@ -110,6 +122,57 @@ def check_functional(program: torch.export.ExportedProgram) -> None:
                     "control flow, "
                     "which runs on one IPU as a whole. Begin it before."
                 )
+
+
+def check_hooks(model: torch.nn.Module) -> None:
+    """Looks for hooks on gradients, which are computed by JAX, and call nothing.
+
+    Args:
+      model: that is to be trained.
+
+    Raises:
+      Error: a module or a parameter has one.
+    """
+    modules = [
+        f"module {name!r}" for name, module in model.named_modules() if _has_hooks(module, _MODULE_HOOKS)
+    ]
+    parameters = [
+        f"parameter {name!r}"
+        for name, tensor in model.named_parameters()
+        if _has_hooks(tensor, _TENSOR_HOOKS)
+    ]
+    if found := [*modules, *parameters]:
+        raise Error(
+            f"{', '.join(found)} has a hook on gradients, which would never be called: gradients are "
+            "computed "
+            "on the devices, by JAX. Remove it before the model is compiled."
+        )
+
+
+def _has_hooks(value: Any, names: tuple[str, ...]) -> bool:
+    return any(getattr(value, name, None) for name in names)
+
+
+@contextlib.contextmanager
+def refusing_gradient_hooks() -> Iterator[None]:
+    """Refuses `register_hook` of tensors within a model's forward.
+
+    Raises:
+      Error: it is called.
+    """
+    register = torch.Tensor.register_hook
+
+    def refuse(tensor: torch.Tensor, hook: Any) -> Any:
+        if markers.current_capture() is None:
+            return register(tensor, hook)
+        raise Error(
+            "The model's forward calls register_hook of a tensor. The hook would never be called: "
+            "gradients are "
+            "computed on the devices, by JAX."
+        )
+
+    with unittest.mock.patch.object(torch.Tensor, "register_hook", refuse):
+        yield
 
 
 def check_buffers(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> None:

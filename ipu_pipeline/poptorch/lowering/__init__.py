@@ -28,7 +28,12 @@ from ipu_pipeline.poptorch.lowering import (
     sorting,
 )
 from ipu_pipeline.poptorch.lowering.interpreter import describe_unsupported, find_unsupported, run_node
-from ipu_pipeline.poptorch.lowering.registry import find_lowering, kept_operations, lowers, register_lowering
+from ipu_pipeline.poptorch.lowering.registry import (
+    find_lowering,
+    kept_operations,
+    lowers,
+    register_lowering,
+)
 
 __all__ = [
     "activations",

@@ -36,7 +36,7 @@ def _attention(
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     scores = jnp.matmul(query, key.swapaxes(-1, -2), preferred_element_type=widen(query[:0]).dtype) * scale
     if is_causal:
-        attn_mask = jnp.tri(*scores.shape[-2:], dtype=bool)
+        attn_mask = jnp.tri(scores.shape[-2], scores.shape[-1], dtype=bool)
     if attn_mask is None:
         weights = jax.nn.softmax(scores, -1)
     else:

@@ -34,7 +34,7 @@ def _body(node: torch.fx.Node, attribute: Any, run_graph: RunGraph) -> Callable[
 
 def _cond(node: torch.fx.Node, read: Read, run_graph: RunGraph) -> Any:
     predicate, then_graph, else_graph, operands = node.args
-    value = read(predicate) if isinstance(predicate, torch.fx.Node) else predicate
+    value: Any = read(predicate) if isinstance(predicate, torch.fx.Node) else predicate
     branches = [_body(node, attribute, run_graph) for attribute in (then_graph, else_graph)]
     if isinstance(value, bool):
         return branches[0 if value else 1](*_values(operands, read))

@@ -31,7 +31,10 @@ def _convolution(
     output_padding: Sequence[int],
     groups: int,
 ) -> Array:
-    """Input (batch, channels, *lengths); weights (out, in / groups, *kernel), transposed (in, out / groups, *kernel)."""
+    """Of (batch, channels, *lengths), by weights (out, in / groups, *kernel).
+
+    A transposed one has weights (in, out / groups, *kernel).
+    """
     count = x.ndim - 2
     stride, padding, dilation = (per_dim(values, count) for values in (stride, padding, dilation))
     if transposed:
@@ -98,8 +101,6 @@ def _col2im(
     batched = columns if columns.ndim == 3 else columns[None]
     channels = batched.shape[1] // (kernel[0] * kernel[1])
     image = jax.ShapeDtypeStruct((batched.shape[0], channels, *per_dim(output_size, 2)), columns.dtype)
-    transpose = jax.linear_transpose(
-        lambda x: _im2col(x, kernel, dilation, padding, stride), image
-    )
+    transpose = jax.linear_transpose(lambda x: _im2col(x, kernel, dilation, padding, stride), image)
     (made,) = transpose(batched)
     return made if columns.ndim == 3 else made[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -58,10 +59,10 @@ def _ones_like(x: Array, *, dtype: Any = None) -> Array:
 @lowers("arange.start_step")
 def _arange(start: float, end: float, step: float = 1, *, dtype: Any = None) -> Array:
     """`start + number * step`, which is how torch rounds, too."""
-    if all(isinstance(value, int) for value in (start, end, step)):
-        count = len(range(start, end, step))  # type: ignore[arg-type]  # they are integers
+    if isinstance(start, int) and isinstance(end, int) and isinstance(step, int):
+        count = len(range(start, end, step))
     else:
-        count = max(0, -int(-((end - start) / step) // 1))
+        count = max(0, math.ceil((end - start) / step))
     wide = jnp.result_type(float) if dtype is None or jnp.issubdtype(dtype, jnp.floating) else dtype
     return lax.iota(wide, count) * step + start
 

@@ -59,7 +59,9 @@ def _negative_log_likelihood(
 
 
 @jax.custom_vjp
-def _loss(log_probs: Array, targets: Array, input_lengths: Array, target_lengths: Array, blank: Any) -> Array:
+def _loss(
+    log_probs: Array, targets: Array, input_lengths: Array, target_lengths: Array, blank: Any
+) -> Array:
     return _negative_log_likelihood(log_probs, targets, input_lengths, target_lengths, blank)
 
 
@@ -102,7 +104,9 @@ def _ctc_loss(
         log_probs, targets = log_probs[:, None], targets[None]
     input_lengths, target_lengths = input_lengths.reshape(-1), target_lengths.reshape(-1)
     targets = _padded(targets, target_lengths)
-    loss = _loss(widen(log_probs), targets, input_lengths, target_lengths, jnp.asarray(blank, targets.dtype))
+    loss = _loss(
+        widen(log_probs), targets, input_lengths, target_lengths, jnp.asarray(blank, targets.dtype)
+    )
     if zero_infinity:
         loss = jnp.where(jnp.isinf(loss), 0, loss)
     if reduction == MEAN:

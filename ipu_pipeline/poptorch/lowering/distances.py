@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import jax.numpy as jnp
 import numpy as np
 
 from ipu_pipeline.poptorch.lowering.arrays import Array
@@ -14,7 +13,7 @@ __all__: list[str] = []
 
 @lowers("_cdist_forward")
 def _cdist(a: Array, b: Array, p: float, compute_mode: int | None = None) -> Array:
-    """Between each row of a and each row of b. torch multiplies matrices if there are many, which rounds more."""
+    """Between each row of a and each row of b. torch multiplies matrices if there are many, and rounds more."""
     del compute_mode
     return vector_norm(a[..., :, None, :] - b[..., None, :, :], p, -1)
 

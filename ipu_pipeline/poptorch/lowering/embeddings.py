@@ -35,7 +35,11 @@ _divide_gradient.defvjp(lambda x, by: (x, by), lambda by, gradient: (gradient / 
 
 @lowers("embedding")
 def _embedding(
-    weight: Array, indices: Array, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False
+    weight: Array,
+    indices: Array,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
 ) -> Array:
     del sparse  # how torch keeps the gradient
     return _rows(weight, indices, padding_idx, scale_grad_by_freq)
@@ -53,7 +57,7 @@ def _embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int = -1,
 ) -> tuple[Any, ...]:
-    """Bags are runs of `indices` that begin at `offsets`; mode 0 sums them, 1 means them, 2 takes maxima."""
+    """Bags are runs of `indices` that begin at `offsets`. Mode 0 takes sums, 1 means, 2 maxima."""
     del sparse
     num_bags = offsets.shape[0] - (1 if include_last_offset else 0)
     places = jnp.arange(indices.shape[0], dtype=offsets.dtype)

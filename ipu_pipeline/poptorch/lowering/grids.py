@@ -14,17 +14,17 @@ from jax import lax
 
 from ipu_pipeline.poptorch.lowering.arrays import Array, widen
 from ipu_pipeline.poptorch.lowering.registry import lowers
+from ipu_pipeline.poptorch.lowering.resampling import CUBIC_TAPS, cubic_weight
 
 __all__: list[str] = []
 
 _BILINEAR, _NEAREST, _BICUBIC = range(3)
 _ZEROS, _BORDER, _REFLECTION = range(3)
-_CUBIC = -0.75
 
 
 @lowers("grid_sampler_2d", "grid_sampler_3d", keep=True)
 def _grid_sampler(x: Array, grid: Array, mode: int, padding: int, align_corners: bool) -> Array:
-    """x (batch, channels, *lengths), grid (batch, *places, dimensions)."""
+    """X (batch, channels, *lengths), grid (batch, *places, dimensions)."""
     lengths = x.shape[2:]
     image = widen(x).reshape(*x.shape[:2], -1)
     grid = widen(grid)
@@ -48,8 +48,11 @@ def _grid_sampler(x: Array, grid: Array, mode: int, padding: int, align_corners:
     if mode == _BICUBIC:
         taps = [
             [
-                (bounded(jnp.floor(coordinate) + i, length), _cubic_weight(coordinate - jnp.floor(coordinate), i))
-                for i in (-1, 0, 1, 2)
+                (
+                    bounded(jnp.floor(coordinate) + tap, length),
+                    cubic_weight(coordinate - jnp.floor(coordinate), tap),
+                )
+                for tap in CUBIC_TAPS
             ]
             for coordinate, length in zip(coordinates, lengths, strict=True)
         ]
@@ -93,11 +96,3 @@ def _reflect(coordinate: Array, low: float, span: float) -> Array:
     turns = lax.stop_gradient(jnp.floor(distance / span))
     rest = distance - turns * span
     return jnp.where(turns % 2 == 0, rest + low, span - rest + low)
-
-
-def _cubic_weight(fraction: Array, tap: int) -> Array:
-    """The kernel of cubic interpolation (Keys, 1981) for a tap beside the pixel before the place."""
-    distance = fraction - tap if tap <= 0 else tap - fraction
-    if tap in (0, 1):
-        return ((_CUBIC + 2) * distance - (_CUBIC + 3)) * distance * distance + 1
-    return ((_CUBIC * distance - 5 * _CUBIC) * distance + 8 * _CUBIC) * distance - 4 * _CUBIC

@@ -55,7 +55,7 @@ def _index_select(x: Array, dim: int, index: Array) -> Array:
     return made if x.ndim else made.reshape(())
 
 
-def _split_indices(x: Array, indices: Sequence[Array | None]) -> tuple[Any, ...]:
+def _places(indices: Sequence[Array | None]) -> tuple[Any, ...]:
     for index in indices:
         if index is not None and index.dtype == jnp.bool_:
             raise NotImplementedError(
@@ -67,7 +67,7 @@ def _split_indices(x: Array, indices: Sequence[Array | None]) -> tuple[Any, ...]
 
 @lowers("index.Tensor")
 def _index(x: Array, indices: Sequence[Array | None]) -> Array:
-    return x.at[_split_indices(x, indices)].get(mode="fill")
+    return x.at[_places(indices)].get(mode="fill")
 
 
 @lowers("index_put", "_unsafe_index_put")
@@ -75,7 +75,7 @@ def _index_put(x: Array, indices: Sequence[Array | None], values: Array, accumul
     masks = [index for index in indices if index is not None and index.dtype == jnp.bool_]
     if masks:
         return _put_by_mask(x, indices, values, accumulate)
-    at = x.at[_split_indices(x, indices)]
+    at = x.at[_places(indices)]
     return at.add(values.astype(x.dtype)) if accumulate else at.set(values.astype(x.dtype))
 
 
@@ -86,10 +86,14 @@ def _put_by_mask(x: Array, indices: Sequence[Array | None], values: Array, accum
     assert mask is not None
     after = x.ndim - axis - mask.ndim
     is_alone = sum(index is not None for index in indices) == 1
-    if not is_alone or values.ndim > after + (1 if axis == 0 else 0) or (values.ndim > after and values.shape[0] != 1):
+    if (
+        not is_alone
+        or values.ndim > after + (1 if axis == 0 else 0)
+        or (values.ndim > after and values.shape[0] != 1)
+    ):
         raise NotImplementedError(
-            "index_put with a boolean mask takes one mask, and values that are the same wherever it is true: "
-            "otherwise their number depends on values. Use torch.where."
+            "index_put with a boolean mask takes one mask, and values that are the same wherever it is "
+            "true: otherwise their number depends on values. Use torch.where."
         )
     values = values.reshape(values.shape[1:]) if values.ndim > after else values
     mask = mask.reshape(mask.shape + (1,) * after)
@@ -118,10 +122,14 @@ def _scatter(x: Array, dim: int, index: Array, source: Any) -> Array:
         return x
     wide, indices = _lift(x, index)
     values = _source(source, indices, x) if isinstance(source, jax.Array) else jnp.asarray(source, x.dtype)
-    return wide.at[_along(indices, as_axis(dim, wide.ndim))].set(values, wrap_negative_indices=False).reshape(x.shape)
+    return (
+        wide.at[_along(indices, as_axis(dim, wide.ndim))]
+        .set(values, wrap_negative_indices=False)
+        .reshape(x.shape)
+    )
 
 
-@lowers("scatter_add", "scatter_reduce.add")
+@lowers("scatter_add")
 def _scatter_add(x: Array, dim: int, index: Array, source: Array) -> Array:
     return _scatter_reduce(x, dim, index, source, "sum")
 
@@ -153,6 +161,18 @@ def _scatter_reduce(
     if not include_self:
         made = jnp.where(written, made, kept)
     return made.reshape(x.shape)
+
+
+@lowers("index_reduce", keep=True)
+def _index_reduce(
+    x: Array, dim: int, index: Array, source: Array, reduce: str, *, include_self: bool = True
+) -> Array:
+    """Slices of the source go to places along one dimension."""
+    wide, values = (array.reshape(array.shape or (1,)) for array in (x, source))
+    shape = [1] * wide.ndim
+    shape[as_axis(dim, wide.ndim)] = -1
+    places = jnp.broadcast_to(index.reshape(shape), values.shape)
+    return _scatter_reduce(wide, dim, places, values, reduce, include_self=include_self).reshape(x.shape)
 
 
 def _neutral(reduce: str, dtype: Any) -> Array:
@@ -213,4 +233,3 @@ def _scatter_extremum(x: Array, at: tuple[Array, ...], source: Array, reduce: st
         return made, total / jnp.maximum(counts, jnp.ones_like(counts))
 
     return differentiable(x, source)
-

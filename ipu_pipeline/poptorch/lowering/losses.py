@@ -28,10 +28,8 @@ def _cross_entropy(x: Array, target: Array) -> Array:
 
 
 @_cross_entropy.defjvp
-def _cross_entropy_jvp(
-    primals: tuple[Array, Array], tangents: tuple[Array, Array]
-) -> tuple[Array, Array]:
-    """torch's gradient is finite everywhere, too."""
+def _cross_entropy_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    """Torch's gradient is finite everywhere, too."""
     x, target = primals
     log, log_rest = jnp.maximum(jnp.log(x), -100), jnp.maximum(jnp.log1p(-x), -100)
     by_x = (x - target) / jnp.maximum(x * (1 - x), jnp.asarray(1e-12, x.dtype))
@@ -39,8 +37,8 @@ def _cross_entropy_jvp(
 
 
 @lowers("binary_cross_entropy", keep=True)
-def _binary_cross_entropy(x: Array, target: Array, weight: Array | None = None, reduction: int = MEAN) -> Array:
+def _binary_cross_entropy(
+    x: Array, target: Array, weight: Array | None = None, reduction: int = MEAN
+) -> Array:
     losses = _cross_entropy(*jnp.broadcast_arrays(widen(x), widen(target).astype(widen(x).dtype)))
     return reduce_loss(losses if weight is None else losses * widen(weight), reduction)
-
-

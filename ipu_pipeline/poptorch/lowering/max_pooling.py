@@ -6,11 +6,13 @@ in the pooled dimensions together. It is computed only if something reads it.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -59,7 +61,7 @@ def _largest(x: Array, windows: Windows) -> Array:
 
 
 def _positions(x: Array, windows: Windows) -> Array:
-    """Where the first largest element of each window is. Planes are padded to whole windows, and cut out of."""
+    """Where the first largest element of each window is: windows are slices of padded planes."""
     num_dims, before = windows.num_dims, x.ndim - windows.num_dims
     pads = windows.pads(x.ndim)
     plane = math.prod(windows.lengths)
@@ -70,7 +72,9 @@ def _positions(x: Array, windows: Windows) -> Array:
         at = [slice(None)] * (array.ndim - num_dims)
         for i, start in enumerate(offset):
             first = start * windows.dilation[i]
-            at.append(slice(first, first + (windows.counts[i] - 1) * windows.stride[i] + 1, windows.stride[i]))
+            at.append(
+                slice(first, first + (windows.counts[i] - 1) * windows.stride[i] + 1, windows.stride[i])
+            )
         return array[tuple(at)]
 
     offsets = list(itertools.product(*map(range, windows.kernel)))
@@ -153,7 +157,7 @@ def _gathered(x: Array, indices: list[Any], valid: list[Any] | None = None) -> A
 
 
 def _starts(samples: Array, length: int, size: int, kernel: int) -> Array:
-    """Where the windows of a fractional pooling begin: in steps of two lengths, in an order that a sample gives."""
+    """Where windows of a fractional pooling begin: in steps of two lengths, ordered as a sample says."""
     if size == 1:
         return jnp.full((*samples.shape, 1), length - kernel)
     alpha = jnp.asarray((length - kernel) / (size - 1), samples.dtype)
@@ -170,7 +174,9 @@ def _fractional_max_pool(num_dims: int) -> Callable[..., Any]:
         samples = random_samples.reshape(*x.shape[: x.ndim - num_dims], num_dims)
         indices = []
         for i in range(num_dims):
-            sample = samples[..., num_dims - 1 - i if num_dims == 2 else i]  # in two dimensions width is first
+            sample = samples[
+                ..., num_dims - 1 - i if num_dims == 2 else i
+            ]  # in two dimensions width is first
             starts = _starts(sample, x.shape[x.ndim - num_dims + i], sizes[i], kernel[i])
             indices.append(starts[..., None] + jnp.arange(kernel[i]))
         positions = _gathered(x, indices)
@@ -183,15 +189,34 @@ lowers("fractional_max_pool2d", keep=True)(_fractional_max_pool(2))
 lowers("fractional_max_pool3d", keep=True)(_fractional_max_pool(3))
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _put(x: Array, at: Array, length: int) -> Array:
+    """Elements (planes, elements) at places of planes of that length, 0 elsewhere.
+
+    Windows that overlap give the same element several times: torch's gradient is then that of one each.
+    """
+    return jnp.zeros((x.shape[0], length), x.dtype).at[jnp.arange(x.shape[0])[:, None], at].set(x)
+
+
+def _put_forward(x: Array, at: Array, length: int) -> tuple[Array, Array]:
+    return _put(x, at, length), at
+
+
+def _put_backward(length: int, at: Array, gradient: Array) -> tuple[Array, None]:
+    del length
+    return jnp.take_along_axis(gradient, at, 1, mode="clip"), None
+
+
+_put.defvjp(_put_forward, _put_backward)
+
+
 def _max_unpool(num_dims: int) -> Callable[..., Any]:
     def unpool(x: Array, indices: Array, output_size: Sequence[int], *rest: Any) -> Array:
         del rest  # stride and padding, of which the output's size was made
         leading = x.shape[: x.ndim - num_dims]
-        plane = math.prod(output_size)
-        flat = jnp.zeros((math.prod(leading), plane), x.dtype)
-        at = indices.reshape(flat.shape[0], -1)
-        flat = flat.at[jnp.arange(flat.shape[0])[:, None], at].set(x.reshape(at.shape))
-        return flat.reshape(*leading, *output_size)
+        flat = x.reshape(math.prod(leading), -1)
+        made = _put(flat, indices.reshape(flat.shape), math.prod(output_size))
+        return made.reshape(*leading, *output_size)
 
     return unpool
 

@@ -26,9 +26,7 @@ def _by_channel(x: Array, values: Array | None) -> Array | None:
     return None if values is None else values.reshape(1, -1, *(1,) * (x.ndim - 2))
 
 
-def _normalize(
-    x: Array, weight: Array | None, bias: Array | None, mean: Array, inverse: Array
-) -> Array:
+def _normalize(x: Array, weight: Array | None, bias: Array | None, mean: Array, inverse: Array) -> Array:
     """`(x - mean) * inverse`, then weight and bias; all of them one value for each channel."""
     scale = inverse if weight is None else inverse * widen(weight)
     return _scaled(widen(x) - _by_channel(x, mean), _by_channel(x, scale), _by_channel(x, bias))
@@ -51,9 +49,13 @@ def _batch_norm(
     momentum: float,
     eps: float,
 ) -> tuple[Any, ...]:
-    """In training by the batch's statistics, which the running ones move to; the variance there is unbiased."""
+    """In training by the batch's statistics, to which the running ones move: there the variance is unbiased."""
     if not training:
-        return (*_batch_norm_inference(x, weight, bias, running_mean, running_var, momentum, eps), running_mean, running_var)
+        return (
+            *_batch_norm_inference(x, weight, bias, running_mean, running_var, momentum, eps),
+            running_mean,
+            running_var,
+        )
     mean, squares, inverse = _statistics(x, eps)
     count = math.prod(x.shape) // x.shape[1]
     unbiased = squares * (count / max(count - 1, 1))
@@ -69,7 +71,7 @@ def _batch_norm_without_statistics(
     x: Array, weight: Array | None, bias: Array | None, training: bool, momentum: float, eps: float
 ) -> tuple[Any, ...]:
     del training, momentum
-    mean, squares, inverse = _statistics(x, eps)
+    mean, _, inverse = _statistics(x, eps)
     return _normalize(x, weight, bias, mean, inverse), mean, inverse
 
 

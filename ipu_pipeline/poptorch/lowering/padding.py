@@ -17,7 +17,7 @@ _MODES = {"reflect": "reflect", "replicate": "edge", "circular": "wrap"}
 
 
 def _by_dimension(x: Array, pad: Sequence[int]) -> list[tuple[int, int]]:
-    """torch's list begins with the last dimension."""
+    """Torch's list begins with the last dimension."""
     pairs = [(pad[i], pad[i + 1]) for i in range(0, len(pad), 2)][::-1]
     return [(0, 0)] * (x.ndim - len(pairs)) + pairs
 
@@ -32,7 +32,9 @@ def _pad_by_mode(x: Array, pad: Sequence[int], mode: str) -> Array:
     pairs = _by_dimension(x, pad)
     made = jnp.pad(x, [(max(low, 0), max(high, 0)) for low, high in pairs], _MODES[mode])
     cut = [(min(low, 0), min(high, 0), 0) for low, high in pairs]
-    return lax.pad(made, jnp.zeros((), x.dtype), cut) if any(low or high for low, high, inner in cut) else made
+    return (
+        lax.pad(made, jnp.zeros((), x.dtype), cut) if any(low or high for low, high, inner in cut) else made
+    )
 
 
 @lowers("pad", keep=True)

@@ -5,7 +5,7 @@ They have torch's distributions, not its numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ipu_pipeline.engine import next_rng_key
-from ipu_pipeline.poptorch.lowering.arrays import Array, is_float, to_float, widen
+from ipu_pipeline.poptorch.lowering.arrays import Array, to_float, widen
 from ipu_pipeline.poptorch.lowering.registry import lowers
 
 __all__ = ["drop", "keep_mask"]
@@ -75,6 +75,7 @@ def _randint(*args: Any, dtype: Any = None) -> Array:
 @lowers("randint_like")
 def _randint_like(x: Array, *bounds: int, dtype: Any = None) -> Array:
     """(x, high) or (x, low, high)."""
+    del dtype  # that of the graph's result
     low, high = bounds if len(bounds) == 2 else (0, *bounds)
     return jax.random.randint(next_rng_key(), x.shape, low, high)
 
@@ -127,7 +128,7 @@ def _multinomial(x: Array, num_samples: int, replacement: bool = False) -> Array
     return lax.top_k(logits + jax.random.gumbel(key, x.shape, logits.dtype), num_samples)[1]
 
 
-@lowers("rrelu_with_noise", "rrelu_with_noise_functional", keep=True)
+@lowers("rrelu_with_noise_functional", keep=True)
 def _rrelu(
     x: Array, noise: Array, lower: float = 0.125, upper: float = 1 / 3, training: bool = False
 ) -> Any:
@@ -139,5 +140,3 @@ def _rrelu(
         noise = jnp.where(x > 0, 1, slopes).astype(noise.dtype)
         made = x * noise
     return made, noise
-
-

@@ -47,7 +47,9 @@ def _rnn_cell(function: Callable[[Array], Array]) -> Cell:
     return lambda gates, carry, weights: (function(gates + carry[0] @ weights["hidden"].T),)
 
 
-def _prepare(params: Sequence[Array], has_biases: bool, is_gru: bool) -> tuple[dict[str, Array], Array, Array | None]:
+def _prepare(
+    params: Sequence[Array], has_biases: bool, is_gru: bool
+) -> tuple[dict[str, Array], Array, Array | None]:
     """What a cell needs at each step; the weights of the inputs, and their bias."""
     input_weights, hidden_weights, *rest = params
     weights = {"hidden": hidden_weights}
@@ -64,7 +66,13 @@ def _prepare(params: Sequence[Array], has_biases: bool, is_gru: bool) -> tuple[d
 
 
 def _run_direction(
-    cell: Cell, x: Array, carry: Carry, params: Sequence[Array], has_biases: bool, reverse: bool, active: Array | None
+    cell: Cell,
+    x: Array,
+    carry: Carry,
+    params: Sequence[Array],
+    has_biases: bool,
+    reverse: bool,
+    active: Array | None,
 ) -> tuple[Array, Carry]:
     """The hidden states of all times, and the last carry; rows that are not active keep their carry."""
     weights, input_weights, bias = _prepare(params, has_biases, cell is _gru_cell)

@@ -86,7 +86,9 @@ def _argmin(x: Array, dim: int | None = None, keepdim: bool = False) -> Array:
     return _position(jnp.argmin, x, dim, keepdim)
 
 
-def _with_position(function: Callable[..., Array], x: Array, dim: int, keepdim: bool) -> tuple[Array, Array]:
+def _with_position(
+    function: Callable[..., Array], x: Array, dim: int, keepdim: bool
+) -> tuple[Array, Array]:
     """An extremum and its position. The gradient goes to that position alone."""
     if x.ndim == 0:
         return x, jnp.zeros((), int)
@@ -116,7 +118,7 @@ def variance(x: Array, axes: tuple[int, ...], correction: float, keepdim: bool) 
 
 
 def _variance(x: Array, dim: Any, unbiased: Any, keepdim: bool, correction: Any) -> tuple[Array, Array]:
-    """The overloads of torch: (x, unbiased), (x, dim, unbiased, keepdim), (x, dim, correction=, keepdim=)."""
+    """Torch's overloads: (x, unbiased), (x, dim, unbiased, keepdim), (x, dim, correction=, keepdim=)."""
     if isinstance(dim, bool):
         dim, unbiased = None, dim
     by = (1 if unbiased else 0) if unbiased is not None else 1 if correction is None else correction
@@ -124,7 +126,9 @@ def _variance(x: Array, dim: Any, unbiased: Any, keepdim: bool, correction: Any)
 
 
 @lowers("var")
-def _var(x: Array, dim: Any = None, unbiased: Any = None, keepdim: bool = False, *, correction: Any = None) -> Array:
+def _var(
+    x: Array, dim: Any = None, unbiased: Any = None, keepdim: bool = False, *, correction: Any = None
+) -> Array:
     return _variance(x, dim, unbiased, keepdim, correction)[0]
 
 
@@ -136,7 +140,9 @@ def _var_mean(
 
 
 @lowers("std", keep=True)
-def _std(x: Array, dim: Any = None, unbiased: Any = None, keepdim: bool = False, *, correction: Any = None) -> Array:
+def _std(
+    x: Array, dim: Any = None, unbiased: Any = None, keepdim: bool = False, *, correction: Any = None
+) -> Array:
     return safe_sqrt(_variance(x, dim, unbiased, keepdim, correction)[0])
 
 

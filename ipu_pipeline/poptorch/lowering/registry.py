@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+from torch._ops import OpOverload, OpOverloadPacket
 
 __all__ = ["Lowering", "find_lowering", "kept_operations", "lowers", "register_lowering"]
 
@@ -62,13 +63,14 @@ def lowers(*names: str, keep: bool = False) -> Callable[[_F], _F]:
 
 
 def register_lowering(operation: Any, function: Callable[..., Any] | None = None) -> Any:
-    """Says how JAX computes one of torch's operations, in place of torch's decomposition or of our lowering.
+    """Says how JAX computes an operation of torch, in place of torch's decomposition or of our lowering.
 
-    It holds for models compiled afterwards. Gradients are those of the function; `jax.custom_vjp` gives it others.
+    It holds for models that are compiled afterwards. Gradients are those of the function: `jax.custom_vjp`
+    gives it others.
 
     Args:
-      operation: `torch.ops.namespace.name.overload`, or `torch.ops.namespace.name` or "namespace::name" for all
-        of its overloads, or "namespace::name.overload". The operation exists: `torch.library` defines new ones.
+      operation: `torch.ops.namespace.name.overload`, or "namespace::name.overload"; for all overloads
+        `torch.ops.namespace.name`, or "namespace::name". It exists: `torch.library` defines new ones.
       function: takes the operation's arguments: JAX arrays for tensors, NumPy dtypes for dtypes, everything
         else as torch gives it; but no layout, device, memory format and generator. Returns an array of the
         shape of the operation's result, or a tuple of them; they are cast to the result's dtype.
@@ -103,27 +105,33 @@ def register_lowering(operation: Any, function: Callable[..., Any] | None = None
 
 def find_lowering(target: Any) -> Lowering | None:
     """The lowering of what a node of a graph calls, or None."""
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return None
-    name, overload = target._schema.name, target._overloadname
+    full = _full_name(target)
     for lowerings in (_registered, _ours):
-        for key in (f"{name}.{overload}", name):
+        for key in (full, full.partition(".")[0]):
             if key in lowerings:
                 return lowerings[key]
     return None
 
 
-def kept_operations() -> list[torch._ops.OpOverload]:
+def kept_operations() -> list[OpOverload]:
     """The operations that are not to be decomposed, since they have a lowering as a whole."""
     found = {overload: None for key in [*_kept, *_registered] for overload in _overloads(key)}
     return list(found)
 
 
+def _full_name(overload: OpOverload) -> str:
+    """Namespace::name.overload; torch leaves an overload "default" out."""
+    name = overload.name()
+    return name if "." in name else f"{name}.default"
+
+
 def _key_of(operation: Any) -> str:
-    if isinstance(operation, torch._ops.OpOverload):
-        return f"{operation._schema.name}.{operation._overloadname}"
-    if isinstance(operation, torch._ops.OpOverloadPacket):
-        return str(operation._qualified_op_name)
+    if isinstance(operation, OpOverload):
+        return _full_name(operation)
+    if isinstance(operation, OpOverloadPacket):
+        return _full_name(getattr(operation, operation.overloads()[0])).partition(".")[0]
     if not isinstance(operation, str):
         raise TypeError(
             "register_lowering: operation must be one of torch.ops, or its name as a string; got "
@@ -137,7 +145,7 @@ def _key_of(operation: Any) -> str:
     return operation
 
 
-def _overloads(key: str) -> list[torch._ops.OpOverload]:
+def _overloads(key: str) -> list[OpOverload]:
     """The overloads with that name that do not write to their arguments."""
     namespace, name = key.split("::")
     name, dot, overload = name.partition(".")
@@ -149,4 +157,4 @@ def _overloads(key: str) -> list[torch._ops.OpOverload]:
         raise ValueError(
             f"register_lowering: torch has no operation {key}. Define it with torch.library first."
         ) from None
-    return [one for one in overloads if not one._schema.is_mutable]
+    return [one for one in overloads if not vars(one)["_schema"].is_mutable]

@@ -17,15 +17,18 @@ from jax import lax
 from ipu_pipeline.poptorch.lowering.arrays import Array, widen
 from ipu_pipeline.poptorch.lowering.registry import lowers
 
-__all__: list[str] = []
+__all__ = ["CUBIC_TAPS", "cubic_weight"]
 
 Matrix = np.ndarray[Any, Any]
 
-_CUBIC = -0.75  # the parameter of the cubic kernel
+CUBIC_TAPS = (-1, 0, 1, 2)
+_CUBIC = -0.75  # the parameter of the cubic kernel, as torch has it
 
 
-def _targets(x: Array, size: Sequence[int] | None, scales: Sequence[Any], num_dims: int) -> list[tuple[int, Any]]:
-    """Each dimension's new length, and its factor or None. Two forms: one list of factors, or factors one by one."""
+def _targets(
+    x: Array, size: Sequence[int] | None, scales: Sequence[Any], num_dims: int
+) -> list[tuple[int, Any]]:
+    """Each dimension's new length, and its factor or None. The factors come as one list, or one by one."""
     if len(scales) == 1 and isinstance(scales[0], (list, tuple)):
         scales = scales[0]
     factors = list(scales) if scales and scales[0] is not None else [None] * num_dims
@@ -97,14 +100,20 @@ def _linear_matrix(coordinates: Matrix, length: int) -> Matrix:
 def _cubic_matrix(coordinates: Matrix, length: int) -> Matrix:
     first = np.floor(coordinates).astype(np.int64)
     fraction = coordinates - first
-    return _matrix([(first + i, cubic_weight(np.abs(fraction - i))) for i in (-1, 0, 1, 2)], length)
+    return _matrix([(first + tap, cubic_weight(fraction, tap)) for tap in CUBIC_TAPS], length)
 
 
-def cubic_weight(distance: Any) -> Any:
-    """The kernel of cubic interpolation, for distances from 0 to 2. Source: Keys, 1981."""
-    near = ((_CUBIC + 2) * distance - (_CUBIC + 3)) * distance * distance + 1
-    far = ((_CUBIC * distance - 5 * _CUBIC) * distance + 8 * _CUBIC) * distance - 4 * _CUBIC
-    return np.where(distance <= 1, near, far)
+def cubic_weight(fraction: Any, tap: int) -> Any:
+    """What a pixel weighs for a place between pixels, by the kernel of Keys, 1981.
+
+    Args:
+      fraction: how far the place is behind the pixel before it, 0 to 1.
+      tap: which pixel, counted from that one; of `CUBIC_TAPS`.
+    """
+    distance = fraction - tap if tap <= 0 else tap - fraction
+    if tap in (0, 1):
+        return ((_CUBIC + 2) * distance - (_CUBIC + 3)) * distance * distance + 1
+    return ((_CUBIC * distance - 5 * _CUBIC) * distance + 8 * _CUBIC) * distance - 4 * _CUBIC
 
 
 def _interpolated(num_dims: int, make_matrix: Callable[[Matrix, int], Matrix]) -> Callable[..., Array]:

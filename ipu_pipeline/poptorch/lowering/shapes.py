@@ -24,7 +24,9 @@ def _view(x: Array, size: Sequence[int], stride: Sequence[int] | None = None) ->
 def _expand(x: Array, size: Sequence[int], *, implicit: bool = False) -> Array:
     del implicit
     new = len(size) - x.ndim
-    return jnp.broadcast_to(x, [x.shape[dim - new] if length == -1 else length for dim, length in enumerate(size)])
+    return jnp.broadcast_to(
+        x, [x.shape[dim - new] if length == -1 else length for dim, length in enumerate(size)]
+    )
 
 
 @lowers("permute")
@@ -75,7 +77,7 @@ def _repeat(x: Array, repeats: Sequence[int]) -> Array:
 
 @lowers("cat")
 def _cat(tensors: Sequence[Array], dim: int = 0) -> Array:
-    """torch leaves out vectors of no elements, whatever the others' shape is."""
+    """Torch leaves out vectors of no elements, whatever the others' shape is."""
     joined = [x for x in tensors if x.shape != (0,)] or [tensors[0]]
     return jnp.concatenate(joined, as_axis(dim, joined[0].ndim))
 
@@ -160,7 +162,7 @@ def _diagonal_scatter(x: Array, source: Array, offset: int = 0, dim1: int = 0, d
 
 @lowers("unfold", keep=True)
 def _unfold(x: Array, dimension: int, size: int, step: int) -> Array:
-    """Windows along a dimension, which become the last one: joined slices of windows, or of places in them."""
+    """Windows along a dimension become the last one: joined slices of windows, or of places in them."""
     if x.ndim == 0:
         x = x.reshape(1)
     axis = as_axis(dimension, x.ndim)

@@ -51,7 +51,9 @@ def _sort_stable(
 
 @lowers("topk")
 @_with_scalars
-def _topk(x: Array, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> tuple[Array, Array]:
+def _topk(
+    x: Array, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
+) -> tuple[Array, Array]:
     del sorted  # they are
     axis = as_axis(dim, x.ndim)
     if largest:

@@ -2,6 +2,7 @@
 
 - `torch.ctc_loss` has no shape inference: an operation of ours stands for it.
 - `gaussian_nll_loss` looks for negative variances, and raises an error; here they give NaN.
+- Batch normalization with momentum None divides by a count that it reads from a tensor.
 - Encoder and decoder layers compare the mask with a causal one, as a hint for faster code; here the mask
   is used as it is, which computes the same.
 """
@@ -15,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.nn.modules import transformer
+from torch.nn.modules import batchnorm, transformer
 
 __all__ = ["exportable"]
 
@@ -88,6 +89,26 @@ def _gaussian_nll_loss(
     return loss.mean() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
 
 
+_BatchNorm: type[torch.nn.Module] = vars(batchnorm)[
+    "_BatchNorm"
+]  # what all batch normalizations derive from
+_normalize = _BatchNorm.forward
+
+
+def _batch_norm(self: Any, input: torch.Tensor) -> torch.Tensor:
+    mean, var, count = self.running_mean, self.running_var, self.num_batches_tracked
+    if self.momentum is not None or not self.training or mean is None or var is None or count is None:
+        return _normalize(self, input)
+    self._check_input_dim(input)
+    # With the momentum 1 the running statistics become the batch's. Then they move by one part of all.
+    of_batch = mean.clone(), var.clone()
+    result = torch.nn.functional.batch_norm(input, *of_batch, self.weight, self.bias, True, 1.0, self.eps)
+    count.add_(1)
+    for running, new in zip((mean, var), of_batch, strict=True):
+        running.add_((new - running) / count.to(running.dtype))
+    return result
+
+
 def _is_causal(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
     del mask, size
     return is_causal is True
@@ -99,6 +120,7 @@ def exportable() -> Iterator[None]:
     with (
         unittest.mock.patch.object(torch, "ctc_loss", _ctc_loss),
         unittest.mock.patch.object(torch.nn.functional, "gaussian_nll_loss", _gaussian_nll_loss),
+        unittest.mock.patch.object(_BatchNorm, "forward", _batch_norm),
         unittest.mock.patch.object(transformer, "_detect_is_causal_mask", _is_causal),
     ):
         yield

@@ -108,6 +108,6 @@ def _tensors(node: torch.fx.Node) -> list[torch.Tensor]:
 
 
 def _public_name(name: str) -> str:
-    """ "aten.add.Tensor" as "aten::add.Tensor"."""
+    """Of "aten.add.Tensor" makes "aten::add.Tensor"."""
     namespace, dot, rest = name.partition(".")
     return f"{namespace}::{rest}" if dot else name

@@ -94,7 +94,7 @@ def _sgd(case: Case) -> Update:
     buffer = kept * buffer + taken * gradient
     direction = gradient + momentum * buffer if nesterov else jnp.where(is_on, buffer, gradient)
     if scales:
-        buffer = buffer * jnp.where(is_on, numbers["velocity_scaling"], numbers[STORED_SCALING])
+        buffer = buffer * numbers["velocity_scaling"]
     return -numbers["lr"] * direction, {"momentum_buffer": buffer}
 
 

@@ -183,10 +183,7 @@ def _store(numbers: jax.Array, packing: Hyperparameters) -> jax.Array:
     """The numbers with what momentum buffers are multiplied by now."""
     if STORED_SCALING not in packing.kept:
         return numbers
-    is_on = numbers[:, packing.index("momentum")] != 0
-    place = packing.index(STORED_SCALING)
-    now = jnp.where(is_on, numbers[:, packing.index("velocity_scaling")], numbers[:, place])
-    return numbers.at[:, place].set(now)
+    return numbers.at[:, packing.index(STORED_SCALING)].set(numbers[:, packing.index("velocity_scaling")])
 
 
 def _split(

@@ -1,0 +1,415 @@
+"""Whole models written out in small, as users have them, for the tests of PopTorch's front.
+
+Each forward takes inputs and, for training, targets; without targets it leaves the loss out. At named
+places a block may begin; where one does, and how, is set from outside. They are deterministic, and have no
+parameter whose gradient is zero but for rounding, as a bias straight before a batch norm has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+import ipu_pipeline.poptorch as poptorch
+
+__all__ = ["WHOLE_MODELS", "Whole", "whole_model"]
+
+
+class Whole(nn.Module):
+    """A model with places where a block may begin.
+
+    Attributes:
+      PLACES: their names, in the order in which forward comes to them.
+      LAYERS: modules that forward calls, by name: there a block may begin as well.
+      begins: what to do at a place, as a context manager for what is computed there.
+    """
+
+    PLACES: tuple[str, ...] = ()
+    LAYERS: tuple[str, ...] = ()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begins: dict[str, Callable[[], Any]] = {}
+
+    def at(self, place: str) -> Any:
+        """A context manager for what is computed at a place."""
+        assert place in self.PLACES
+        return self.begins.get(place, contextlib.nullcontext)()
+
+
+@dataclasses.dataclass(frozen=True)
+class Draw:
+    """Random inputs: a generator of torch's, and the dtype of floating-point numbers."""
+
+    generator: torch.Generator
+    dtype: torch.dtype
+
+    def normal(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=self.generator, dtype=self.dtype)
+
+    def uniform(self, *shape: int) -> torch.Tensor:
+        return torch.rand(*shape, generator=self.generator, dtype=self.dtype)
+
+    def integers(self, low: int, high: int, *shape: int) -> torch.Tensor:
+        """From `low` to `high` - 1."""
+        return torch.randint(low, high, shape, generator=self.generator)
+
+
+@dataclasses.dataclass(frozen=True)
+class WholeModel:
+    """How to make a model and what it is called with.
+
+    Attributes:
+      make: the model; its weights depend on torch's seed.
+      make_batch: inputs and targets for so many rows.
+      num_inputs: how many of these tensors are given for inference.
+      find_loss: in what forward returns.
+      min_rows: of a micro-batch.
+    """
+
+    make: Callable[[], Whole]
+    make_batch: Callable[[Draw, int], tuple[torch.Tensor, ...]]
+    num_inputs: int = 1
+    find_loss: Callable[[Any], torch.Tensor] = lambda outputs: outputs[-1]
+    min_rows: int = 1
+
+
+WHOLE_MODELS: dict[str, WholeModel] = {}
+
+
+def whole_model(
+    name: str,
+    make_batch: Callable[[Draw, int], tuple[torch.Tensor, ...]],
+    **options: Any,
+) -> Callable[[type[Whole]], type[Whole]]:
+    """A decorator that registers a model. Its options are those of `WholeModel`."""
+
+    def register(model: type[Whole]) -> type[Whole]:
+        WHOLE_MODELS[name] = WholeModel(model, make_batch, **options)
+        return model
+
+    return register
+
+
+def in_order(layers: Iterable[nn.Module], x: torch.Tensor) -> torch.Tensor:
+    for layer in layers:
+        x = layer(x)
+    return x
+
+
+@whole_model("mlp", lambda draw, rows: (draw.normal(rows, 5), draw.integers(0, 4, rows)))
+class Mlp(Whole):
+    PLACES = ("first", "second", "third")
+    LAYERS = ("layers.0", "layers.2", "layers.3")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 8, bias=False), nn.LayerNorm(8), nn.Linear(8, 4)
+        )
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor | None = None) -> Any:
+        with self.at("first"):
+            x = in_order(self.layers[:2], x)
+        with self.at("second"):
+            x = in_order(self.layers[2:4], x)
+        with self.at("third"):
+            x = self.layers[4](x)
+            return x if target is None else (x, functional.cross_entropy(x, target))
+
+
+@whole_model(
+    "mnist cnn", lambda draw, rows: (draw.normal(rows, 1, 12, 12), draw.integers(0, 10, rows)), min_rows=2
+)
+class MnistCnn(Whole):
+    """With batch norm, whose statistics are buffers; the result is the class as an integer, too."""
+
+    PLACES = ("block1", "block2", "head", "loss")
+    LAYERS = ("block1", "block2", "dense", "classifier")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block1 = self.make_block(1, 3)
+        self.block2 = self.make_block(3, 4)
+        self.dense = nn.Linear(36, 12)
+        self.classifier = nn.Linear(12, 10)
+
+    @staticmethod
+    def make_block(inputs: int, outputs: int) -> nn.Module:
+        return nn.Sequential(
+            nn.Conv2d(inputs, outputs, 3, padding=1, bias=False),
+            nn.BatchNorm2d(outputs),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+        )
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor | None = None) -> Any:
+        with self.at("block1"):
+            x = self.block1(x)
+        with self.at("block2"):
+            x = self.block2(x)
+        with self.at("head"):
+            x = functional.relu(self.dense(x.flatten(1)))
+            x = functional.log_softmax(self.classifier(x), dim=-1)
+        with self.at("loss"):
+            found = x.argmax(-1)
+            return (found, x) if target is None else (found, x, functional.nll_loss(x, target))
+
+
+class Residual(nn.Module):
+    """ResNet's basic block."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(outputs)
+        self.relu = nn.ReLU(inplace=True)
+        self.downsample = None
+        if stride != 1:
+            self.downsample = nn.Sequential(
+                nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
+            )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
+        y += x if self.downsample is None else self.downsample(x)
+        return self.relu(y)
+
+
+@whole_model(
+    "resnet", lambda draw, rows: (draw.normal(rows, 3, 16, 16), draw.integers(0, 5, rows)), min_rows=2
+)
+class ResNet(Whole):
+    """ResNet-18 with few channels, and three of its four layers."""
+
+    PLACES = ("stem", "layer1", "layer2", "layer3", "head")
+    LAYERS = ("layer1.1", "layer2.0", "layer2.1.conv2", "layer3.0.downsample", "fc")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, 4, 7, 2, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(3, 2, 1)
+        )
+        self.layer1 = nn.Sequential(Residual(4, 4, 1), Residual(4, 4, 1))
+        self.layer2 = nn.Sequential(Residual(4, 6, 2), Residual(6, 6, 1))
+        self.layer3 = nn.Sequential(Residual(6, 8, 2))
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.fc = nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor | None = None) -> Any:
+        for place in ("stem", "layer1", "layer2", "layer3"):
+            with self.at(place):
+                x = getattr(self, place)(x)
+        with self.at("head"):
+            x = self.fc(torch.flatten(self.pool(x), 1))
+            return x if target is None else (x, functional.cross_entropy(x, target, label_smoothing=0.1))
+
+
+class Inverted(nn.Module):
+    """MobileNet's inverted residual, with squeeze and excitation."""
+
+    def __init__(self, channels: int, hidden: int, activation: nn.Module) -> None:
+        super().__init__()
+        self.expand = nn.Sequential(
+            nn.Conv2d(channels, hidden, 1, bias=False), nn.BatchNorm2d(hidden, momentum=0.01), activation
+        )
+        self.depthwise = nn.Sequential(
+            nn.Conv2d(hidden, hidden, 3, padding=1, groups=hidden, bias=False),
+            nn.BatchNorm2d(hidden, eps=1e-3),
+        )
+        self.squeeze = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(hidden, 2, 1), nn.SiLU())
+        self.excite = nn.Sequential(nn.Conv2d(2, hidden, 1), nn.Hardsigmoid())
+        self.project = nn.Conv2d(hidden, channels, 1, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.depthwise(self.expand(x))
+        return x + self.project(y * self.excite(self.squeeze(y)))
+
+
+@whole_model(
+    "mobilenet", lambda draw, rows: (draw.normal(rows, 3, 9, 9), draw.integers(0, 3, rows)), min_rows=2
+)
+class MobileNet(Whole):
+    PLACES = ("stem", "body", "head")
+    LAYERS = ("blocks.0", "blocks.1.squeeze", "blocks.1", "classifier")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 4, 3, stride=2)
+        self.blocks = nn.ModuleList([Inverted(4, 8, nn.ReLU6()), Inverted(4, 6, nn.Hardswish())])
+        self.classifier = nn.Sequential(nn.Linear(4, 6), nn.Hardswish(), nn.Dropout(0.0), nn.Linear(6, 3))
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor | None = None) -> Any:
+        with self.at("stem"):
+            x = functional.hardswish(self.stem(x))
+        with self.at("body"):
+            x = in_order(self.blocks, x)
+        with self.at("head"):
+            x = self.classifier(x.mean([2, 3]))
+            return x if target is None else (x, functional.cross_entropy(x, target))
+
+
+@whole_model(
+    "unet",
+    lambda draw, rows: (draw.normal(rows, 2, 8, 12), draw.integers(0, 2, rows, 1, 8, 12).to(draw.dtype)),
+)
+class UNet(Whole):
+    """Skips from each level down to the same level up: values that pass by stages."""
+
+    PLACES = ("down1", "down2", "bottom", "up2", "up1", "loss")
+    LAYERS = ("down1", "down2", "bottom", "rise2", "up2", "up1")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down1, self.down2 = self.make_level(2, 4), self.make_level(4, 6)
+        self.bottom = self.make_level(6, 6)
+        self.rise2 = nn.ConvTranspose2d(6, 6, 2, stride=2)
+        self.up2, self.up1 = self.make_level(12, 4), self.make_level(8, 4)
+        self.last = nn.Conv2d(4, 1, 1)
+
+    @staticmethod
+    def make_level(inputs: int, outputs: int) -> nn.Module:
+        return nn.Sequential(
+            nn.Conv2d(inputs, outputs, 3, padding=1), nn.ELU(), nn.GroupNorm(2, outputs), nn.SiLU()
+        )
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> Any:
+        with self.at("down1"):
+            first = self.down1(x)
+        with self.at("down2"):
+            second = self.down2(functional.max_pool2d(first, 2))
+        with self.at("bottom"):
+            x = self.bottom(functional.avg_pool2d(second, 2))
+        with self.at("up2"):
+            x = self.up2(torch.cat([self.rise2(x), second], 1))
+        with self.at("up1"):
+            x = functional.interpolate(x, scale_factor=2, mode="bilinear", align_corners=False)
+            x = self.last(self.up1(torch.cat([x, first], 1)))
+        with self.at("loss"):
+            if mask is None:
+                return torch.sigmoid(x)
+            return x, functional.binary_cross_entropy_with_logits(x, mask)
+
+
+@whole_model("autoencoder", lambda draw, rows: (draw.uniform(rows, 1, 8, 8), draw.uniform(rows, 1, 8, 8)))
+class Autoencoder(Whole):
+    """Its tuple of results has a dictionary and a list in it."""
+
+    PLACES = ("encode", "decode")
+    LAYERS = ("encoder", "encoder.2", "decoder.0", "decoder.2")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(
+            nn.Conv2d(1, 3, 3, stride=2, padding=1), nn.Softplus(), nn.Conv2d(3, 4, 3, 2, 1), nn.Tanh()
+        )
+        self.decoder = nn.Sequential(
+            nn.ConvTranspose2d(4, 3, 3, stride=2, padding=1, output_padding=1),
+            nn.LeakyReLU(0.1),
+            nn.ConvTranspose2d(3, 1, 2, stride=2),
+            nn.Sigmoid(),
+        )
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor | None = None) -> Any:
+        with self.at("encode"):
+            code = self.encoder(x)
+        with self.at("decode"):
+            made = self.decoder(code)
+            result = {"code": code, "made": [made]}
+            return (result,) if target is None else (result, functional.mse_loss(made, target))
+
+
+@whole_model(
+    "variational",
+    lambda draw, rows: (draw.normal(rows, 3), draw.uniform(rows, 6), draw.uniform(rows, 6)),
+    num_inputs=2,
+)
+class Variational(Whole):
+    """A variational autoencoder that is given its noise; the loss is a sum of two."""
+
+    PLACES = ("encode", "sample", "decode", "loss")
+    LAYERS = ("encoder", "mean", "spread", "decoder")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(6, 8), nn.GELU())
+        self.mean, self.spread = nn.Linear(8, 3), nn.Linear(8, 3)
+        self.decoder = nn.Sequential(nn.Linear(3, 8), nn.Mish(), nn.Linear(8, 6))
+
+    def forward(self, noise: torch.Tensor, x: torch.Tensor, target: torch.Tensor | None = None) -> Any:
+        with self.at("encode"):
+            x = self.encoder(x)
+            mean, spread = self.mean(x), self.spread(x)
+        with self.at("sample"):
+            x = mean + noise * torch.exp(0.5 * spread)
+        with self.at("decode"):
+            x = torch.sigmoid(self.decoder(x))
+        with self.at("loss"):
+            if target is None:
+                return x
+            divergence = -0.5 * (1 + spread - mean.square() - spread.exp()).sum(-1)
+            rebuilt = functional.binary_cross_entropy(x, target, reduction="none").sum(-1)
+            return x, poptorch.identity_loss(divergence + rebuilt, reduction="mean")
+
+
+@whole_model(
+    "video",
+    lambda draw, rows: (draw.normal(rows, 2, 4, 6, 6), draw.normal(rows, 3)),
+    min_rows=2,
+)
+class Video(Whole):
+    PLACES = ("early", "late", "head")
+    LAYERS = ("early", "late", "head")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.early = nn.Sequential(
+            nn.Conv3d(2, 3, 3, padding=1, bias=False), nn.BatchNorm3d(3), nn.ReLU(), nn.AvgPool3d(2)
+        )
+        self.late = nn.Sequential(
+            nn.Conv3d(3, 4, (1, 3, 3), padding=(0, 1, 1), dilation=(1, 1, 1)), nn.CELU(), nn.MaxPool3d((1, 3, 3))
+        )
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor | None = None) -> Any:
+        with self.at("early"):
+            x = self.early(x)
+        with self.at("late"):
+            x = self.late(x)
+        with self.at("head"):
+            x = self.head(x.flatten(start_dim=1))
+            return x if target is None else (x, functional.huber_loss(x, target, delta=0.7))
+
+
+@whole_model(
+    "superresolution",
+    lambda draw, rows: (draw.uniform(rows, 3, 5, 4), draw.uniform(rows, 3, 10, 8)),
+)
+class SuperResolution(Whole):
+    PLACES = ("first", "middle", "last")
+    LAYERS = ("first", "norm", "last", "shuffle")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 6, 3, padding=1, padding_mode="reflect")
+        self.slope = nn.PReLU(6, init=0.2)
+        self.norm = nn.InstanceNorm2d(6, affine=True)
+        self.last = nn.Conv2d(6, 12, 3, padding="same")
+        self.shuffle = nn.PixelShuffle(2)
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor | None = None) -> Any:
+        with self.at("first"):
+            y = self.slope(self.first(x))
+        with self.at("middle"):
+            y = self.norm(y)
+        with self.at("last"):
+            y = self.shuffle(self.last(y)) + functional.interpolate(x, scale_factor=2, mode="nearest")
+            return y if target is None else (y, functional.smooth_l1_loss(y, target))
