@@ -29,6 +29,17 @@ class Call(torch.nn.Module):
         return self.function(*args, **kwargs)
 
 
+class Group(torch.nn.Module):
+    """Several modules, each called with its own arguments: together they are compiled fast."""
+
+    def __init__(self, modules):
+        super().__init__()
+        self.group = torch.nn.ModuleList(modules)
+
+    def forward(self, calls):
+        return [module(*args, **kwargs) for module, (args, kwargs) in zip(self.group, calls, strict=True)]
+
+
 @dataclasses.dataclass
 class Lowered:
     """A module as a function of JAX.
@@ -138,11 +149,17 @@ def run_jax(module, args, kwargs, cotangents=None, seed=0):
         return jax.jit(with_gradients)(varied, cotangents)
 
 
-def run_torch(module, args, kwargs, seed=0):
-    """Results, changed buffers, gradients and the cotangents, drawn from a seed."""
-    module = module if isinstance(module, torch.nn.Module) else Call(module)
+def run_torch(module, args, kwargs, fixed=(), seed=0):
+    """Results, changed buffers, gradients and the cotangents, drawn from a seed.
+
+    Args:
+      fixed: ids of tensors that have no gradient.
+    """
     tensors, structure = flatten((args, kwargs))
-    leaves = [tensor.detach().clone().requires_grad_(tensor.is_floating_point()) for tensor in tensors]
+    leaves = [
+        tensor.detach().clone().requires_grad_(tensor.is_floating_point() and id(tensor) not in fixed)
+        for tensor in tensors
+    ]
     args, kwargs = structure.unflatten(leaves)
     results, _ = flatten(module(*args, **kwargs))
     rng = np.random.default_rng(seed)
@@ -153,11 +170,10 @@ def run_torch(module, args, kwargs, seed=0):
     varied = {f"model.{name}": p for name, p in module.named_parameters()}
     varied |= {str(i): leaf for i, leaf in enumerate(leaves) if leaf.requires_grad}
     pairs = [(r, c) for r, c in zip(results, cotangents, strict=True) if r.requires_grad]
+    found = [None] * len(varied)
     if pairs:
         outputs, given = zip(*pairs, strict=True)
         found = torch.autograd.grad(outputs, list(varied.values()), given, allow_unused=True)
-    else:
-        found = [None] * len(varied)
     gradients = {
         name: torch.zeros_like(value) if gradient is None else gradient.to_dense()
         for (name, value), gradient in zip(varied.items(), found, strict=True)
@@ -165,16 +181,18 @@ def run_torch(module, args, kwargs, seed=0):
     return results, dict(module.named_buffers()), gradients, cotangents
 
 
-def compare(module, *args, tolerance=2e-5, gradients=True, **kwargs):
+def compare(module, *args, tolerance=2e-5, gradients=True, fixed=(), **kwargs):
     """Asserts that a module's results, buffers and gradients are torch's.
 
     Args:
+      module: or a function.
       tolerance: relative to the largest element, and to 1.
       gradients: whether they are compared.
+      fixed: tensors that have no gradient.
     """
     module = module if isinstance(module, torch.nn.Module) else Call(module)
     reference = copy.deepcopy(module)
-    results, buffers, of_torch, cotangents = run_torch(reference, args, kwargs)
+    results, buffers, of_torch, cotangents = run_torch(reference, args, kwargs, set(map(id, fixed)))
     cotangents = [as_array(c) for c in cotangents] if gradients else None
     made, changed, of_jax = run_jax(module, args, kwargs, cotangents)
     assert len(made) == len(results)
@@ -185,6 +203,27 @@ def compare(module, *args, tolerance=2e-5, gradients=True, **kwargs):
     if gradients:
         for name, theirs in of_torch.items():
             close(of_jax[name], theirs, tolerance, f"gradient of {name}")
+
+
+def compare_all(cases, **options):
+    """`compare` for several functions at once; if they differ, each by itself, to say which one it is.
+
+    Args:
+      cases: name -> function or module, and its arguments.
+      options: of `compare`.
+    """
+    modules = [f if isinstance(f, torch.nn.Module) else Call(f) for f, *_ in cases.values()]
+    calls = [(tuple(args), {}) for _, *args in cases.values()]
+    try:
+        compare(Group(modules), calls, **options)
+    except Exception:
+        for (name, (_, *args)), module in zip(cases.items(), modules, strict=True):
+            try:
+                compare(module, *args, **options)
+            except Exception as error:
+                error.add_note(f"It is {name}.")
+                raise
+        raise
 
 
 def close(ours, theirs, tolerance, what):

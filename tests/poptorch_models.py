@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -97,7 +97,7 @@ def whole_model(
     return register
 
 
-def in_order(layers: Iterable[nn.Module], x: torch.Tensor) -> torch.Tensor:
+def in_order(layers, x):
     for layer in layers:
         x = layer(x)
     return x
@@ -108,13 +108,13 @@ class Mlp(Whole):
     PLACES = ("first", "second", "third")
     LAYERS = ("layers.0", "layers.2", "layers.3")
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.Sequential(
             nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 8, bias=False), nn.LayerNorm(8), nn.Linear(8, 4)
         )
 
-    def forward(self, x: torch.Tensor, target: torch.Tensor | None = None) -> Any:
+    def forward(self, x, target=None):
         with self.at("first"):
             x = in_order(self.layers[:2], x)
         with self.at("second"):
@@ -133,7 +133,7 @@ class MnistCnn(Whole):
     PLACES = ("block1", "block2", "head", "loss")
     LAYERS = ("block1", "block2", "dense", "classifier")
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.block1 = self.make_block(1, 3)
         self.block2 = self.make_block(3, 4)
@@ -141,7 +141,7 @@ class MnistCnn(Whole):
         self.classifier = nn.Linear(12, 10)
 
     @staticmethod
-    def make_block(inputs: int, outputs: int) -> nn.Module:
+    def make_block(inputs, outputs):
         return nn.Sequential(
             nn.Conv2d(inputs, outputs, 3, padding=1, bias=False),
             nn.BatchNorm2d(outputs),
@@ -149,7 +149,7 @@ class MnistCnn(Whole):
             nn.MaxPool2d(2),
         )
 
-    def forward(self, x: torch.Tensor, target: torch.Tensor | None = None) -> Any:
+    def forward(self, x, target=None):
         with self.at("block1"):
             x = self.block1(x)
         with self.at("block2"):
@@ -165,7 +165,7 @@ class MnistCnn(Whole):
 class Residual(nn.Module):
     """ResNet's basic block."""
 
-    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+    def __init__(self, inputs, outputs, stride):
         super().__init__()
         self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
         self.bn1 = nn.BatchNorm2d(outputs)
@@ -178,7 +178,7 @@ class Residual(nn.Module):
                 nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
             )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         y = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
         y += x if self.downsample is None else self.downsample(x)
         return self.relu(y)
@@ -193,10 +193,10 @@ class ResNet(Whole):
     PLACES = ("stem", "layer1", "layer2", "layer3", "head")
     LAYERS = ("layer1.1", "layer2.0", "layer2.1.conv2", "layer3.0.downsample", "fc")
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.stem = nn.Sequential(
-            nn.Conv2d(3, 4, 7, 2, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(3, 2, 1)
+            nn.Conv2d(3, 4, 7, 1, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(3, 2, 1)
         )
         self.layer1 = nn.Sequential(Residual(4, 4, 1), Residual(4, 4, 1))
         self.layer2 = nn.Sequential(Residual(4, 6, 2), Residual(6, 6, 1))
@@ -204,7 +204,7 @@ class ResNet(Whole):
         self.pool = nn.AdaptiveAvgPool2d(1)
         self.fc = nn.Linear(8, 5)
 
-    def forward(self, x: torch.Tensor, target: torch.Tensor | None = None) -> Any:
+    def forward(self, x, target=None):
         for place in ("stem", "layer1", "layer2", "layer3"):
             with self.at(place):
                 x = getattr(self, place)(x)
@@ -216,7 +216,7 @@ class ResNet(Whole):
 class Inverted(nn.Module):
     """MobileNet's inverted residual, with squeeze and excitation."""
 
-    def __init__(self, channels: int, hidden: int, activation: nn.Module) -> None:
+    def __init__(self, channels, hidden, activation):
         super().__init__()
         self.expand = nn.Sequential(
             nn.Conv2d(channels, hidden, 1, bias=False), nn.BatchNorm2d(hidden, momentum=0.01), activation
@@ -226,10 +226,10 @@ class Inverted(nn.Module):
             nn.BatchNorm2d(hidden, eps=1e-3),
         )
         self.squeeze = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(hidden, 2, 1), nn.SiLU())
-        self.excite = nn.Sequential(nn.Conv2d(2, hidden, 1), nn.Hardsigmoid())
+        self.excite = nn.Sequential(nn.Conv2d(2, hidden, 1), nn.Sigmoid())
         self.project = nn.Conv2d(hidden, channels, 1, bias=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         y = self.depthwise(self.expand(x))
         return x + self.project(y * self.excite(self.squeeze(y)))
 
@@ -241,13 +241,13 @@ class MobileNet(Whole):
     PLACES = ("stem", "body", "head")
     LAYERS = ("blocks.0", "blocks.1.squeeze", "blocks.1", "classifier")
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.stem = nn.Conv2d(3, 4, 3, stride=2)
         self.blocks = nn.ModuleList([Inverted(4, 8, nn.ReLU6()), Inverted(4, 6, nn.Hardswish())])
         self.classifier = nn.Sequential(nn.Linear(4, 6), nn.Hardswish(), nn.Dropout(0.0), nn.Linear(6, 3))
 
-    def forward(self, x: torch.Tensor, target: torch.Tensor | None = None) -> Any:
+    def forward(self, x, target=None):
         with self.at("stem"):
             x = functional.hardswish(self.stem(x))
         with self.at("body"):
@@ -267,7 +267,7 @@ class UNet(Whole):
     PLACES = ("down1", "down2", "bottom", "up2", "up1", "loss")
     LAYERS = ("down1", "down2", "bottom", "rise2", "up2", "up1")
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.down1, self.down2 = self.make_level(2, 4), self.make_level(4, 6)
         self.bottom = self.make_level(6, 6)
@@ -276,12 +276,12 @@ class UNet(Whole):
         self.last = nn.Conv2d(4, 1, 1)
 
     @staticmethod
-    def make_level(inputs: int, outputs: int) -> nn.Module:
+    def make_level(inputs, outputs):
         return nn.Sequential(
             nn.Conv2d(inputs, outputs, 3, padding=1), nn.ELU(), nn.GroupNorm(2, outputs), nn.SiLU()
         )
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> Any:
+    def forward(self, x, mask=None):
         with self.at("down1"):
             first = self.down1(x)
         with self.at("down2"):
@@ -306,7 +306,7 @@ class Autoencoder(Whole):
     PLACES = ("encode", "decode")
     LAYERS = ("encoder", "encoder.2", "decoder.0", "decoder.2")
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.encoder = nn.Sequential(
             nn.Conv2d(1, 3, 3, stride=2, padding=1), nn.Softplus(), nn.Conv2d(3, 4, 3, 2, 1), nn.Tanh()
@@ -318,7 +318,7 @@ class Autoencoder(Whole):
             nn.Sigmoid(),
         )
 
-    def forward(self, x: torch.Tensor, target: torch.Tensor | None = None) -> Any:
+    def forward(self, x, target=None):
         with self.at("encode"):
             code = self.encoder(x)
         with self.at("decode"):
@@ -338,13 +338,13 @@ class Variational(Whole):
     PLACES = ("encode", "sample", "decode", "loss")
     LAYERS = ("encoder", "mean", "spread", "decoder")
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.encoder = nn.Sequential(nn.Linear(6, 8), nn.GELU())
         self.mean, self.spread = nn.Linear(8, 3), nn.Linear(8, 3)
         self.decoder = nn.Sequential(nn.Linear(3, 8), nn.Mish(), nn.Linear(8, 6))
 
-    def forward(self, noise: torch.Tensor, x: torch.Tensor, target: torch.Tensor | None = None) -> Any:
+    def forward(self, noise, x, target=None):
         with self.at("encode"):
             x = self.encoder(x)
             mean, spread = self.mean(x), self.spread(x)
@@ -369,17 +369,19 @@ class Video(Whole):
     PLACES = ("early", "late", "head")
     LAYERS = ("early", "late", "head")
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.early = nn.Sequential(
             nn.Conv3d(2, 3, 3, padding=1, bias=False), nn.BatchNorm3d(3), nn.ReLU(), nn.AvgPool3d(2)
         )
         self.late = nn.Sequential(
-            nn.Conv3d(3, 4, (1, 3, 3), padding=(0, 1, 1), dilation=(1, 1, 1)), nn.CELU(), nn.MaxPool3d((1, 3, 3))
+            nn.Conv3d(3, 4, (1, 3, 3), padding=(0, 2, 2), dilation=(1, 2, 2)),
+            nn.CELU(),
+            nn.MaxPool3d((1, 3, 3)),
         )
         self.head = nn.Linear(8, 3)
 
-    def forward(self, x: torch.Tensor, target: torch.Tensor | None = None) -> Any:
+    def forward(self, x, target=None):
         with self.at("early"):
             x = self.early(x)
         with self.at("late"):
@@ -397,7 +399,7 @@ class SuperResolution(Whole):
     PLACES = ("first", "middle", "last")
     LAYERS = ("first", "norm", "last", "shuffle")
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first = nn.Conv2d(3, 6, 3, padding=1, padding_mode="reflect")
         self.slope = nn.PReLU(6, init=0.2)
@@ -405,7 +407,7 @@ class SuperResolution(Whole):
         self.last = nn.Conv2d(6, 12, 3, padding="same")
         self.shuffle = nn.PixelShuffle(2)
 
-    def forward(self, x: torch.Tensor, target: torch.Tensor | None = None) -> Any:
+    def forward(self, x, target=None):
         with self.at("first"):
             y = self.slope(self.first(x))
         with self.at("middle"):

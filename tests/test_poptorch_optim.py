@@ -186,7 +186,9 @@ def changes_of(name):
     ]
 
 
-@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "RMSprop", "LAMB"])
+@pytest.mark.parametrize(
+    "name", ["SGD", pytest.param("Adam", marks=pytest.mark.thorough), "AdamW", "RMSprop", "LAMB"]
+)
 def test_hyperparameters_change_and_compile_nothing(name):
     first, *others = changes_of(name)
     parameters, references = make_parameters(), make_parameters()
@@ -226,7 +228,9 @@ def test_a_scheduler_of_torch():
     [
         ("SGD", {"momentum": 0.9, "nesterov": True}, {"lr": torch.tensor(0.05), "maximize": True}),
         ("Adam", {"weight_decay": 0.1, "betas": (torch.tensor(0.8), torch.tensor(0.9))}, {"lr": 0.02}),
-        ("RMSprop", {"centered": True}, {"momentum": 0.5, "lr": 0.02}),
+        pytest.param(
+            "RMSprop", {"centered": True}, {"momentum": 0.5, "lr": 0.02}, marks=pytest.mark.thorough
+        ),
     ],
 )
 def test_groups(name, first, second):

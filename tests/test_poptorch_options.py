@@ -622,7 +622,7 @@ def changed():
 
 
 def pickled(options):
-    return pickle.loads(pickle.dumps(options))  # noqa: S301  # its own
+    return pickle.loads(pickle.dumps(options))  # its own
 
 
 def test_frozen_options_cannot_be_changed():
@@ -1027,3 +1027,16 @@ def test_the_page_has_every_option():
     for setter, key, what in rows:
         assert is_configurable(getattr(TensorLocationSettings, setter))
         assert bool(TensorLocationSettings.settings[key].no_effect) == ("No effect" in what)
+
+
+def test_options_of_popart(caplog, monkeypatch):
+    monkeypatch.setattr(logs, "_said", set())
+    options = Options()
+    assert options._Popart.set("enableOutlining", False) is options._Popart
+    options.clone()._Popart.setPatterns({"TiedGather": True}, level=0)
+    options.freeze()
+    pickle.loads(pickle.dumps(options))._Popart.set("enableOutlining", False)
+    assert [record.getMessage().split(" has no effect")[0] for record in caplog.records] == [
+        "poptorch.Options()._Popart.set('enableOutlining', False)",
+        "poptorch.Options()._Popart.setPatterns({'TiedGather': True}, 0)",
+    ]

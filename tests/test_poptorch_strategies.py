@@ -308,7 +308,7 @@ def test_setters_of_phased_strategies(kind, setter, value, attribute, default, w
     [
         lambda strategy: strategy.clone(),
         copy.deepcopy,
-        lambda strategy: pickle.loads(pickle.dumps(strategy)),  # noqa: S301  # its own
+        lambda strategy: pickle.loads(pickle.dumps(strategy)),  # its own
     ],
     ids=["clone", "deepcopy", "pickle"],
 )

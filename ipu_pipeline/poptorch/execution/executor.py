@@ -100,12 +100,10 @@ class PoplarExecutor(Measured):
             times = self._times = CallTimes()
             micro_batches, number = split(arguments, batching_of(self.options))
             times.input = [begin / 1e9] * number
-            try:
-                with self._profiling():
-                    collected = compiled.run(micro_batches, is_synthetic=self.options.synthetic_data)
-            finally:
-                if self._wrapped.trains and compiled.state is not None:
-                    self._host.mark_stale(self._write_to_host)
+            if self._wrapped.trains:
+                self._host.mark_stale(self._write_to_host)  # before, since an interrupt may come at any time
+            with self._profiling():
+                collected = compiled.run(micro_batches, is_synthetic=self.options.synthetic_data)
             asked = time.perf_counter()
             times.input_complete = [asked] * number
             mode = output_mode_of(self.options, self._wrapped.trains)

@@ -207,9 +207,9 @@ class HostWeights:
 
     def mark_fresh(self) -> None:
         """Notes that the host's weights are those of the device."""
-        self._read_back = None
-        _stale.discard(id(self))
         self.version += 1
+        _stale.discard(id(self))
+        self._read_back = None
 
 
 class _Destroy:

@@ -10,7 +10,7 @@ import torch
 
 from ipu_pipeline.poptorch import markers
 
-__all__ = ["BlockId", "Section", "cut_into_sections"]
+__all__ = ["BlockId", "Section", "cut_into_sections", "is_check"]
 
 # Checks of torch's that hold for a graph of fixed shapes and dtypes.
 _CHECKS = frozenset(("_assert_async", "_assert_scalar", "_assert_tensor_metadata", "sym_constrain_range"))
@@ -52,7 +52,7 @@ def cut_into_sections(
     Returns:
       The sections, at least one.
     """
-    nodes = [node for node in graph.nodes if node.op == "call_function" and not _is_check(node)]
+    nodes = [node for node in graph.nodes if node.op == "call_function" and not is_check(node)]
     begins = [node for node in nodes if markers.is_block(node)]
     blocks = [BlockId(*node.args) for node in begins]
     ipus = dict(zip(begins, find_ipus(blocks), strict=True)) if blocks else {}
@@ -76,7 +76,8 @@ def cut_into_sections(
     ]
 
 
-def _is_check(node: torch.fx.Node) -> bool:
+def is_check(node: torch.fx.Node) -> bool:
+    """Whether a node is a check of torch's, which no stage makes."""
     schema = getattr(node.target, "_schema", None)
     return schema is not None and schema.name.split("::")[-1] in _CHECKS
 

@@ -66,7 +66,7 @@ def mark_loss(graph: torch.fx.Graph) -> None:
             "Multiple independent losses found in graph. Graph must have one final loss. "
             f"Wrap final graph loss in poptorch.identity_loss. They are: {places}."
         )
-    (loss,) = final
+    loss = _with_batch_mean(final[0])
     value = loss.meta["val"]
     if value.dim() != 0 or not value.dtype.is_floating_point:
         raise Error(
@@ -94,8 +94,21 @@ def find_marked_loss(graph: torch.fx.Graph) -> torch.fx.Node:
 
 
 def _is_loss(node: torch.fx.Node) -> bool:
+    return _operation(node) in _LOSSES
+
+
+def _with_batch_mean(loss: torch.fx.Node) -> torch.fx.Node:
+    """For reduction="batchmean" of `kl_div`, torch itself divides the sum: that is the loss then."""
+    users = list(loss.users)
+    if _operation(loss) != "kl_div" or [user.target for user in users] != [torch.ops.aten.div.Tensor]:
+        return loss
+    shape = loss.args[0].meta["val"].shape  # type: ignore[union-attr]  # it is a node
+    return users[0] if users[0].args == (loss, *shape[:1]) else loss
+
+
+def _operation(node: torch.fx.Node) -> str | None:
     schema = getattr(node.target, "_schema", None)
-    return schema is not None and schema.name.split("::")[-1] in _LOSSES
+    return None if schema is None else str(schema.name).split("::")[-1]
 
 
 def _ancestors(node: torch.fx.Node) -> set[torch.fx.Node]:

@@ -17,7 +17,7 @@ from ipu_pipeline import engine
 from ipu_pipeline.poptorch import markers
 from ipu_pipeline.poptorch.dtypes import jax_dtype, to_numpy
 from ipu_pipeline.poptorch.errors import Error
-from ipu_pipeline.poptorch.graphs.blocks import BlockId, Section, cut_into_sections
+from ipu_pipeline.poptorch.graphs.blocks import BlockId, Section, cut_into_sections, is_check
 from ipu_pipeline.poptorch.graphs.capture import Captured
 from ipu_pipeline.poptorch.graphs.losses import find_marked_loss
 from ipu_pipeline.poptorch.graphs.values import find_values, name_values
@@ -102,7 +102,8 @@ def make_stages(
         in one stage and written in another.
     """
     graph = captured.program.graph
-    if unsupported := [node for node in find_unsupported(graph) if not markers.is_marker(node)]:
+    dropped = {node for node in graph.nodes if markers.is_marker(node) or is_check(node)}
+    if unsupported := [node for node in find_unsupported(graph) if node not in dropped]:
         raise Error(describe_unsupported(unsupported))
     parts = _find_parts(captured, model)
     names = name_values(graph, parts.variables, has_module_names)

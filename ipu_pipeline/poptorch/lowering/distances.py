@@ -13,7 +13,7 @@ __all__: list[str] = []
 
 @lowers("_cdist_forward")
 def _cdist(a: Array, b: Array, p: float, compute_mode: int | None = None) -> Array:
-    """Between each row of a and each row of b. torch multiplies matrices if there are many, and rounds more."""
+    """Between all rows of a and all of b. torch multiplies matrices if there are many, and rounds more."""
     del compute_mode
     return vector_norm(a[..., :, None, :] - b[..., None, :, :], p, -1)
 

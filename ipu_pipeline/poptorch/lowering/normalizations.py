@@ -49,7 +49,7 @@ def _batch_norm(
     momentum: float,
     eps: float,
 ) -> tuple[Any, ...]:
-    """In training by the batch's statistics, to which the running ones move: there the variance is unbiased."""
+    """In training by the batch's statistics; the running ones move to them, with the unbiased variance."""
     if not training:
         return (
             *_batch_norm_inference(x, weight, bias, running_mean, running_var, momentum, eps),

@@ -25,6 +25,16 @@ __all__: list[str] = []
 
 _function: Callable[..., Array]
 
+
+def _digamma(x: Array) -> Array:
+    """Negative numbers are reflected: JAX's gradient is wrong there."""
+    is_negative = x < 0
+    reflected = special.digamma(jnp.where(is_negative, 1 - x, x))
+    return jnp.where(
+        is_negative, reflected - jnp.pi / jnp.tan(jnp.pi * jnp.where(is_negative, x, 0.5)), reflected
+    )
+
+
 # Each rounds once, also in 16 bits.
 for _name, _function in {
     "abs": jnp.abs,
@@ -54,7 +64,7 @@ for _name, _function in {
     "asinh": jnp.arcsinh,
     "atanh": jnp.arctanh,
     "cosh": jnp.cosh,
-    "digamma": lambda x: special.digamma(to_float(x)),
+    "digamma": lambda x: _digamma(to_float(x)),
     "erfc": special.erfc,
     "erfinv": special.erfinv,
     "exp2": jnp.exp2,
@@ -104,7 +114,7 @@ def _binary(function: Callable[[Array, Array], Array]) -> Callable[[Array, Array
     return lambda a, b: function(*operands(a, b))
 
 
-for _name, _function in {
+_of_two: dict[str, Callable[..., Array]] = {
     "atan2": in_float32(jnp.arctan2),
     "bitwise_and": jnp.bitwise_and,
     "bitwise_left_shift": jnp.left_shift,
@@ -127,7 +137,8 @@ for _name, _function in {
     "mul": jnp.multiply,
     "nextafter": jnp.nextafter,
     "remainder": jnp.remainder,
-}.items():
+}
+for _name, _function in _of_two.items():
     lowers(_name)(_binary(_function))
 lowers("xlogy", keep=True)(_binary(in_float32(special.xlogy)))
 

@@ -164,7 +164,7 @@ def _diagonal_scatter(x: Array, source: Array, offset: int = 0, dim1: int = 0, d
 def _unfold(x: Array, dimension: int, size: int, step: int) -> Array:
     """Windows along a dimension become the last one: joined slices of windows, or of places in them."""
     if x.ndim == 0:
-        x = x.reshape(1)
+        return x.reshape(1)[:size]
     axis = as_axis(dimension, x.ndim)
     count = (x.shape[axis] - size) // step + 1
     if count <= size:

@@ -17,6 +17,7 @@ from ipu_pipeline.poptorch.options.devices import DeviceOptions
 from ipu_pipeline.poptorch.options.diagnostics import DiagnosticOptions, check_output_mode
 from ipu_pipeline.poptorch.options.distributed import DistributedOptions
 from ipu_pipeline.poptorch.options.jit import JitOptions
+from ipu_pipeline.poptorch.options.popart import PopartOptions
 from ipu_pipeline.poptorch.options.precision import PrecisionOptions
 from ipu_pipeline.poptorch.options.strategies import PipelinedExecution, Strategy
 from ipu_pipeline.poptorch.options.tensor_locations import TensorLocationOptions
@@ -155,6 +156,7 @@ class Options(DeviceOptions, DiagnosticOptions):
           ValueError: an environment variable is malformed.
         """
         super().__init__()
+        self._Popart = PopartOptions()
         environment.apply(self)
 
     @configurable
