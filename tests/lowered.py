@@ -192,7 +192,8 @@ def compare(module, *args, tolerance=2e-5, gradients=True, fixed=(), **kwargs):
     """
     module = module if isinstance(module, torch.nn.Module) else Call(module)
     reference = copy.deepcopy(module)
-    results, buffers, of_torch, cotangents = run_torch(reference, args, kwargs, set(map(id, fixed)))
+    with torch.set_grad_enabled(gradients):
+        results, buffers, of_torch, cotangents = run_torch(reference, args, kwargs, set(map(id, fixed)))
     cotangents = [as_array(c) for c in cotangents] if gradients else None
     made, changed, of_jax = run_jax(module, args, kwargs, cotangents)
     assert len(made) == len(results)

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 import ipu_pipeline.poptorch as poptorch
+from ipu_pipeline.poptorch.structures import flatten
 
 torch.set_num_threads(1)  # its threads and XLA's would fight for the cores
 
@@ -103,7 +104,7 @@ def _cut(inputs, number):
 
 def leaves(value):
     """The tensors of an output, in order."""
-    return poptorch.structures.flatten(value)[0]
+    return flatten(value)[0]
 
 
 def join(outputs):

@@ -118,9 +118,7 @@ class Translator(Whole):
     def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, 8)
-        self.transformer = nn.Transformer(
-            8, 2, 1, 2, dim_feedforward=10, dropout=0.0, batch_first=True, norm_first=True
-        )
+        self.transformer = nn.Transformer(8, 2, 1, 2, dim_feedforward=10, dropout=0.0, batch_first=True)
         self.last = nn.Linear(8, VOCABULARY)
 
     def forward(self, source, shifted, target=None):

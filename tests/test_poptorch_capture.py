@@ -530,3 +530,17 @@ def test_control_flow():
     model = model_of(forward)
     executor = poptorch.inferenceModel(model, make_options())
     assert_close([executor(x + 1), executor(x - 1)], [model(x + 1), model(x - 1)])
+
+
+def test_control_flow_of_a_model_that_is_wrapped_twice():
+    """torch traces the branches, and would trace what watches the weights too."""
+
+    def forward(self, x):
+        return loss(torch.cond(x.sum() > 0, lambda x: self.linear(x), lambda x: x * 2, (x,)))
+
+    model = model_of(forward)
+    training = poptorch.trainingModel(model, make_options())
+    training(x + 1)
+    inference = poptorch.inferenceModel(model, make_options())
+    assert_close([inference(x + 1)], [model(x + 1).detach()])
+    assert type(model.linear.weight) is not torch.nn.Parameter, "it is watched again"

@@ -2,7 +2,14 @@
 
 A torch module whose forward says by blocks which IPU computes what is wrapped by `trainingModel` or
 `inferenceModel`, and runs as a pipeline. It needs torch.
+
+What it has is imported when it is first used: processes that load data import the package, and need little.
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 try:
     import torch  # noqa: F401  # to say what is missing
@@ -12,43 +19,50 @@ except ModuleNotFoundError as error:
         "pip install 'ipu_pipeline[torch]', which takes torch 2.13."
     ) from error
 
-from ipu_pipeline.poptorch import enums, optim, options, profiling
-from ipu_pipeline.poptorch.annotations import BeginBlock, Block, BlockFunction, module_repr, removeBlocks
-from ipu_pipeline.poptorch.data import AsynchronousDataAccessor, DataLoader
-from ipu_pipeline.poptorch.enums import (
-    AutoStage,
-    CommGroupType,
-    ConnectionType,
-    DataLoaderMode,
-    Liveness,
-    MatMulSerializationMode,
-    MeanReductionStrategy,
-    MultiConvPlanType,
-    OutputMode,
-    OverlapMode,
-    ReductionType,
-    SharingStrategy,
-    SyncPattern,
-    VariableRetrievalMode,
-)
-from ipu_pipeline.poptorch.errors import Error, RecoverableError, UnrecoverableError
-from ipu_pipeline.poptorch.execution.executor import PoplarExecutor
-from ipu_pipeline.poptorch.execution.hooks import registerPostCompileHook, registerPreCompileHook
-from ipu_pipeline.poptorch.execution.wrapping import inferenceModel, trainingModel
-from ipu_pipeline.poptorch.logs import setLogLevel
-from ipu_pipeline.poptorch.lowering.registry import register_lowering
-from ipu_pipeline.poptorch.operations import (
-    identity_loss,
-    ipuHardwareIsAvailable,
-    ipuHardwareVersion,
-    isRunningOnIpu,
-    nop,
-)
-from ipu_pipeline.poptorch.options import ConfigFileError, Options, TensorLocationSettings
-from ipu_pipeline.poptorch.options.phased import ParallelPhasedExecution, SerialPhasedExecution
-from ipu_pipeline.poptorch.options.stages import Phase, Stage
-from ipu_pipeline.poptorch.options.strategies import PipelinedExecution, ShardedExecution
-from ipu_pipeline.poptorch.structures import ICustomArgParser, registerCustomArgParser
+if TYPE_CHECKING:
+    from ipu_pipeline.poptorch import enums, optim, options, profiling
+    from ipu_pipeline.poptorch.annotations import (
+        BeginBlock,
+        Block,
+        BlockFunction,
+        module_repr,
+        removeBlocks,
+    )
+    from ipu_pipeline.poptorch.data import AsynchronousDataAccessor, DataLoader
+    from ipu_pipeline.poptorch.enums import (
+        AutoStage,
+        CommGroupType,
+        ConnectionType,
+        DataLoaderMode,
+        Liveness,
+        MatMulSerializationMode,
+        MeanReductionStrategy,
+        MultiConvPlanType,
+        OutputMode,
+        OverlapMode,
+        ReductionType,
+        SharingStrategy,
+        SyncPattern,
+        VariableRetrievalMode,
+    )
+    from ipu_pipeline.poptorch.errors import Error, RecoverableError, UnrecoverableError
+    from ipu_pipeline.poptorch.execution.executor import PoplarExecutor
+    from ipu_pipeline.poptorch.execution.hooks import registerPostCompileHook, registerPreCompileHook
+    from ipu_pipeline.poptorch.execution.wrapping import inferenceModel, trainingModel
+    from ipu_pipeline.poptorch.logs import setLogLevel
+    from ipu_pipeline.poptorch.lowering.registry import register_lowering
+    from ipu_pipeline.poptorch.operations import (
+        identity_loss,
+        ipuHardwareIsAvailable,
+        ipuHardwareVersion,
+        isRunningOnIpu,
+        nop,
+    )
+    from ipu_pipeline.poptorch.options import ConfigFileError, Options, TensorLocationSettings
+    from ipu_pipeline.poptorch.options.phased import ParallelPhasedExecution, SerialPhasedExecution
+    from ipu_pipeline.poptorch.options.stages import Phase, Stage
+    from ipu_pipeline.poptorch.options.strategies import PipelinedExecution, ShardedExecution
+    from ipu_pipeline.poptorch.structures import ICustomArgParser, registerCustomArgParser
 
 __all__ = [
     "AsynchronousDataAccessor",
@@ -103,3 +117,67 @@ __all__ = [
     "setLogLevel",
     "trainingModel",
 ]
+
+_HOMES = {  # of what is not a module itself
+    "AsynchronousDataAccessor": "data",
+    "AutoStage": "enums",
+    "BeginBlock": "annotations",
+    "Block": "annotations",
+    "BlockFunction": "annotations",
+    "CommGroupType": "enums",
+    "ConfigFileError": "options",
+    "ConnectionType": "enums",
+    "DataLoader": "data",
+    "DataLoaderMode": "enums",
+    "Error": "errors",
+    "ICustomArgParser": "structures",
+    "Liveness": "enums",
+    "MatMulSerializationMode": "enums",
+    "MeanReductionStrategy": "enums",
+    "MultiConvPlanType": "enums",
+    "Options": "options",
+    "OutputMode": "enums",
+    "OverlapMode": "enums",
+    "ParallelPhasedExecution": "options.phased",
+    "Phase": "options.stages",
+    "PipelinedExecution": "options.strategies",
+    "PoplarExecutor": "execution.executor",
+    "RecoverableError": "errors",
+    "ReductionType": "enums",
+    "SerialPhasedExecution": "options.phased",
+    "ShardedExecution": "options.strategies",
+    "SharingStrategy": "enums",
+    "Stage": "options.stages",
+    "SyncPattern": "enums",
+    "TensorLocationSettings": "options",
+    "UnrecoverableError": "errors",
+    "VariableRetrievalMode": "enums",
+    "identity_loss": "operations",
+    "inferenceModel": "execution.wrapping",
+    "ipuHardwareIsAvailable": "operations",
+    "ipuHardwareVersion": "operations",
+    "isRunningOnIpu": "operations",
+    "module_repr": "annotations",
+    "nop": "operations",
+    "registerCustomArgParser": "structures",
+    "registerPostCompileHook": "execution.hooks",
+    "registerPreCompileHook": "execution.hooks",
+    "register_lowering": "lowering.registry",
+    "removeBlocks": "annotations",
+    "setLogLevel": "logs",
+    "trainingModel": "execution.wrapping",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name in _HOMES:
+        value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+        globals()[name] = value
+        return value
+    return importlib.import_module(f"{__name__}.{name}")  # which enters it here
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -19,7 +19,7 @@ from ipu_pipeline.poptorch.execution.compiled import CompiledModel
 from ipu_pipeline.poptorch.execution.devices import select_devices
 from ipu_pipeline.poptorch.execution.progress import CompileProgress
 from ipu_pipeline.poptorch.execution.training import ModelOptimizer
-from ipu_pipeline.poptorch.execution.weights import on_host
+from ipu_pipeline.poptorch.execution.weights import host_weights_of, on_host
 from ipu_pipeline.poptorch.graphs.blocks import BlockId
 from ipu_pipeline.poptorch.graphs.capture import Modes, capture
 from ipu_pipeline.poptorch.graphs.stages import ModelStages, make_stages
@@ -80,14 +80,15 @@ def compile_model(
     options, trains = wrapped.options, wrapped.trains
     batching = batching_of(options)
     tensors = first_micro_batch(arguments, batching)
-    captured = capture(
-        wrapped.model,
-        tensors,
-        arguments.structure,
-        wrapped.modes,
-        trains,
-        options.source_location_excludes,
-    )
+    with host_weights_of(wrapped.model).unwatched(wrapped.model):
+        captured = capture(
+            wrapped.model,
+            tensors,
+            arguments.structure,
+            wrapped.modes,
+            trains,
+            options.source_location_excludes,
+        )
     progress.done("capture")
     anchored = options.anchored_tensors.values()
     stages = make_stages(

@@ -100,8 +100,8 @@ class PoplarExecutor(Measured):
             times = self._times = CallTimes()
             micro_batches, number = split(arguments, batching_of(self.options))
             times.input = [begin / 1e9] * number
-            if self._wrapped.trains:
-                self._host.mark_stale(self._write_to_host)  # before, since an interrupt may come at any time
+            if self._wrapped.trains:  # before the run, since an interrupt may come at any time
+                self._host.mark_stale(self._write_to_host)
             with self._profiling():
                 collected = compiled.run(micro_batches, is_synthetic=self.options.synthetic_data)
             asked = time.perf_counter()

@@ -20,7 +20,7 @@ __all__ = ["HostWeights", "host_weights_of", "on_host"]
 _plain = torch._C.DisableTorchFunctionSubclass  # noqa: SLF001  # torch's documentation of subclasses has it
 _inside = threading.local()  # whether this thread copies weights itself
 _owners: Any = WeakIdKeyDictionary()  # tensor -> weak reference to its HostWeights
-_stale: set[int] = set()  # ids of those HostWeights whose tensors are older than a device's
+_stale: weakref.WeakSet[HostWeights] = weakref.WeakSet()  # those whose tensors are older than a device's
 _models: Any = WeakIdKeyDictionary()  # the user's model -> its HostWeights
 
 # Asking for these needs no values.
@@ -173,6 +173,17 @@ class HostWeights:
         if not self._watchers:
             self._change_classes(model, _PLAIN)
 
+    @contextlib.contextmanager
+    def unwatched(self, model: torch.nn.Module) -> Iterator[None]:
+        """In the `with` block the tensors are plain, for what looks into their classes. Needs the lock."""
+        self.refresh()
+        self._change_classes(model, _PLAIN)
+        try:
+            yield
+        finally:
+            if self._watchers:
+                self._change_classes(model, _WATCHED)
+
     def _change_classes(self, model: torch.nn.Module, classes: dict[type, type]) -> None:
         for tensor in _tensors_of(model):
             other = classes.get(type(tensor))
@@ -191,11 +202,11 @@ class HostWeights:
           read_back: copies them to the host.
         """
         self._read_back = read_back
-        _stale.add(id(self))
+        _stale.add(self)
 
     def refresh(self) -> bool:
         """Copies newer weights to the host, if there are any; says whether there were."""
-        if id(self) not in _stale:
+        if self not in _stale:
             return False
         with self.lock:
             read_back = self._read_back
@@ -208,7 +219,7 @@ class HostWeights:
     def mark_fresh(self) -> None:
         """Notes that the host's weights are those of the device."""
         self.version += 1
-        _stale.discard(id(self))
+        _stale.discard(self)
         self._read_back = None
 
 

@@ -34,6 +34,17 @@ def _hardsigmoid(x: Array) -> Array:
     return jnp.where(x <= -3, 0, jnp.where(x >= 3, 1, x / 6 + 0.5))
 
 
+@lowers("hardswish", keep=True)
+def _hardswish(x: Array) -> Array:
+    x = widen(x)
+    return jnp.where(x <= -3, 0, jnp.where(x >= 3, x, x * (x + 3) / 6))
+
+
+@lowers("celu", keep=True)
+def _celu(x: Array, alpha: float = 1) -> Array:
+    return _elu(x, alpha, 1, 1 / alpha)
+
+
 @lowers("elu")
 def _elu(x: Array, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> Array:
     x = widen(x)

@@ -14,6 +14,7 @@ from jax import lax
 __all__ = [
     "Array",
     "Dims",
+    "absolute",
     "as_axes",
     "as_axis",
     "beside",
@@ -111,6 +112,11 @@ def per_dim(values: int | Sequence[int], count: int) -> tuple[int, ...]:
     """One number for each of some dimensions: a single one stands for all."""
     values = [values] if isinstance(values, int) else list(values)
     return tuple(values * count if len(values) == 1 else values)
+
+
+def absolute(x: Array) -> Array:
+    """The absolute value, with the gradient 0 at 0 (JAX's is 1)."""
+    return jnp.where(x == 0, 0, jnp.abs(x)) if is_float(x) else jnp.abs(x)
 
 
 def safe_sqrt(x: Array) -> Array:

@@ -2,24 +2,44 @@
 
 from __future__ import annotations
 
-import numpy as np
+import math
 
-from ipu_pipeline.poptorch.lowering.arrays import Array
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ipu_pipeline.poptorch.lowering.arrays import Array, absolute
 from ipu_pipeline.poptorch.lowering.reductions import vector_norm
 from ipu_pipeline.poptorch.lowering.registry import lowers
 
 __all__: list[str] = []
 
 
+def _length(difference: Array, p: float) -> Array:
+    """The norm over the last dimension. As in torch, the gradient of the largest is not divided here."""
+    if not math.isinf(p):
+        return vector_norm(difference, p, -1)
+    sizes = absolute(difference)
+    largest = lax.stop_gradient(jnp.max(sizes, -1, keepdims=True))
+    changes = jnp.where(sizes == largest, sizes - lax.stop_gradient(sizes), 0)
+    return largest[..., 0] + jnp.sum(changes, -1)
+
+
 @lowers("_cdist_forward")
 def _cdist(a: Array, b: Array, p: float, compute_mode: int | None = None) -> Array:
     """Between all rows of a and all of b. torch multiplies matrices if there are many, and rounds more."""
     del compute_mode
-    return vector_norm(a[..., :, None, :] - b[..., None, :, :], p, -1)
+    return _length(a[..., :, None, :] - b[..., None, :, :], p)
 
 
 @lowers("_pdist_forward")
 def _pdist(x: Array, p: float = 2) -> Array:
     """Between each row and those after it."""
     first, second = np.triu_indices(x.shape[0], 1)
-    return vector_norm(x[first] - x[second], p, -1)
+    return _length(x[first] - x[second], p)
+
+
+@lowers("dist", keep=True)
+def _dist(a: Array, b: Array, p: float = 2) -> Array:
+    """Between two arrays as a whole."""
+    return vector_norm(a - b, p)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import torch
 
 from ipu_pipeline.poptorch.dtypes import jax_dtype
+from ipu_pipeline.poptorch.lowering.arrays import cast
 from ipu_pipeline.poptorch.lowering.control_flow import CONTROL_FLOW
 from ipu_pipeline.poptorch.lowering.registry import Lowering, find_lowering
 from ipu_pipeline.poptorch.lowering.unsupported import (
@@ -121,7 +122,7 @@ def _fit(result: Any, meta: Any, node: torch.fx.Node, lowering: Lowering | None)
     array = jnp.asarray(result)
     if array.shape != tuple(meta.shape):
         _complain(node, lowering, f"shape {array.shape}, not {tuple(meta.shape)}")
-    return array.astype(jax_dtype(meta.dtype))
+    return cast(array, jax_dtype(meta.dtype))
 
 
 def _describe(result: Any) -> str:

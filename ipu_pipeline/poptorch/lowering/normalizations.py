@@ -38,6 +38,11 @@ def _statistics(x: Array, eps: float) -> tuple[Array, Array, Array]:
     return mean, squares, lax.rsqrt(squares + eps)
 
 
+def _constant(mean: Array, inverse: Array) -> tuple[Array, Array]:
+    """The statistics as results, which have no gradient in torch."""
+    return lax.stop_gradient(mean), lax.stop_gradient(inverse)
+
+
 @lowers("_native_batch_norm_legit_functional", keep=True)
 def _batch_norm(
     x: Array,
@@ -63,7 +68,7 @@ def _batch_norm(
         (1 - momentum) * widen(old) + momentum * lax.stop_gradient(new)
         for old, new in ((running_mean, mean), (running_var, unbiased))
     ]
-    return _normalize(x, weight, bias, mean, inverse), mean, inverse, *moved
+    return _normalize(x, weight, bias, mean, inverse), *_constant(mean, inverse), *moved
 
 
 @lowers("_native_batch_norm_legit.no_stats")
@@ -72,7 +77,7 @@ def _batch_norm_without_statistics(
 ) -> tuple[Any, ...]:
     del training, momentum
     mean, _, inverse = _statistics(x, eps)
-    return _normalize(x, weight, bias, mean, inverse), mean, inverse
+    return _normalize(x, weight, bias, mean, inverse), *_constant(mean, inverse)
 
 
 @lowers("_native_batch_norm_legit_no_training")
@@ -100,7 +105,7 @@ def _layer_norm(
     axes = tuple(range(x.ndim - len(normalized_shape), x.ndim))
     squares, mean = variance(x, axes, 0, keepdim=True)
     inverse = lax.rsqrt(squares + eps)
-    return _scaled((widen(x) - mean) * inverse, weight, bias), mean, inverse
+    return _scaled((widen(x) - mean) * inverse, weight, bias), *_constant(mean, inverse)
 
 
 @lowers("native_group_norm")
@@ -121,6 +126,5 @@ def _group_norm(
     made = ((widen(grouped) - mean) * inverse).reshape(x.shape)
     return (
         _scaled(made, _by_channel(x, weight), _by_channel(x, bias)),
-        mean.reshape(batch, groups),
-        inverse.reshape(batch, groups),
+        *_constant(mean.reshape(batch, groups), inverse.reshape(batch, groups)),
     )

@@ -12,6 +12,7 @@ from jax.scipy import special
 
 from ipu_pipeline.poptorch.lowering.arrays import (
     Array,
+    absolute,
     beside,
     in_float32,
     is_float,
@@ -37,7 +38,7 @@ def _digamma(x: Array) -> Array:
 
 # Each rounds once, also in 16 bits.
 for _name, _function in {
-    "abs": jnp.abs,
+    "abs": absolute,
     "atan": jnp.arctan,
     "bitwise_not": jnp.invert,
     "cos": jnp.cos,
@@ -117,6 +118,8 @@ def _binary(function: Callable[[Array, Array], Array]) -> Callable[[Array, Array
 _of_two: dict[str, Callable[..., Array]] = {
     "atan2": in_float32(jnp.arctan2),
     "bitwise_and": jnp.bitwise_and,
+    "__lshift__": jnp.left_shift,
+    "__rshift__": jnp.right_shift,
     "bitwise_left_shift": jnp.left_shift,
     "bitwise_or": jnp.bitwise_or,
     "bitwise_right_shift": jnp.right_shift,
@@ -199,7 +202,10 @@ def _pow(base: Array, exponent: Array) -> Array:
             base = to_float(base)
         if float(exponent).is_integer() and abs(exponent) <= 8:
             return lax.integer_pow(base if abs(exponent) <= 2 else widen(base), int(exponent))
-    return jnp.power(widen(base), widen(exponent))
+    base, exponent = widen(base), widen(exponent)
+    if isinstance(base, jax.Array) and is_float(base):  # JAX's gradient of 0 ** 0 is NaN
+        base = jnp.where(exponent == 0, lax.stop_gradient(base), base)
+    return jnp.power(base, exponent)
 
 
 @lowers("clamp")
@@ -242,7 +248,11 @@ def _copy(x: Array, source: Array) -> Array:
     return jnp.broadcast_to(source, x.shape)
 
 
-@lowers("_assert_tensor_metadata")
+@lowers("_assert_tensor_metadata", "_assert_async")
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """What it checks was known when the graph was made."""
+    """What the first checks was known when the graph was made; the others look at values.
+
+    A compiled program cannot raise errors: `torch.nn.functional.one_hot`, which has such a check, gives
+    zeros for a class that is out of range.
+    """
     del args, kwargs

@@ -69,7 +69,8 @@ def _randint(*args: Any, dtype: Any = None) -> Array:
     """(high, size) or (low, high, size)."""
     *bounds, size = args
     low, high = bounds if len(bounds) == 2 else (0, *bounds)
-    return jax.random.randint(next_rng_key(), tuple(size), low, high, dtype or int)
+    del dtype  # that of the graph's result
+    return jax.random.randint(next_rng_key(), tuple(size), low, high)
 
 
 @lowers("randint_like")

@@ -13,6 +13,7 @@ from jax import lax
 from ipu_pipeline.poptorch.lowering.arrays import (
     Array,
     Dims,
+    absolute,
     as_axes,
     as_axis,
     is_float,
@@ -169,12 +170,12 @@ def vector_norm(
     if ord == 0:
         return jnp.sum(x != 0, axes, keepdims=keepdim)
     if ord == 1:
-        return jnp.sum(jnp.abs(x), axes, keepdims=keepdim)
+        return jnp.sum(absolute(x), axes, keepdims=keepdim)
     if ord == 2:
         return safe_sqrt(jnp.sum(jnp.square(x), axes, keepdims=keepdim))
     if math.isinf(ord):
-        return (jnp.max if ord > 0 else jnp.min)(jnp.abs(x), axes, keepdims=keepdim)
-    sizes = jnp.abs(x)
+        return (jnp.max if ord > 0 else jnp.min)(absolute(x), axes, keepdims=keepdim)
+    sizes = absolute(x)
     is_zero = sizes == 0
     powers = jnp.where(is_zero, 0.0 if ord > 0 else jnp.inf, jnp.where(is_zero, 1, sizes) ** ord)
     total = jnp.sum(powers, axes, keepdims=keepdim)

@@ -7,6 +7,7 @@ slice or a repetition where the sizes allow it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -71,14 +72,19 @@ for _number in (1, 2, 3):
     lowers(f"_upsample_nearest_exact{_number}d", keep=True)(_nearest(_number, is_exact=True))
 
 
-def _coordinates(length: int, target: int, factor: float | None, align_corners: bool, dtype: Any) -> Matrix:
-    """Where the centre of each target lies between the centres of the sources."""
+def _step(length: int, target: int, factor: float | None, align_corners: bool, dtype: Any) -> Any:
+    """How many sources a target is wide, in the precision of the result."""
     real = np.dtype(dtype).type
-    places = np.arange(target, dtype=dtype)
     if align_corners:
-        return places * (real(length - 1) / real(target - 1) if target > 1 else real(0))
-    step = real(1 / factor) if factor else real(length) / real(target)
-    return step * (places + real(0.5)) - real(0.5)
+        return real(length - 1) / real(target - 1) if target > 1 else real(0)
+    return real(1 / factor) if factor else real(length) / real(target)
+
+
+def _coordinates(target: int, step: Any, align_corners: bool) -> Matrix:
+    """Where the centre of each target lies between the centres of the sources."""
+    places = np.arange(target, dtype=step.dtype)
+    half = step.dtype.type(0.5)
+    return places * step if align_corners else step * (places + half) - half
 
 
 def _matrix(sources: list[tuple[Matrix, Matrix]], length: int) -> Matrix:
@@ -90,14 +96,16 @@ def _matrix(sources: list[tuple[Matrix, Matrix]], length: int) -> Matrix:
     return matrix
 
 
-def _linear_matrix(coordinates: Matrix, length: int) -> Matrix:
+def _linear_matrix(coordinates: Matrix, length: int, step: Any) -> Matrix:
+    del step
     coordinates = np.maximum(coordinates, 0)
     first = np.floor(coordinates).astype(np.int64)
     weight = coordinates - first
     return _matrix([(first, 1 - weight), (first + 1, weight)], length)
 
 
-def _cubic_matrix(coordinates: Matrix, length: int) -> Matrix:
+def _cubic_matrix(coordinates: Matrix, length: int, step: Any) -> Matrix:
+    del step
     first = np.floor(coordinates).astype(np.int64)
     fraction = coordinates - first
     return _matrix([(first + tap, cubic_weight(fraction, tap)) for tap in CUBIC_TAPS], length)
@@ -116,7 +124,20 @@ def cubic_weight(fraction: Any, tap: int) -> Any:
     return ((_CUBIC * distance - 5 * _CUBIC) * distance + 8 * _CUBIC) * distance - 4 * _CUBIC
 
 
-def _interpolated(num_dims: int, make_matrix: Callable[[Matrix, int], Matrix]) -> Callable[..., Array]:
+def _smooth_matrix(coordinates: Matrix, length: int, step: Any, is_cubic: bool = False) -> Matrix:
+    """Weights of an antialiasing filter: it is as wide as the sources that make one target."""
+    width = max(step, 1)
+    distances = np.abs(np.arange(length) - coordinates[:, None]) / width
+    if is_cubic:  # of Keys, with the parameter -0.5, as in Pillow
+        near = (1.5 * distances - 2.5) * distances * distances + 1
+        far = ((-0.5 * distances + 2.5) * distances - 4) * distances + 2
+        weights = np.where(distances < 1, near, np.where(distances < 2, far, 0))
+    else:
+        weights = np.maximum(1 - distances, 0)
+    return weights / weights.sum(1, keepdims=True)
+
+
+def _interpolated(num_dims: int, make_matrix: Callable[[Matrix, int, Any], Matrix]) -> Callable[..., Array]:
     def resample(x: Array, size: Sequence[int] | None, align_corners: bool, *scales: Any) -> Array:
         wide = widen(x)
         for i, (target, factor) in enumerate(_targets(x, size, scales, num_dims)):
@@ -124,9 +145,12 @@ def _interpolated(num_dims: int, make_matrix: Callable[[Matrix, int], Matrix]) -
             length = x.shape[axis]
             if target == length and (align_corners or factor in (None, 1)):
                 continue
-            coordinates = _coordinates(length, target, factor, align_corners, wide.dtype)
-            matrix = jnp.asarray(make_matrix(coordinates, length), wide.dtype)
-            wide = jnp.moveaxis(jnp.tensordot(wide, matrix, ((axis,), (1,)), precision="highest"), -1, axis)
+            step = _step(length, target, factor, align_corners, wide.dtype)
+            matrix = make_matrix(_coordinates(target, step, align_corners), length, step)
+            weights = jnp.asarray(matrix, wide.dtype)
+            wide = jnp.moveaxis(
+                jnp.tensordot(wide, weights, ((axis,), (1,)), precision="highest"), -1, axis
+            )
         return wide
 
     return resample
@@ -136,3 +160,7 @@ lowers("upsample_linear1d", keep=True)(_interpolated(1, _linear_matrix))
 lowers("upsample_bilinear2d", keep=True)(_interpolated(2, _linear_matrix))
 lowers("upsample_trilinear3d", keep=True)(_interpolated(3, _linear_matrix))
 lowers("upsample_bicubic2d", keep=True)(_interpolated(2, _cubic_matrix))
+lowers("_upsample_bilinear2d_aa", keep=True)(_interpolated(2, _smooth_matrix))
+lowers("_upsample_bicubic2d_aa", keep=True)(
+    _interpolated(2, functools.partial(_smooth_matrix, is_cubic=True))
+)
