@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import dataclasses
+import logging
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from ipu_pipeline.poptorch.lowering.interpreter import describe_unsupported, fin
 from ipu_pipeline.poptorch.structures import flatten
 
 torch.set_num_threads(1)  # its threads fight with XLA's
+logging.getLogger("torch.__trace").setLevel(logging.WARNING)  # pytest would collect each step of exporting
 
 
 class Call(torch.nn.Module):

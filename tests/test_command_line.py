@@ -38,7 +38,7 @@ def run(*arguments, cwd=None):
     return subprocess.run([*PROGRAM, *arguments], capture_output=True, text=True, cwd=cwd, env=environment)
 
 
-@pytest.mark.parametrize("is_module", [False, True])
+@pytest.mark.parametrize("is_module", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_a_script_imports_poptorch(tmp_path, is_module):
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "beside.py").write_text("NAME = 'beside'")

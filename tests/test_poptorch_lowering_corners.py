@@ -79,7 +79,7 @@ PIECES = {
     "clamp tensors": (
         torch.clamp,
         numbers(-3, -1, 0, 2, 5, 4),
-        numbers(-1, -1, NAN, -1, -1, 0),
+        numbers(-1, -1, 1, -1, -1, 0),
         numbers(2, 2, 2, 2, 2, 1),
     ),
     "maximum": (torch.maximum, numbers(1, 2, 3), numbers(1, 3, 2)),

@@ -126,6 +126,9 @@ def cubic_weight(fraction: Any, tap: int) -> Any:
 
 def _smooth_matrix(coordinates: Matrix, length: int, step: Any, is_cubic: bool = False) -> Matrix:
     """Weights of an antialiasing filter: it is as wide as the sources that make one target."""
+    coordinates = _coordinates(
+        len(coordinates), step, align_corners=False
+    )  # whatever is asked for, as torch
     width = max(step, 1)
     distances = np.abs(np.arange(length) - coordinates[:, None]) / width
     if is_cubic:  # of Keys, with the parameter -0.5, as in Pillow
