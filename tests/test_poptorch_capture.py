@@ -457,6 +457,10 @@ def test_no_tensor_at_all():
     assert executor().shape == (9, 3)
 
 
+def test_nop():
+    train_as_torch(lambda self, x: loss(poptorch.nop(self.linear(x)).tanh()))
+
+
 def test_autocast_and_checkpoints():
     def cast(self, x):
         with torch.autocast("cpu", dtype=torch.bfloat16):

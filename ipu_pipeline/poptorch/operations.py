@@ -31,14 +31,17 @@ def identity_loss(x: torch.Tensor, reduction: str) -> torch.Tensor:
 
 
 def nop(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor with the same values, of which nothing is known when the program is compiled.
+    """A copy of a tensor. When a model is compiled, XLA may not simplify across it.
+
+    Args:
+      tensor: of any shape and dtype.
 
     Raises:
       ValueError: it is no tensor.
     """
     if not isinstance(tensor, torch.Tensor):
         raise ValueError(f"nop must take a torch.tensor argument. It got {type(tensor).__name__}.")
-    return markers.copy_opaquely(tensor)
+    return tensor.clone() if markers.current_capture() is None else markers.copy_opaquely(tensor)
 
 
 def isRunningOnIpu() -> bool:

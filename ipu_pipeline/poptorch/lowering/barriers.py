@@ -1,0 +1,15 @@
+"""What XLA may not see through."""
+
+from __future__ import annotations
+
+from jax import lax
+
+from ipu_pipeline.poptorch.lowering.arrays import Array
+from ipu_pipeline.poptorch.lowering.registry import lowers
+
+__all__: list[str] = []
+
+
+@lowers("ipu_poptorch::nop")
+def _nop(x: Array) -> Array:
+    return lax.optimization_barrier(x)

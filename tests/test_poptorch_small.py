@@ -1,0 +1,110 @@
+"""Log levels, spans of profiling, the enumerations, errors, and operations that need no compiling."""
+
+import logging
+
+import pytest
+import torch
+
+import ipu_pipeline.poptorch as poptorch
+from ipu_pipeline.poptorch import enums, logs
+from ipu_pipeline.poptorch.execution.progress import CompileProgress
+
+
+@pytest.fixture
+def level():
+    before = logs.logger.level
+    yield lambda: logging.getLevelName(logs.logger.level)
+    logs.logger.setLevel(before)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [("TRACE", "TRACE"), (0, "TRACE"), ("DEBUG", "DEBUG"), (2, "INFO"), ("WARN", "WARNING"), (4, "ERROR")],
+)
+def test_log_levels(level, given, expected):
+    poptorch.setLogLevel(given)
+    assert level() == expected
+
+
+def test_logs_are_off(level):
+    poptorch.setLogLevel("OFF")
+    assert not logs.logger.isEnabledFor(logging.CRITICAL)
+
+
+def test_wrong_log_levels():
+    with pytest.raises(ValueError, match="Invalid log level integer"):
+        poptorch.setLogLevel(5)
+    message = "Unknown log level: wibble. Valid values are DEBUG, ERR, INFO, OFF, TRACE and WARN"
+    with pytest.raises(ValueError, match=message):
+        poptorch.setLogLevel("wibble")
+
+
+def test_a_warning_is_given_once(caplog, monkeypatch):
+    monkeypatch.setattr(logs, "_said", set())
+    for _time in range(2):
+        logs.warn_once("twice")
+    assert [record.message for record in caplog.records] == ["twice"]
+
+
+def test_spans_are_logged(caplog, level):
+    poptorch.setLogLevel("INFO")
+    channel = poptorch.profiling.Channel("Mine")
+
+    class Trainer:
+        def train(self, x, *, y):
+            return x + y
+
+        def fail(self):
+            raise KeyError("mine")
+
+    trainer = channel.instrument(Trainer(), "train", "fail")
+    with channel.tracepoint("epoch"):
+        assert trainer.train(1, y=2) == 3
+    with pytest.raises(KeyError):
+        trainer.fail()
+    found = [record.message.split(": ")[0] for record in caplog.records]
+    assert found == ["[Mine] train", "[Mine] epoch", "[Mine] fail"]
+    assert all(record.message.endswith(" ms") for record in caplog.records)
+    with pytest.raises(AttributeError, match="nothing"):
+        channel.instrument(trainer, "nothing")
+
+
+def test_errors():
+    error = poptorch.RecoverableError("text", "kind", "place", "FULL_RESET")
+    assert (str(error), error.message, error.type, error.location) == ("text", "text", "kind", "place")
+    assert error.recovery_action == "FULL_RESET"
+    assert issubclass(poptorch.RecoverableError, poptorch.Error)
+    assert issubclass(poptorch.UnrecoverableError, poptorch.Error)
+
+
+def test_enumerations():
+    assert [mode.name for mode in poptorch.OutputMode] == ["Final", "EveryN", "All", "Sum", "Default"]
+    assert poptorch.VariableRetrievalMode.AllReplicas == 2
+    assert poptorch.MatMulSerializationMode("none") is poptorch.MatMulSerializationMode.Disabled
+    for name in enums.__all__:
+        assert getattr(poptorch, name) is getattr(enums, name)
+
+
+def test_there_is_no_ipu():
+    assert not poptorch.ipuHardwareIsAvailable()
+    assert poptorch.ipuHardwareVersion() == 0
+    with pytest.raises(ValueError, match="num_ipus must be an integer from 1; got 0"):
+        poptorch.ipuHardwareIsAvailable(0)
+
+
+def test_nop():
+    x = torch.ones(2)
+    assert torch.equal(poptorch.nop(x), x)
+    with pytest.raises(ValueError, match="nop must take a torch.tensor argument"):
+        poptorch.nop(5)
+
+
+def test_the_progress_bar(capsys):
+    for shows in (True, False):
+        progress = CompileProgress(shows)
+        for part in ("capture", "trace", "compile"):
+            progress.done(part)
+        assert progress.time is None
+        progress.end()
+        assert progress.time is not None
+    assert capsys.readouterr().err.count("100%") == 1
