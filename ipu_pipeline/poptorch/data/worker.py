@@ -57,7 +57,10 @@ def serve(connection: Connection, unneeded: Connection | None, packed: Packed, l
 
 
 def _exit(number: int, _frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
+    """Ends at once. An exception might come where Python only reports it, as in a weak reference's call."""
+    for child in multiprocessing.active_children():
+        child.kill()
+    os._exit(128 + number)
 
 
 @contextlib.contextmanager

@@ -157,7 +157,7 @@ def _scatter_reduce(
     elif reduce == "prod":
         made = _scatter_product(wide, at, source)
     else:
-        made = _scatter_extremum(wide, at, source, reduce)
+        made = _scatter_extremum(wide, at, source, reduce, wide if include_self else kept)
     if not include_self:
         made = jnp.where(written, made, kept)
     return made.reshape(x.shape)
@@ -213,8 +213,11 @@ def _scatter_product(x: Array, at: tuple[Array, ...], source: Array) -> Array:
     return product(x, source)
 
 
-def _scatter_extremum(x: Array, at: tuple[Array, ...], source: Array, reduce: str) -> Array:
-    """An extremum, whose gradient is divided among equal elements."""
+def _scatter_extremum(x: Array, at: tuple[Array, ...], source: Array, reduce: str, counted: Array) -> Array:
+    """An extremum, whose gradient is divided among equal elements.
+
+    As in torch, an element of `counted` is one of them even where it was replaced in x.
+    """
 
     def extremum(x: Array, source: Array) -> Array:
         return x.at[at].max(source) if reduce == "amax" else x.at[at].min(source)
@@ -228,7 +231,7 @@ def _scatter_extremum(x: Array, at: tuple[Array, ...], source: Array, reduce: st
         x, source = primals
         made = extremum(x, source)
         x_equal, equal = (x == made).astype(x.dtype), (source == made[at]).astype(x.dtype)
-        counts = x_equal.at[at].add(equal)
+        counts = (lax.stop_gradient(counted) == made).astype(x.dtype).at[at].add(equal)
         total = (tangents[0] * x_equal).at[at].add(tangents[1] * equal)
         return made, total / jnp.maximum(counts, jnp.ones_like(counts))
 
