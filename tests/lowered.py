@@ -71,7 +71,7 @@ class Lowered:
             value = known[node] if isinstance(node, torch.fx.Node) else node
             if spec.kind.name == "BUFFER_MUTATION":
                 changed[spec.target] = value
-            else:
+            elif spec.kind.name == "USER_OUTPUT":
                 results.append(value)
         return results, changed
 
@@ -84,6 +84,7 @@ def lower(module, *args, **kwargs):
     """
     module = module if isinstance(module, torch.nn.Module) else Call(module)
     tensors, structure = flatten((args, kwargs))
+    tensors = [tensor.detach() for tensor in tensors]  # export takes a tensor that is given twice for one
     with substitutes.exportable():
         captured = capture.capture(module, tensors, structure)
     if unsupported := find_unsupported(captured.program.graph):

@@ -300,9 +300,10 @@ GROUPS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:var.*degrees of freedom")  # torch's; the result is NaN
 @pytest.mark.parametrize("group", GROUPS)
 def test_results_and_gradients_are_those_of_torch(group):
-    lowered.compare_all(GROUPS[group], fixed=[numbers(0)])
+    lowered.compare_all(GROUPS[group])
 
 
 HALF = {

@@ -31,11 +31,13 @@ class Module:
       make: the module.
       inputs: what it is given for so many rows.
       call: how it is called.
+      num_fixed: the last so many inputs are targets that have no gradient.
     """
 
     make: Callable[[], nn.Module]
     inputs: Callable[[Draw, int], tuple[torch.Tensor, ...]]
     call: Callable[..., Any] = lambda module, *inputs: module(*inputs)
+    num_fixed: int = 0
 
 
 def of_shape(*shapes):
@@ -54,27 +56,33 @@ def classes(number, *shape):
     return lambda draw, rows: (draw.normal(rows, number, *shape), draw.integers(0, number, rows, *shape))
 
 
-def signs(draw, rows):
-    return 2 * draw.integers(0, 2, rows).to(draw.dtype) - 1
+def signed(*shapes):
+    """Inputs of these shapes, and for each row 1 or -1."""
+
+    def make(draw, rows):
+        signs = 2 * draw.integers(0, 2, rows) - 1
+        return *(draw.normal(rows, *shape) for shape in shapes), signs.to(draw.dtype)
+
+    return make
 
 
 def probabilities(draw, rows):
     return draw.normal(rows, 4).softmax(-1), draw.normal(rows, 4).softmax(-1)
 
 
-def positive(draw, rows):
-    return draw.normal(rows, 4), 0.5 + draw.uniform(rows, 4), 0.5 + draw.uniform(rows, 4)
+def variances(draw, rows):
+    return draw.normal(rows, 4), draw.normal(rows, 4), 0.5 + draw.uniform(rows, 4)
 
 
-def first_of(result):
-    return result[0]
+def counts(draw, rows):
+    return draw.normal(rows, 3), draw.integers(0, 2, rows, 3).to(draw.dtype)
 
 
 SEQUENCE = of_shape((4, 3))
 ACTIVATIONS = group(
     (3, 4),
     nn.ELU,
-    lambda: nn.CELU(0.7),
+    lambda: nn.CELU(0.5),
     nn.SELU,
     nn.GELU,
     lambda: nn.GELU(approximate="tanh"),
@@ -218,38 +226,19 @@ LOSSES = {
     "SmoothL1Loss": Module(lambda: nn.SmoothL1Loss(beta=0.5), of_shape((4,), (4,))),
     "HuberLoss": Module(lambda: nn.HuberLoss(delta=0.5), of_shape((4,), (4,))),
     "CrossEntropyLoss": Module(lambda: nn.CrossEntropyLoss(label_smoothing=0.2), classes(3, 2)),
-    "CrossEntropyLoss of probabilities": Module(nn.CrossEntropyLoss, probabilities),
+    "CrossEntropyLoss, probabilities": Module(nn.CrossEntropyLoss, probabilities),
     "NLLLoss": Module(lambda: nn.NLLLoss(reduction="none"), classes(4)),
-    "PoissonNLLLoss": Module(
-        lambda: nn.PoissonNLLLoss(full=True), lambda d, n: (d.normal(n, 3), 3 * d.uniform(n, 3))
-    ),
-    "GaussianNLLLoss": Module(nn.GaussianNLLLoss, positive),
+    "PoissonNLLLoss": Module(lambda: nn.PoissonNLLLoss(full=True), counts, num_fixed=1),
+    "GaussianNLLLoss": Module(nn.GaussianNLLLoss, variances),
     "KLDivLoss": Module(lambda: nn.KLDivLoss(reduction="batchmean"), probabilities),
-    "BCELoss": Module(
-        nn.BCELoss,
-        lambda d, n: (d.uniform(n, 3) * 0.9 + 0.05, d.uniform(n, 3)),
-        lambda module, x, y: module(x, y.detach()),
-    ),
-    "BCEWithLogitsLoss": Module(nn.BCEWithLogitsLoss, lambda d, n: (d.normal(n, 3), d.uniform(n, 3))),
-    "MarginRankingLoss": Module(
-        lambda: nn.MarginRankingLoss(0.5),
-        lambda d, n: (d.normal(n), d.normal(n), signs(d, n)),
-    ),
-    "HingeEmbeddingLoss": Module(
-        nn.HingeEmbeddingLoss,
-        lambda d, n: (d.normal(n), signs(d, n)),
-        lambda module, x, y: module(x, y.sign().detach()),
-    ),
-    "CosineEmbeddingLoss": Module(
-        nn.CosineEmbeddingLoss,
-        lambda d, n: (d.normal(n, 3), d.normal(n, 3), signs(d, n)),
-        lambda module, x, y, sign: module(x, y, sign.sign().detach()),
-    ),
-    "SoftMarginLoss": Module(nn.SoftMarginLoss, lambda d, n: (d.normal(n), signs(d, n))),
+    "BCELoss": Module(nn.BCELoss, probabilities, num_fixed=1),
+    "BCEWithLogitsLoss": Module(nn.BCEWithLogitsLoss, counts),
+    "MarginRankingLoss": Module(lambda: nn.MarginRankingLoss(0.5), signed((), ()), num_fixed=1),
+    "HingeEmbeddingLoss": Module(nn.HingeEmbeddingLoss, signed(()), num_fixed=1),
+    "CosineEmbeddingLoss": Module(nn.CosineEmbeddingLoss, signed((3,), (3,)), num_fixed=1),
+    "SoftMarginLoss": Module(nn.SoftMarginLoss, signed(()), num_fixed=1),
     "MultiMarginLoss": Module(lambda: nn.MultiMarginLoss(p=2, margin=0.7), classes(4)),
-    "MultiLabelSoftMarginLoss": Module(
-        nn.MultiLabelSoftMarginLoss, lambda d, n: (d.normal(n, 3), d.uniform(n, 3))
-    ),
+    "MultiLabelSoftMarginLoss": Module(nn.MultiLabelSoftMarginLoss, counts, num_fixed=1),
     "TripletMarginLoss": Module(lambda: nn.TripletMarginLoss(3.0, swap=True), of_shape((4,), (4,), (4,))),
 }
 GROUPS = {
@@ -273,7 +262,12 @@ class SideBySide(nn.Module):
         self.layers = nn.ModuleList([module.make() for module in self.compared]).to(dtype)
         self.counts = [len(tensors) for tensors in example]
         self.zeros = nn.ParameterList(
-            [torch.zeros_like(t[:ROWS]) for tensors in example for t in tensors if t.is_floating_point()]
+            [
+                torch.zeros_like(tensor[:ROWS])
+                for module, tensors in zip(self.compared, example, strict=True)
+                for tensor in tensors[: len(tensors) - module.num_fixed]
+                if tensor.is_floating_point()
+            ]
         )
 
     def forward(self, *inputs):
@@ -282,8 +276,9 @@ class SideBySide(nn.Module):
         for number, (module, count) in enumerate(zip(self.compared, self.counts, strict=True)):
             with poptorch.Block(ipu_id=2 * number // len(self.compared)):
                 tensors = [next(given) for _input in range(count)]
-                tensors = [t + next(zeros) if t.is_floating_point() else t for t in tensors]
-                results = leaves(module.call(self.layers[number], *tensors))
+                varied, fixed = tensors[: count - module.num_fixed], tensors[count - module.num_fixed :]
+                varied = [t + next(zeros) if t.is_floating_point() else t for t in varied]
+                results = leaves(module.call(self.layers[number], *varied, *fixed))
                 every.append(results)
                 total = total + sum(_weighted(result) for result in results if result.is_floating_point())
         return every, poptorch.identity_loss(total, reduction="sum")

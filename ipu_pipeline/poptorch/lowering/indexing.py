@@ -192,25 +192,23 @@ def _limits(dtype: Any) -> tuple[int, int]:
 
 def _scatter_product(x: Array, at: tuple[Array, ...], source: Array) -> Array:
     """A product with the gradient of one, also where factors are 0: the product of the others."""
-    if not is_float(x):
-        return x.at[at].multiply(source)
+    return _product(x, at, source) if is_float(x) else x.at[at].multiply(source)
 
-    @jax.custom_jvp
-    def product(x: Array, source: Array) -> Array:
-        return x.at[at].multiply(source)
 
-    @product.defjvp
-    def product_jvp(primals: Any, tangents: Any) -> Any:
-        x, source = primals
-        x_zero, zero = x == 0, source == 0
-        zeros = x_zero.astype(int).at[at].add(zero.astype(int))
-        others = jnp.where(x_zero, 1, x).at[at].multiply(jnp.where(zero, 1, source))
-        counted, x_counted = zeros[at] - zero == 0, zeros - x_zero == 0
-        x_share = jnp.where(x_counted, others / jnp.where(x_zero, 1, x), 0)
-        share = jnp.where(counted, others[at] / jnp.where(zero, 1, source), 0)
-        return product(x, source), (tangents[0] * x_share).at[at].add(tangents[1] * share)
+@jax.custom_jvp
+def _product(x: Array, at: tuple[Array, ...], source: Array) -> Array:
+    return x.at[at].multiply(source)
 
-    return product(x, source)
+
+@_product.defjvp
+def _product_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
+    x, at, source = primals
+    x_zero, zero = x == 0, source == 0
+    zeros = x_zero.astype(int).at[at].add(zero.astype(int))
+    others = jnp.where(x_zero, 1, x).at[at].multiply(jnp.where(zero, 1, source))
+    x_share = jnp.where(zeros - x_zero == 0, others / jnp.where(x_zero, 1, x), 0)
+    share = jnp.where(zeros[at] - zero == 0, others[at] / jnp.where(zero, 1, source), 0)
+    return _product(x, at, source), (tangents[0] * x_share).at[at].add(tangents[2] * share)
 
 
 def _scatter_extremum(x: Array, at: tuple[Array, ...], source: Array, reduce: str, counted: Array) -> Array:
@@ -218,21 +216,25 @@ def _scatter_extremum(x: Array, at: tuple[Array, ...], source: Array, reduce: st
 
     As in torch, an element of `counted` is one of them even where it was replaced in x.
     """
-
-    def extremum(x: Array, source: Array) -> Array:
-        return x.at[at].max(source) if reduce == "amax" else x.at[at].min(source)
-
+    made = lax.stop_gradient(x.at[at].max(source) if reduce == "amax" else x.at[at].min(source))
     if not is_float(x):
-        return extremum(x, source)
-    differentiable = jax.custom_jvp(extremum)
+        return made
+    x_equal, equal = x == made, source == made[at]
+    counts = (counted == made).astype(x.dtype).at[at].add(equal.astype(x.dtype))
+    return _share(made, x, source, at, x_equal, equal, counts)
 
-    @differentiable.defjvp
-    def extremum_jvp(primals: Any, tangents: Any) -> Any:
-        x, source = primals
-        made = extremum(x, source)
-        x_equal, equal = (x == made).astype(x.dtype), (source == made[at]).astype(x.dtype)
-        counts = (lax.stop_gradient(counted) == made).astype(x.dtype).at[at].add(equal)
-        total = (tangents[0] * x_equal).at[at].add(tangents[1] * equal)
-        return made, total / jnp.maximum(counts, jnp.ones_like(counts))
 
-    return differentiable(x, source)
+@jax.custom_jvp
+def _share(
+    made: Array, x: Array, source: Array, at: Any, x_equal: Array, equal: Array, counts: Array
+) -> Array:
+    """What was made, with a share of its gradient for each equal element."""
+    del x, source, at, x_equal, equal, counts
+    return made
+
+
+@_share.defjvp
+def _share_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
+    made, _x, _source, at, x_equal, equal, counts = primals
+    total = jnp.where(x_equal, tangents[1], 0).at[at].add(jnp.where(equal, tangents[2], 0))
+    return made, total / jnp.maximum(counts, jnp.ones_like(counts))

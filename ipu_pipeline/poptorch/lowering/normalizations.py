@@ -39,7 +39,7 @@ def _statistics(x: Array, eps: float) -> tuple[Array, Array, Array]:
 
 
 def _constant(mean: Array, inverse: Array) -> tuple[Array, Array]:
-    """The statistics as results, which have no gradient in torch."""
+    """The statistics as results, which have no gradient in torch (those of groups have)."""
     return lax.stop_gradient(mean), lax.stop_gradient(inverse)
 
 
@@ -126,5 +126,6 @@ def _group_norm(
     made = ((widen(grouped) - mean) * inverse).reshape(x.shape)
     return (
         _scaled(made, _by_channel(x, weight), _by_channel(x, bias)),
-        *_constant(mean.reshape(batch, groups), inverse.reshape(batch, groups)),
+        mean.reshape(batch, groups),
+        inverse.reshape(batch, groups),
     )

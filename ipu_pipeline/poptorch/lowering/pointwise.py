@@ -185,14 +185,16 @@ def _rsub(a: Array, b: Array, alpha: Any = 1) -> Array:
 
 @lowers("div")
 def _div(a: Array, b: Array, *, rounding_mode: str | None = None) -> Array:
+    narrow = jnp.result_type(a, b)
     a, b = operands(a, b)
     if rounding_mode is None:
         return jnp.true_divide(a, b)
-    dtype = jnp.result_type(widen(a), widen(b))
-    a, b = (lax.stop_gradient(jnp.asarray(value, dtype)) for value in (a, b))
+    wide = jnp.result_type(widen(a), widen(b))
+    a, b = (lax.stop_gradient(jnp.asarray(value, wide)) for value in (a, b))
     if rounding_mode == "floor":
         return jnp.floor_divide(a, b)
-    return jnp.trunc(a / b) if is_float(a) else lax.div(*jnp.broadcast_arrays(a, b))
+    # torch rounds a quotient to 16 bits before it cuts.
+    return jnp.trunc((a / b).astype(narrow)) if is_float(a) else lax.div(*jnp.broadcast_arrays(a, b))
 
 
 @lowers("pow")

@@ -1,4 +1,4 @@
-"""Optimizers: their attributes on the host, and the formulas of torch on the devices."""
+"""Optimizers: PopTorch's attributes, and torch's formulas."""
 
 from ipu_pipeline.poptorch.optim.adam import Adam, AdamW
 from ipu_pipeline.poptorch.optim.attributes import VariableAttributes
