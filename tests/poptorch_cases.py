@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import ipu_pipeline.poptorch as poptorch
-from tests import poptorch_sequence_models  # noqa: F401  # registers its models
+from tests import poptorch_image_models, poptorch_sequence_models  # noqa: F401  # they register models
 from tests.poptorch_front import make_options
 from tests.poptorch_models import WHOLE_MODELS, Whole
 

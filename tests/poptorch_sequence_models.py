@@ -1,4 +1,4 @@
-"""Whole models of sequences, sets and graphs; see `poptorch_models`, where they are registered."""
+"""Whole models of texts and sounds; see `poptorch_models`, where they are registered."""
 
 import math
 
@@ -113,12 +113,12 @@ class Translator(Whole):
     """nn.Transformer; the encoder's result passes by the stages of the decoder."""
 
     PLACES = ("embed", "transform", "last")
-    LAYERS = ("transformer.encoder", "transformer.decoder.layers.0", "transformer.decoder.layers.1")
+    LAYERS = ("transformer.encoder", "transformer.decoder", "transformer.decoder.layers.0.linear2")
 
     def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, 8)
-        self.transformer = nn.Transformer(8, 2, 1, 2, dim_feedforward=10, dropout=0.0, batch_first=True)
+        self.transformer = nn.Transformer(8, 2, 1, 1, dim_feedforward=10, dropout=0.0, batch_first=True)
         self.last = nn.Linear(8, VOCABULARY)
 
     def forward(self, source, shifted, target=None):
@@ -242,66 +242,6 @@ class Speech(Whole):
 
 
 @whole_model(
-    "siamese", lambda draw, rows: tuple(draw.normal(rows, 5, 4) for _one in range(3)), num_inputs=3
-)
-class Siamese(Whole):
-    """One tower for three inputs: its variables belong to several stages."""
-
-    PLACES = ("anchor", "positive", "negative", "loss")
-    LAYERS = ("tower", "tower.3")
-
-    def __init__(self):
-        super().__init__()
-        self.tower = nn.Sequential(
-            nn.Conv1d(5, 6, 2), nn.SELU(), nn.Flatten(), nn.Linear(18, 6), nn.Softsign()
-        )
-        self.loss = nn.TripletMarginLoss(margin=5.0)
-
-    def forward(self, anchor, positive, negative):
-        with self.at("anchor"):
-            anchor = self.tower(anchor)
-        with self.at("positive"):
-            positive = self.tower(positive)
-        with self.at("negative"):
-            negative = functional.normalize(self.tower(negative), dim=-1)
-        with self.at("loss"):
-            return [anchor, positive, negative, self.loss(anchor, positive, negative)]
-
-
-@whole_model(
-    "two heads",
-    lambda draw, rows: (draw.normal(rows, 6), draw.normal(rows, 2), draw.integers(0, 3, rows)),
-)
-class TwoHeads(Whole):
-    """Where an object is, and what; the loss is a sum with a trained balance."""
-
-    PLACES = ("body", "where", "what", "loss")
-    LAYERS = ("body", "where", "what")
-
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(6, 8), nn.Softplus(), nn.Linear(8, 8), nn.Hardtanh(-2, 2))
-        self.where, self.what = nn.Linear(8, 2), nn.Bilinear(8, 8, 3)
-        self.balance = nn.Parameter(torch.tensor([0.3, -0.2]))
-
-    def forward(self, x, place=None, kind=None):
-        with self.at("body"):
-            x = self.body(x)
-        with self.at("where"):
-            found = self.where(x)
-        with self.at("what"):
-            scores = self.what(x, torch.sin(x))
-        with self.at("loss"):
-            if place is None:
-                return found, scores
-            of_place = functional.smooth_l1_loss(found, place, beta=0.5)
-            of_kind = functional.multi_margin_loss(scores, kind, margin=2.0)
-            losses = torch.stack([of_place, of_kind])
-            total = (losses * torch.exp(-self.balance) + self.balance).sum()
-            return found, scores, losses, poptorch.identity_loss(total, reduction="none")
-
-
-@whole_model(
     "bert",
     lambda draw, rows: (
         padded(draw, rows, 6),
@@ -361,135 +301,3 @@ class Bert(Whole):
             of_words = functional.cross_entropy(logits.transpose(1, 2), labels)
             loss = of_words + functional.cross_entropy(relation, follows)
             return {"loss": poptorch.identity_loss(loss, reduction="sum"), **outputs}
-
-
-@whole_model("experts", lambda draw, rows: (draw.normal(rows, 6), draw.normal(rows, 4)))
-class Experts(Whole):
-    """Each row goes to two of four experts; the second counts only if the gate gives it enough."""
-
-    PLACES = ("gate", "experts", "mix")
-    LAYERS = ("gate", "experts.0", "experts.2")
-
-    def __init__(self):
-        super().__init__()
-        self.gate = nn.Linear(6, 4)
-        self.experts = nn.ModuleList(
-            [nn.Sequential(nn.Linear(6, 7), nn.SiLU(), nn.Linear(7, 4)) for _expert in range(4)]
-        )
-        self.register_buffer("uses", torch.zeros(4, dtype=torch.int64))
-
-    def forward(self, x, target=None):
-        with self.at("gate"):
-            weights, chosen = torch.topk(self.gate(x).softmax(-1), 2)
-            keep = torch.stack([torch.ones_like(weights[:, 0]) > 0, weights[:, 1] > 0.2], -1)
-            weights = torch.where(keep, weights, torch.zeros_like(weights))
-            self.uses += functional.one_hot(chosen, 4).sum((0, 1))
-        with self.at("experts"):
-            every = torch.stack([expert(x) for expert in self.experts], 1)
-        with self.at("mix"):
-            picked = every.gather(1, chosen[..., None].expand(-1, -1, 4))
-            y = (picked * weights[..., None]).sum(1)
-            dense = torch.zeros_like(every[..., 0]).scatter(1, chosen, weights)
-            result = (y, chosen, dense)
-            return result if target is None else (*result, functional.l1_loss(y, target))
-
-
-@whole_model(
-    "graph",
-    lambda draw, rows: (draw.normal(rows, 5, 4), draw.integers(0, 5, rows, 2, 9), draw.uniform(rows)),
-    num_inputs=2,
-)
-class Graph(Whole):
-    """Messages along edges; nodes add what they get."""
-
-    PLACES = ("round0", "round1", "head")
-    LAYERS = ("messages.0", "updates.0", "messages.1", "head")
-
-    def __init__(self):
-        super().__init__()
-        self.messages = nn.ModuleList([nn.Linear(8, 4) for _round in range(2)])
-        self.updates = nn.ModuleList([nn.RNNCell(4, 4), nn.LSTMCell(4, 4)])
-        self.head = nn.Linear(4, 1)
-
-    def forward(self, nodes, edges, target=None):
-        begin, end = (numbers[..., None].expand(-1, -1, 4) for numbers in edges.unbind(1))
-        x = nodes
-        for number, (message, update) in enumerate(zip(self.messages, self.updates, strict=True)):
-            with self.at(f"round{number}"):
-                ends = torch.cat([x.gather(1, begin), x.gather(1, end)], -1)
-                sums = torch.zeros_like(x).scatter_add(1, end, torch.tanh(message(ends)))
-                flat, hidden = sums.reshape(-1, 4), x.reshape(-1, 4)
-                made = update(flat, hidden) if number == 0 else update(flat, (hidden, hidden))[0]
-                x = made.view_as(x)
-        with self.at("head"):
-            y = self.head(x.logsumexp(1)).sigmoid().squeeze(-1)
-            return y if target is None else (y, functional.binary_cross_entropy(y, target))
-
-
-@whole_model(
-    "recommender",
-    lambda draw, rows: (draw.integers(0, 9, rows, 3), draw.normal(rows, 2), draw.normal(rows)),
-    num_inputs=2,
-)
-class Recommender(Whole):
-    """Factors of what somebody bought, beside a deep part."""
-
-    PLACES = ("factors", "deep", "last")
-    LAYERS = ("bag", "deep.0", "deep.2")
-
-    def __init__(self):
-        super().__init__()
-        self.bag, self.items = nn.EmbeddingBag(9, 4, mode="mean"), nn.Embedding(9, 3)
-        self.deep = nn.Sequential(nn.Linear(11, 6), nn.ReLU(), nn.Linear(6, 1))
-        self.wide = nn.Linear(2, 1, bias=False)
-
-    def forward(self, bought, person, rating=None):
-        with self.at("factors"):
-            items = self.items(bought)
-            pairs = 0.5 * (items.sum(1).square() - items.square().sum(1)).sum(-1)
-            bag = self.bag(bought)
-        with self.at("deep"):
-            deep = self.deep(torch.cat([bag, items[:, 0], person, person**2], 1))
-        with self.at("last"):
-            y = (deep + self.wide(person)).squeeze(1) + pairs
-            return y if rating is None else (y, functional.mse_loss(y, rating))
-
-
-@whole_model("vision transformer", lambda draw, rows: (draw.normal(rows, 3, 8, 8), draw.uniform(rows, 4)))
-class VisionTransformer(Whole):
-    """Patches, a class token and nn.MultiheadAttention, whose weights are returned."""
-
-    PLACES = ("patches", "attend", "mix", "head")
-    LAYERS = ("patches", "attention", "mlp", "head")
-
-    def __init__(self):
-        super().__init__()
-        self.patches = nn.Conv2d(3, 6, 4, stride=4)
-        self.token = nn.Parameter(torch.randn(1, 1, 6))
-        self.positions = nn.Parameter(torch.randn(1, 5, 6))
-        self.norm = nn.RMSNorm(6)
-        self.attention = nn.MultiheadAttention(6, 3, batch_first=True)
-        self.mlp = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6))
-        self.head = nn.Linear(6, 4)
-
-    def forward(self, x, target=None):
-        with self.at("patches"):
-            x = self.patches(x).flatten(2).transpose(1, 2)
-            x = torch.cat([self.token.expand(x.shape[0], -1, -1), x], 1) + self.positions
-        with self.at("attend"):
-            y = self.norm(x)
-            y, weights = self.attention(y, y, y)
-            x = x + y
-        with self.at("mix"):
-            x = x + self.mlp(x)
-        with self.at("head"):
-            x = self.head(x[:, 0])
-            if target is None:
-                return x, weights
-            return (
-                x,
-                weights,
-                functional.kl_div(
-                    x.log_softmax(-1), target.log_softmax(-1), reduction="batchmean", log_target=True
-                ),
-            )

@@ -1,7 +1,7 @@
 """Whole models with random blocks, strategies and counts equal plain torch; see `poptorch_cases`.
 
-`make thorough` compares more than `make test`. POPTORCH_CASES says how many: with it,
-`POPTORCH_CASES=500 pytest -m thorough tests/test_poptorch_models.py` compares many.
+`make thorough` compares more than `make test`, and any number are compared by
+`POPTORCH_CASES=500 pytest tests/test_poptorch_models.py`.
 """
 
 import dataclasses
@@ -20,26 +20,25 @@ from tests.poptorch_models import WHOLE_MODELS, Draw
 
 NUM_CALLS = 2
 TOLERANCES = {"float32": 1e-5, "float64": 1e-12}  # of a leaf's 2-norm
-UNIT = {"float32": 2.0**-24, "float64": 2.0**-53}
+UNIT = 2.0**-53  # to which float64 rounds
 ILL_CONDITIONED = 1e-3
 
 # Those of `make test`, each once; `make thorough` has the others.
 FIRST = (
     "mnist cnn",
     "resnet",
-    "mobilenet",
     "unet",
     "autoencoder",
+    "superresolution",
+    "encoder",
     "gpt",
-    "transformer",
     "lstm tagger",
     "speech",
     "siamese",
     "two heads",
     "experts",
-    "bert",
 )
-NUM_RANDOM = int(os.environ.get("POPTORCH_CASES", "14"))
+NUM_RANDOM = int(os.environ.get("POPTORCH_CASES", "6"))
 
 
 def norm(tensor):
@@ -144,6 +143,8 @@ class Compared:
         counts = case.device_iterations, case.accumulation
         batch = self.whole.make_batch(self.draw, case.rows * counts[0] * counts[1])
         args, kwargs = self.arguments(batch)
+        if case.compiles_first and not self.executor.isCompiled():
+            self.executor.compile(*args, **kwargs)
         outputs = numbered(leaves(self.executor(*args, **kwargs)))
 
         def run(plain):
@@ -156,19 +157,14 @@ class Compared:
         assert_near(outputs, expected, self.tolerance(expected, lambda: run(self.exact)))
 
     def compare_state(self):
-        """Compares parameters and buffers, and by how much they changed: of that rounding is no part."""
+        """Compares parameters and buffers, and in float64 by how much they changed, which says more."""
         state, expected = state_of(self.model), state_of(self.plain.model)
         assert_near(state, expected, self.tolerance(expected, lambda: state_of(self.exact.model)))
-        steps = 2 * NUM_CALLS * self.case.device_iterations  # each rounds the result, ours and torch's
-        rooms = {name: steps * UNIT[self.case.dtype] * norm(tensor) for name, tensor in expected.items()}
-
-        def changes(model):
-            now = state_of(model)
-            return {name: now[name] - self.before[name] for name in now}
-
-        wanted = changes(self.plain.model)
-        tolerance = self.tolerance(wanted, lambda: changes(self.exact.model))
-        assert_near(changes(self.model), wanted, tolerance, rooms)
+        if self.exact is None:
+            changes, wanted = ({n: t - self.before[n] for n, t in of.items()} for of in (state, expected))
+            steps = 2 * NUM_CALLS * self.case.device_iterations  # each rounds its result, ours and torch's
+            rooms = {name: steps * UNIT * norm(tensor) for name, tensor in expected.items()}
+            assert_near(changes, wanted, TOLERANCES["float64"], rooms)
 
     def compare_optimizer(self):
         """Compares what an optimizer of PopTorch shows of its state: averages of gradients."""
@@ -203,8 +199,7 @@ class Compared:
 
     def infer(self):
         """Compares inference, with all modules in evaluation mode."""
-        inference_of = self.model.eval()
-        inference = poptorch.inferenceModel(inference_of, case_options(self.case, False))
+        inference = poptorch.inferenceModel(self.model.eval(), case_options(self.case, False))
         batch = self.whole.make_batch(self.draw, self.case.rows * self.case.infers)
         inputs = batch[: self.whole.num_inputs]
 
@@ -259,12 +254,26 @@ def _thorough(values):
 @pytest.mark.parametrize("name", [*FIRST, *_thorough(sorted(WHOLE_MODELS.keys() - set(FIRST)))])
 def test_gradients_in_float64(name):
     """With a rate of 1, the first update of SGD subtracts the gradient."""
-    number = sorted(WHOLE_MODELS).index(name)
-    given = {"dtype": "float64", "optimizer": "gradient", "is_ours": False, "device_iterations": 1}
-    case = draw_case(1000 + number, name, output_mode="All", frozen=0, splits_groups=False, **given)
-    check(case if number % 3 else dataclasses.replace(case, infers=0))
+    seed = sorted(WHOLE_MODELS).index(name)
+    case = draw_case(
+        seed,
+        name,
+        dtype="float64",
+        optimizer="gradient",
+        is_ours=False,
+        loss_scaling=1.0,
+        device_iterations=1,
+        output_mode="All",
+        period=None,
+        frozen=0,
+        splits_groups=False,
+        infers=1 + seed % 2,
+    )
+    check(case if seed % 4 == 0 else dataclasses.replace(case, infers=0))
 
 
-@pytest.mark.parametrize("seed", [*range(2), *_thorough(range(2, NUM_RANDOM))])
+@pytest.mark.parametrize("seed", [0, *_thorough(range(1, NUM_RANDOM))])
 def test_equal_to_plain_torch(seed):
     check(draw_case(seed))
+    if seed % 50 == 49:
+        jax.clear_caches()  # of what is compiled, nothing is used again

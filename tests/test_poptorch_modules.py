@@ -254,7 +254,7 @@ GROUPS = {
 
 
 class SideBySide(nn.Module):
-    """All modules of a group, half of them on each of two IPUs; the loss is a weighted sum of all results."""
+    """All modules of a group, half of them on each of two IPUs; the loss is a weighted sum of results."""
 
     def __init__(self, modules, example, dtype):
         super().__init__()
@@ -292,40 +292,73 @@ def norm(tensor):
     return float(np.linalg.norm(np.asarray(tensor.detach(), np.float64)))
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize("group", GROUPS)
+def find_differences(actual, expected, tolerance, rooms=None):
+    """The tensors that differ, with difference and norm. Dtypes, shapes and integers must be the same."""
+    found = {}
+    for name, wanted in expected.items():
+        one = actual[name].detach()
+        assert (one.dtype, one.shape) == (wanted.dtype, wanted.shape), name
+        if not wanted.is_floating_point():
+            assert torch.equal(one, wanted), name
+        elif not norm(one - wanted) <= tolerance * norm(wanted) + (rooms or {}).get(name, 0.0):
+            found[name] = norm(one - wanted), norm(wanted)
+    return found
+
+
+def train(group, dtype):
+    """Trains the modules of a group; returns what differs from plain torch."""
+    draw = Draw(torch.Generator().manual_seed(1), getattr(torch, dtype))
+    example = [module.inputs(draw, ROWS * ACCUMULATION) for module in group.values()]
+    batch = [tensor for tensors in example for tensor in tensors]
+    model = seeded(lambda: SideBySide(group, example, draw.dtype))
+    plain = reference(model, lambda parameters: torch.optim.SGD(parameters, lr=1.0))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    results, _loss = poptorch.trainingModel(model, make_options(1, ACCUMULATION), optimizer)(*batch)
+    made = plain.train(batch, 1, ACCUMULATION, lambda outputs: outputs[-1])
+    expected = iter(join(made))
+    found = {}
+    for name, outputs in zip(group, results, strict=True):
+        outputs = dict(enumerate(outputs))
+        wanted = {number: next(expected).detach() for number in outputs}
+        if different := find_differences(outputs, wanted, TOLERANCES[dtype]):
+            found[name] = different
+    after = dict(model.named_parameters())
+    gradients = {name: before[name] - after[name] for name in before}  # the rate is 1
+    wanted = {
+        name: torch.zeros_like(p) if p.grad is None else p.grad
+        for name, p in plain.model.named_parameters()
+    }
+    rooms = {name: UNIT[dtype] * norm(before[name]) for name in before}  # of the subtraction
+    found |= find_differences(gradients, wanted, TOLERANCES[dtype], rooms)
+    buffers = dict(model.named_buffers())
+    return found | find_differences(buffers, dict(plain.model.named_buffers()), TOLERANCES[dtype])
+
+
+# Of make test; attention and recurrent layers are in whole models, too.
+FIRST = {
+    ("activations", "float64"),
+    ("normalizations", "float32"),
+    ("convolutions", "float64"),
+    ("poolings", "float32"),
+    ("losses", "float64"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
+@pytest.mark.parametrize(
+    ("group", "dtype"),
+    [
+        pytest.param(group, dtype, marks=() if (group, dtype) in FIRST else pytest.mark.thorough)
+        for dtype in TOLERANCES
+        for group in GROUPS
+    ],
+)
 def test_modules(group, dtype):
-    modules = GROUPS[group]
     with jax.enable_x64(dtype == "float64"):
-        draw = Draw(torch.Generator().manual_seed(1), getattr(torch, dtype))
-        example = [module.inputs(draw, ROWS * ACCUMULATION) for module in modules.values()]
-        batch = [tensor for tensors in example for tensor in tensors]
-        model = seeded(lambda: SideBySide(modules, example, draw.dtype))
-        plain = reference(model, lambda parameters: torch.optim.SGD(parameters, lr=1.0))
-        before = {name: p.detach().clone() for name, p in model.named_parameters()}
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        executor = poptorch.trainingModel(model, make_options(1, ACCUMULATION), optimizer)
-        outputs = leaves(executor(*batch))
-        expected = join(plain.train(batch, 1, ACCUMULATION, lambda made: made[-1]))
-        names = {id(m): name for m, name in zip(model.compared, modules, strict=True)}
-        wrong = []
+        assert train(GROUPS[group], dtype) == {}
 
-        def compare(what, actual, wanted, room=0.0):
-            assert (actual.dtype, actual.shape) == (wanted.dtype, wanted.shape), what
-            if not actual.is_floating_point():
-                assert torch.equal(actual, wanted), what
-            elif not (difference := norm(actual - wanted)) <= TOLERANCES[dtype] * norm(wanted) + room:
-                wrong.append((what, difference, norm(wanted)))
 
-        for number, pair in enumerate(zip(outputs, expected, strict=True)):
-            compare(f"output {number}", *pair)
-        for name, parameter in plain.model.named_parameters():
-            trained = model.get_parameter(name)
-            wanted = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            room = UNIT[dtype] * norm(before[name])  # of the subtraction
-            compare(name, (before[name] - trained).detach(), wanted, room)
-        for name, buffer in plain.model.named_buffers():
-            compare(name, model.get_buffer(name), buffer)
-        del names
-        assert not wrong, wrong
+def test_there_are_as_many_as_promised():
+    assert sum(map(len, GROUPS.values())) >= 100
+    assert sum(len(GROUPS[group]) for group, _dtype in FIRST) >= 40

@@ -171,7 +171,8 @@ def _fractional_max_pool(num_dims: int) -> Callable[..., Any]:
         x: Array, kernel_size: Sequence[int], output_size: Sequence[int], random_samples: Array
     ) -> tuple[Any, Any]:
         kernel, sizes = per_dim(kernel_size, num_dims), per_dim(output_size, num_dims)
-        samples = random_samples.reshape(*x.shape[: x.ndim - num_dims], num_dims)
+        leading = x.shape[: x.ndim - num_dims]
+        samples = random_samples.reshape(-1, num_dims)[: math.prod(leading)].reshape(*leading, num_dims)
         indices = []
         for i in range(num_dims):
             sample = samples[

@@ -78,7 +78,9 @@ def _gaussian_nll_loss(
     if var.shape != input.shape:
         if input.shape[:-1] == var.shape:
             var = var.unsqueeze(-1)
-        elif input.shape[:-1] != var.shape[:-1] or var.shape[-1] != 1:
+        elif input.dim() != var.dim() or [
+            length for length, wanted in zip(var.shape, input.shape, strict=True) if length != wanted
+        ] != [1]:
             raise ValueError("var is of incorrect size")
     # As torch: where the variance is raised to eps, the gradient passes.
     raised = var + (var.clamp(min=eps) - var).detach()
