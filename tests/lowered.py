@@ -12,7 +12,10 @@ import torch
 
 from ipu_pipeline.poptorch import dtypes
 from ipu_pipeline.poptorch.graphs import capture
-from ipu_pipeline.poptorch.lowering import random_numbers, substitutes
+from ipu_pipeline.poptorch.lowering import (
+    random_numbers,
+    substitutes,
+)
 from ipu_pipeline.poptorch.lowering.interpreter import describe_unsupported, find_unsupported, run_node
 from ipu_pipeline.poptorch.structures import flatten
 

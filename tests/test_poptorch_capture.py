@@ -522,7 +522,9 @@ def test_a_lowering_of_the_users():
         made = infer(lambda self, x: torch.linalg.eigh(x.T @ x)[0], x)
         assert_close([made], [torch.linalg.eigvalsh(x.T @ x)], 1e-4)
     finally:
-        from ipu_pipeline.poptorch.lowering import registry
+        from ipu_pipeline.poptorch.lowering import (
+    registry,
+)
 
         del registry._registered["aten::_linalg_eigh"]
 

@@ -5,31 +5,33 @@ One module for each family of operations; importing them fills the registry.
 
 from ipu_pipeline.poptorch.lowering import (
     activations,
+    barriers,
+    creation,
+    indexing,
+    linear_algebra,
+    pointwise,
+    random_numbers,
+    reductions,
+    shapes,
+    sorting,
+)
+from ipu_pipeline.poptorch.lowering.interpreter import describe_unsupported, find_unsupported, run_node
+from ipu_pipeline.poptorch.lowering.layers import (
     attention,
     average_pooling,
-    barriers,
     convolutions,
-    creation,
     ctc,
     distances,
     embeddings,
     grids,
-    indexing,
-    linear_algebra,
     linear_cross_entropy,
     losses,
     max_pooling,
     normalizations,
     padding,
-    pointwise,
-    random_numbers,
     recurrent,
-    reductions,
     resampling,
-    shapes,
-    sorting,
 )
-from ipu_pipeline.poptorch.lowering.interpreter import describe_unsupported, find_unsupported, run_node
 from ipu_pipeline.poptorch.lowering.registry import (
     find_lowering,
     kept_operations,

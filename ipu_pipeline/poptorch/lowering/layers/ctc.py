@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 
 from ipu_pipeline.poptorch.lowering.arrays import Array, widen
-from ipu_pipeline.poptorch.lowering.losses import MEAN, SUM, reduce_loss
+from ipu_pipeline.poptorch.lowering.layers.losses import MEAN, SUM, reduce_loss
 from ipu_pipeline.poptorch.lowering.registry import lowers
 
 __all__: list[str] = []

@@ -10,8 +10,8 @@ import numpy as np
 from jax import lax
 
 from ipu_pipeline.poptorch.lowering.arrays import Array, per_dim, widen
+from ipu_pipeline.poptorch.lowering.layers.windows import Windows, make_windows
 from ipu_pipeline.poptorch.lowering.registry import lowers
-from ipu_pipeline.poptorch.lowering.windows import Windows, make_windows
 
 __all__: list[str] = []
 

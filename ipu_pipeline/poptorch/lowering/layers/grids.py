@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from ipu_pipeline.poptorch.lowering.arrays import Array, widen
+from ipu_pipeline.poptorch.lowering.layers.resampling import CUBIC_TAPS, cubic_weight
 from ipu_pipeline.poptorch.lowering.registry import lowers
-from ipu_pipeline.poptorch.lowering.resampling import CUBIC_TAPS, cubic_weight
 
 __all__: list[str] = []
 

@@ -18,8 +18,8 @@ import numpy as np
 from jax import lax
 
 from ipu_pipeline.poptorch.lowering.arrays import Array, is_float, per_dim
+from ipu_pipeline.poptorch.lowering.layers.windows import Windows, make_windows
 from ipu_pipeline.poptorch.lowering.registry import lowers
-from ipu_pipeline.poptorch.lowering.windows import Windows, make_windows
 
 __all__: list[str] = []
 

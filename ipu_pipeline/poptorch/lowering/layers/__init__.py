@@ -1,0 +1,1 @@
+"""Operations of torch.nn's layers and losses."""
