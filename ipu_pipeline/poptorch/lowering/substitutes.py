@@ -10,13 +10,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import unittest.mock
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.nn.modules import batchnorm, transformer
+
+from ipu_pipeline.poptorch import markers
 
 __all__ = ["exportable"]
 
@@ -91,9 +94,8 @@ def _gaussian_nll_loss(
     return loss.mean() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
 
 
-_BatchNorm: type[torch.nn.Module] = vars(batchnorm)[
-    "_BatchNorm"
-]  # what all batch normalizations derive from
+# What all batch normalizations derive from.
+_BatchNorm: type[torch.nn.Module] = vars(batchnorm)["_BatchNorm"]
 _normalize = _BatchNorm.forward
 
 
@@ -116,13 +118,25 @@ def _is_causal(mask: Any, is_causal: bool | None = None, size: int | None = None
     return is_causal is True
 
 
+def _replaced(owner: Any, name: str, substitute: Callable[..., Any]) -> Any:
+    """A patch that counts where a model is being captured, and not in other threads."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def choose(*args: Any, **kwargs: Any) -> Any:
+        chosen = original if markers.current_capture() is None else substitute
+        return chosen(*args, **kwargs)
+
+    return unittest.mock.patch.object(owner, name, choose)
+
+
 @contextlib.contextmanager
 def exportable() -> Iterator[None]:
-    """In the `with` block the functions are replaced, for the whole process."""
+    """In the `with` block the functions are replaced, where a model is being captured."""
     with (
-        unittest.mock.patch.object(torch, "ctc_loss", _ctc_loss),
-        unittest.mock.patch.object(torch.nn.functional, "gaussian_nll_loss", _gaussian_nll_loss),
-        unittest.mock.patch.object(_BatchNorm, "forward", _batch_norm),
-        unittest.mock.patch.object(transformer, "_detect_is_causal_mask", _is_causal),
+        _replaced(torch, "ctc_loss", _ctc_loss),
+        _replaced(torch.nn.functional, "gaussian_nll_loss", _gaussian_nll_loss),
+        _replaced(_BatchNorm, "forward", _batch_norm),
+        _replaced(transformer, "_detect_is_causal_mask", _is_causal),
     ):
         yield
