@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from jax.extend import core as jex_core
 from torch import nn
 from torch.nn import functional as F  # noqa: N812  # as everybody calls it
 
@@ -139,9 +140,9 @@ class Unsupported(nn.Module):
 
     def forward(self, x):
         x = self.first(x)
-        x = torch.cond(x.sum() > 0, lambda x: torch.linalg.inv(x), lambda x: x.clone(), (x,))
+        x = torch.cond(x.sum() > 0, lambda x: torch.i0(x), lambda x: x.clone(), (x,))
         y = torch.fft.fft(x).real
-        return self.second(x) + torch.linalg.inv(x + 1) + y
+        return self.second(x) + torch.i0(x + 1) + y
 
 
 def test_everything_without_a_lowering_is_told_at_once_with_its_place_and_the_mend():
@@ -156,8 +157,9 @@ def test_everything_without_a_lowering_is_told_at_once_with_its_place_and_the_me
     )
     assert f"{__file__}:" in scaled
     assert scaled.endswith(": return OPERATIONS.scaled_tanh(x, 3.0).")
-    (inverse,) = (line for line in lines if "linalg_inv" in line)  # both places: one is in a branch
-    assert inverse.count("torch.linalg.inv") == 2
+    (bessel,) = (line for line in lines if "aten.i0" in line)
+    assert ": x = torch.cond(" in bessel  # where it is in a branch
+    assert "; in module Unsupported, " in bessel
     assert any("complex64" in line for line in lines)
     assert last.startswith("Say how JAX computes an operation with poptorch.register_lowering, as in")
 
@@ -172,9 +174,14 @@ def test_an_error_within_a_lowering_says_where_the_model_uses_it():
     assert "module '1' (Scaled)" in caught.value.__notes__[0]
 
 
+class Far(nn.Module):
+    def forward(self, x):
+        return x + 2**40
+
+
 def test_a_number_that_does_not_fit_is_an_error_that_says_where():
     with pytest.raises(OverflowError) as caught:
-        lowered.run_jax(lowered.Call(lambda x: x + 2**40), (torch.ones(2, dtype=torch.int64),), {})
+        lowered.run_jax(Far(), (torch.ones(2, dtype=torch.int64),), {})
     assert "x + 2**40" in caught.value.__notes__[0]
 
 
@@ -190,7 +197,7 @@ class Control(nn.Module):
         chosen = torch.cond(flag, lambda x: self.layer(x), lambda x: x.sin(), (x,))
         _, power = while_loop(lambda i, y: i < 3, lambda i, y: (i + 1, y * 2), (torch.tensor(0), x))
         total, sums = scan(lambda carry, row: (carry + row, carry * row), x[0], x, dim=0)
-        return chosen, power, total, sums, mapped(lambda row, y: row * y, x, x[0])
+        return chosen, power, total, sums, mapped(lambda row, y: row * y, x, x[0] * 2)
 
 
 def test_control_flow_of_torch_is_that_of_jax():
@@ -202,12 +209,13 @@ def test_control_flow_of_torch_is_that_of_jax():
             x * 8,
             x[0] + x.sum(0),
             torch.stack([x[0] * x[0], (x[0] + x[0]) * x[1]]),
-            x * x[0],
+            x * x[0] * 2,
         ]
         for ours, theirs in zip(results, expected, strict=True):
             lowered.close(ours, theirs, 1e-6, "control flow")
 
 
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")  # torch.export's own doing
 def test_a_branch_has_its_gradients():
     module, x = Branch(), torch.tensor([0.5, -1, 2])
     gradients = lowered.run_jax(module, (x,), {}, [jnp.ones(3)])[2]
@@ -260,7 +268,7 @@ def test_random_numbers_have_the_distributions_of_torch():
         "again": {0: 0.3, 1 / 0.7: 0.7},
         "in eval": {1: 1},
         "everything": {0: 1},
-        "randint": {value: 1 / 7 for value in range(-3, 4)},
+        "randint": dict.fromkeys(range(-3, 4), 1 / 7),
         "bernoulli": {0: 0.8, 1: 0.2},
         "multinomial": {0: 0.1, 1: 0.2, 2: 0.7},
     }
@@ -292,23 +300,20 @@ class Dropped(nn.Module):
 
     def forward(self, x):
         attended = F.scaled_dot_product_attention(x, x, torch.ones_like(x), dropout_p=0.5)
-        return F.dropout(x, 0.5), self.lstm(x)[0], attended
+        return F.dropout(x, 0.5), attended, self.lstm(x)[0]
 
 
-def test_dropout_is_the_same_in_the_backward_and_other_in_every_call():
-    x = torch.ones(50, 40, 3)
-    cotangents = [jnp.ones((50, 40, 3)), jnp.zeros((50, 40, 4)), jnp.zeros((50, 40, 3))]
-    (dropped, hidden, attended), _, gradients = lowered.run_jax(Dropped(), (x,), {}, cotangents, seed=1)
+def test_dropout_is_the_same_in_the_backward_and_another_one_in_every_call():
+    module, x = Dropped(), torch.ones(50, 40, 3)
+    cotangents = [jnp.ones(x.shape), jnp.zeros(x.shape), jnp.zeros((50, 40, 4))]
+    results, _, gradients = lowered.run_jax(module, (x,), {}, cotangents, seed=1)
+    dropped, attended, hidden = map(np.asarray, results)
     np.testing.assert_array_equal(gradients["0"], dropped)
-    other = lowered.run_jax(Dropped(), (x,), {}, seed=2)[0]
-    assert (np.asarray(other[0]) != np.asarray(dropped)).any()
-    assert np.asarray(attended).mean() == pytest.approx(1, abs=0.1)
-    assert np.asarray(attended).std() > 0.05
-    module = Dropped()
-    with_dropout = lowered.run_jax(module, (x,), {})[0][1]
-    without = lowered.run_jax(module.eval(), (x,), {})[0][1]
-    assert np.abs(with_dropout - without).max() > 0.01
-    assert np.isfinite(hidden).all()
+    assert attended.mean() == pytest.approx(1, abs=0.1)
+    assert attended.std() > 0.05
+    others = [np.asarray(value) for value in lowered.run_jax(module, (x,), {}, seed=2)[0]]
+    for before, after in zip((dropped, attended, hidden), others, strict=True):
+        assert np.abs(before - after).max() > 0.01
 
 
 class Sample(nn.Module):
@@ -340,7 +345,7 @@ class Sample(nn.Module):
             F.grid_sample(image, torch.tanh(hidden[:, :2].permute(0, 2, 3, 1)), align_corners=False),
             F.ctc_loss(logs, tokens[:4, :2].clamp(min=1), (3, 3, 2, 3), (2, 1, 1, 2)),
             F.cross_entropy(words.flatten(0, 1), tokens.flatten() % 6, label_smoothing=0.1),
-            F.kl_div(logs, logs.detach().exp() * 0.9),
+            F.kl_div(logs, logs.detach().exp() * 0.9, reduction="batchmean"),
             self.gru(words)[0],
             torch.cdist(words, words),
             F.unfold(hidden, 2, stride=2),
@@ -359,7 +364,7 @@ def test_results_are_equal_in_float64():
 def primitives(jaxpr, found):
     for equation in jaxpr.eqns:
         found[equation.primitive.name] += 1
-        for inner in jax.core.jaxprs_in_params(equation.params):
+        for inner in jex_core.jaxprs_in_params(equation.params):
             primitives(inner, found)
     return found
 

@@ -38,7 +38,8 @@ FIRST = (
     "two heads",
     "experts",
 )
-NUM_RANDOM = int(os.environ.get("POPTORCH_CASES", "6"))
+FIRST_SEEDS = (28, 35)
+NUM_RANDOM = int(os.environ.get("POPTORCH_CASES", "3"))
 
 
 def norm(tensor):
@@ -272,7 +273,7 @@ def test_gradients_in_float64(name):
     check(case if seed % 4 == 0 else dataclasses.replace(case, infers=0))
 
 
-@pytest.mark.parametrize("seed", [0, *_thorough(range(1, NUM_RANDOM))])
+@pytest.mark.parametrize("seed", [*FIRST_SEEDS, *_thorough(sorted({*range(NUM_RANDOM)} - {*FIRST_SEEDS}))])
 def test_equal_to_plain_torch(seed):
     check(draw_case(seed))
     if seed % 50 == 49:

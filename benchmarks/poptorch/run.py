@@ -163,7 +163,7 @@ def measure(name: str, num_rounds: int, seconds: float) -> list[Row]:
 
 
 def measure_overhead(num_rounds: int) -> dict[str, list[float]]:
-    """Microseconds of a call and of the engine's steps, by round.
+    """Microseconds of a call and of the engine's steps, medians by round; they take turns, one each.
 
     The engine runs the pipeline that the call runs, on the same micro-batches, and gets all outputs to the
     host as the call does. It has the micro-batches as arrays, which a step puts on their devices, or there
@@ -215,12 +215,15 @@ def measure_overhead(num_rounds: int) -> dict[str, list[float]]:
     }
     taken: dict[str, list[float]] = {key: [] for key in runs}
     for number in range(num_rounds + 1):
-        for key in list(runs) if number % 2 else list(reversed(runs)):
-            begin = time.perf_counter()
-            for _ in range(NUM_CALLS):
+        seconds: dict[str, list[float]] = {key: [] for key in runs}
+        for turn in range(NUM_CALLS):
+            for key in list(runs) if turn % 2 else list(reversed(runs)):
+                begin = time.perf_counter()
                 runs[key]()
-            if number:
-                taken[key].append((time.perf_counter() - begin) / NUM_CALLS * 1e6)
+                seconds[key].append(time.perf_counter() - begin)
+        if number:
+            for key, found in seconds.items():
+                taken[key].append(statistics.median(found) * 1e6)
     return taken
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import time
 from collections.abc import Iterator
 from typing import Any, TypeVar
@@ -59,7 +60,11 @@ class Channel:
           AttributeError: it has no such method.
         """
         for name in methods:
-            setattr(obj, name, self._wrap(name, getattr(obj, name)))
+            raw = inspect.getattr_static(obj, name)
+            if isinstance(obj, type) and isinstance(raw, (staticmethod, classmethod)):
+                setattr(obj, name, type(raw)(self._wrap(name, raw.__func__)))
+            else:
+                setattr(obj, name, self._wrap(name, getattr(obj, name)))
         return obj
 
     def _wrap(self, name: str, method: Any) -> Any:

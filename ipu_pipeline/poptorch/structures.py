@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -73,6 +74,14 @@ class Structure:
         """Whether the value is a tensor itself."""
         return self.rebuild is None
 
+    def name_hidden(self, name: str) -> list[str]:
+        """The paths of constants that have tensors in them, in a value that is called `name`."""
+        if self.is_tensor:
+            return []
+        if not self.children and _has_tensors(self.constant):
+            return [name]
+        return [path for part, child in self.children for path in child.name_hidden(name + part)]
+
     def unflatten(self, tensors: Iterable[Any]) -> Any:
         """The value with other tensors, or with what stands for them."""
         left = iter(tensors)
@@ -137,7 +146,9 @@ def _flatten(value: Any, tensors: list[torch.Tensor]) -> Structure:
         del parts
         return value
 
-    return Structure(kind, (), same, 0, value)
+    # Later values are compared with it, and it may be changed until then.
+    kept = copy.copy(value) if isinstance(value, (set, bytearray)) else value
+    return Structure(kind, (), same, 0, kept)
 
 
 def _with_parts(
@@ -156,11 +167,15 @@ def _dict_maker(value: dict[Any, Any], keys: Sequence[Any]) -> Callable[[list[An
     if kind is dict:
         return lambda parts: dict(zip(keys, parts, strict=True))
     empty = copy.copy(value)  # keeps what a subclass adds, such as the default of a defaultdict
-    attributes = getattr(empty, "__dict__", None)
+    attributes = {
+        name: part
+        for name, part in getattr(empty, "__dict__", {}).items()
+        if not isinstance(part, torch.Tensor)
+    }
 
     def make(parts: list[Any]) -> Any:
         made = copy.copy(empty)
-        if attributes is not None:
+        if attributes:
             vars(made).update(attributes)
         for key, part in zip(keys, parts, strict=True):
             made[key] = part
@@ -204,6 +219,15 @@ def compare(expected: Structure, given: Structure, name: str) -> str | None:
         if difference := compare(child, other, name + label):
             return difference
     return None
+
+
+def _has_tensors(value: Any) -> bool:
+    """Whether an object that is not taken apart has tensors, in itself or in its attributes."""
+    if isinstance(value, (type, types.ModuleType, torch.nn.Module)):
+        return False
+    parts = list(value) if isinstance(value, (set, frozenset)) else []
+    parts += [*getattr(value, "__dict__", {}).values()]
+    return any(isinstance(part, torch.Tensor) for part in parts)
 
 
 def _are_equal(first: Any, second: Any) -> bool:

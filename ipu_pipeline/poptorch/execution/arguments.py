@@ -102,8 +102,15 @@ class Signature:
         for name in self._mandatory:
             if name not in given:
                 raise Error(f"Mandatory parameter {name} missing. The model's forward takes {[*known]}.")
-        by_name = dict(sorted(kwargs.items()))
+        order = {name: place for place, name in enumerate(known)}
+        by_name = dict(sorted(kwargs.items(), key=lambda item: order.get(item[0], len(order))))
         tensors, structure = flatten((tuple(args), by_name))
+        for hidden in structure.name_hidden("arguments"):
+            raise Error(
+                f"{hidden} is an object with tensors in it, in which nobody looks for them. Pass tuples, "
+                "lists or "
+                "dicts; or say by poptorch.registerCustomArgParser how it is taken apart."
+            )
         return Arguments(tensors, structure, self.name_tensors(structure))
 
     def name_tensors(self, structure: Structure) -> list[str]:

@@ -80,7 +80,7 @@ def compile_model(
     options, trains = wrapped.options, wrapped.trains
     batching = batching_of(options)
     tensors = first_micro_batch(arguments, batching)
-    with host_weights_of(wrapped.model).unwatched(wrapped.model):
+    with host_weights_of(wrapped.model).unwatched():
         captured = capture(
             wrapped.model,
             tensors,
@@ -105,7 +105,7 @@ def compile_model(
     pipeline_options: dict[str, Any] = {}
     if trains:
         assert optimizer is not None
-        training = ModelOptimizer(optimizer, stages.tensors, stages.trained, options)
+        training = ModelOptimizer(optimizer, stages.tensors, stages.trained, options, wrapped.model)
         pipeline_options = {**training.pipeline_options(), "loss": _last, "collect_losses": False}
     if options.executable_cache_path is not None:
         config.enable_executable_cache(options.executable_cache_path)

@@ -128,21 +128,43 @@ class CompiledModel:
             self._synthetic = runner.place_ahead([runner.place_element(zeros) for _number in range(every)])
         return self._synthetic
 
-    def read_variables(self) -> dict[str, np.ndarray[Any, Any]]:
-        """The variables, on the host."""
-        assert self.state is not None
-        return dict(jax.device_get(dict(self.state.variables)))
-
     def write_to_host(self) -> None:
-        """Copies the variables to the user's parameters and buffers."""
-        values = self.read_variables()
+        """Copies the variables that runs change to the user's parameters and buffers."""
+        assert self.state is not None
+        changing = self.stages.trained | self.stages.assigned
+        values = jax.device_get({name: self.state.variables[name] for name in changing})
         with on_host():
-            for name, tensor in self.stages.tensors.items():
-                tensor.copy_(to_torch(values[name]))
+            for name, value in values.items():
+                self.stages.tensors[name].copy_(to_torch(value))
 
-    def read_from_host(self) -> None:
-        """Copies the user's parameters and buffers to the devices."""
+    def read_from_host(self, model: torch.nn.Module) -> None:
+        """Copies the user's parameters and buffers to the devices.
+
+        Args:
+          model: the user's.
+
+        Raises:
+          Error: one of its tensors is another object than when it was compiled.
+        """
+        self.check_same_tensors(model)
         self.replace(variables=self._host_values(self.stages.tensors))
+
+    def check_same_tensors(self, model: torch.nn.Module) -> None:
+        """Looks for parameters and buffers of the user's model that were replaced since it was compiled.
+
+        Raises:
+          Error: there is one.
+        """
+        known = {id(tensor) for tensor in [*model.parameters(), *model.buffers()]}
+        for name, tensor in self.stages.tensors.items():
+            if id(tensor) not in known:
+                raise Error(
+                    f"{name.partition('/')[2]} of the model is another tensor than when the model was "
+                    "compiled. "
+                    "Change the tensor in place (copy_, load_state_dict without assign), or call destroy() "
+                    "on the "
+                    "model and wrap it again."
+                )
 
     def read_buffers_from_host(self, model: torch.nn.Module, names: Sequence[str]) -> None:
         """Copies some of the user's buffers to the devices.
@@ -169,7 +191,9 @@ class CompiledModel:
     def _host_values(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         with on_host(*tensors.values()):
             return {
-                name: jax.numpy.asarray(to_numpy(tensor, f"Tensor {name}").copy())
+                name: jax.numpy.asarray(
+                    to_numpy(tensor, f"Tensor {name}").copy(), self.pipeline.variables[name].dtype
+                )
                 for name, tensor in tensors.items()
             }
 

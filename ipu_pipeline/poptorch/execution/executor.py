@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import torch
 
+from ipu_pipeline import interrupts
 from ipu_pipeline.engine.state import Collected
 from ipu_pipeline.poptorch.annotations import module_repr
 from ipu_pipeline.poptorch.enums import ConnectionType, OutputMode
@@ -21,12 +20,14 @@ from ipu_pipeline.poptorch.execution.compiled import CompiledModel
 from ipu_pipeline.poptorch.execution.hooks import after_compiling, before_compiling
 from ipu_pipeline.poptorch.execution.measured import Measured
 from ipu_pipeline.poptorch.execution.outputs import join_outputs
+from ipu_pipeline.poptorch.execution.profiles import Profile
 from ipu_pipeline.poptorch.execution.progress import CompileProgress
 from ipu_pipeline.poptorch.execution.timing import CallTimes
 from ipu_pipeline.poptorch.execution.training import ModelOptimizer, take_saved
-from ipu_pipeline.poptorch.execution.weights import host_weights_of, on_host
-from ipu_pipeline.poptorch.logs import logger
+from ipu_pipeline.poptorch.execution.weights import HostWeights, host_weights_of, on_host, register
+from ipu_pipeline.poptorch.logs import logger, warn_once
 from ipu_pipeline.poptorch.optim import Optimizer
+from ipu_pipeline.poptorch.optim.describing import describe
 from ipu_pipeline.poptorch.optim.device_state import SavedState
 from ipu_pipeline.poptorch.options import Options
 
@@ -63,7 +64,7 @@ class PoplarExecutor(Measured):
         self._shapes: list[torch.Size] = []
         self._seen_version = 0
         self._anchored: dict[str, torch.Tensor] = {}
-        self._is_profiled = False
+        self._profile = Profile(wrapped.options, wrapped.trains)
 
     # Calls.
 
@@ -100,12 +101,12 @@ class PoplarExecutor(Measured):
             times = self._times = CallTimes()
             micro_batches, number = split(arguments, batching_of(self.options))
             times.input = [begin / 1e9] * number
+            times.input_complete = [time.perf_counter()] * number
             if self._wrapped.trains:  # before the run, since an interrupt may come at any time
                 self._host.mark_stale(self._write_to_host)
-            with self._profiling():
+            with self._profile.of_first_call():
                 collected = compiled.run(micro_batches, is_synthetic=self.options.synthetic_data)
             asked = time.perf_counter()
-            times.input_complete = [asked] * number
             mode = output_mode_of(self.options, self._wrapped.trains)
             number_of_outputs = compiled.outputs.num_tensors
             dtypes = compiled.stages.output_dtypes
@@ -116,29 +117,13 @@ class PoplarExecutor(Measured):
             self._call_ns = time.perf_counter_ns() - begin
             return compiled.outputs.unflatten(joined)
 
-    @contextlib.contextmanager
-    def _profiling(self) -> Iterator[None]:
-        """Writes a profile of the first call."""
-        options = self.options
-        if not options.profiling or self._is_profiled:
-            yield
-            return
-        self._is_profiled = True
-        kind = "training" if self._wrapped.trains else "inference"
-        name = options.model_name if options.is_set("model_name") else kind
-        directory = Path(options.profile_dir or ".") / name
-        with jax.profiler.trace(str(directory)):
-            yield
-        logger.info("The profile of a call is in %s", directory)
-
     def _keep_anchored(
         self, collected: list[Collected], dtypes: Sequence[torch.dtype], first: int, mode: OutputMode
     ) -> None:
         for place, (short, anchor) in enumerate(self.options.anchored_tensors.items(), first):
             wanted = mode if anchor.output_mode in (None, OutputMode.Default) else anchor.output_mode
-            period = (
-                anchor.output_return_period if anchor.output_mode else self.options.output_return_period
-            )
+            is_own = wanted is anchor.output_mode
+            period = anchor.output_return_period if is_own else self.options.output_return_period
             (value,) = join_outputs(collected, dtypes[place : place + 1], wanted, period, place)
             self._anchored[short] = value
 
@@ -162,6 +147,7 @@ class PoplarExecutor(Measured):
             return self._compiled
         before_compiling.call(self)
         wrapped = self._wrapped
+        register(self, wrapped.model, wrapped.trains)
         self._host.watch(self, wrapped.model)
         self._host.refresh()
         progress = CompileProgress(self.options.show_compilation_progress_bar)
@@ -197,7 +183,7 @@ class PoplarExecutor(Measured):
         if not self._wrapped.trains:
             self._host.refresh()
             if self._seen_version != self._host.version:
-                self._compiled.read_from_host()
+                self._compiled.read_from_host(self._wrapped.model)
                 self._seen_version = self._host.version
         elif self._optimizer is not None:
             loaded = take_saved(self._optimizer, is_new=False)
@@ -220,6 +206,7 @@ class PoplarExecutor(Measured):
         if not self._wrapped.trains:
             raise RuntimeError("Optimizers can only be updated for training models.")
         with self._host.lock:
+            describe(optimizer, self.options.Training.automatic_loss_scaling)
             if self._training is not None:
                 assert self._compiled is not None
                 self._training.change(optimizer)
@@ -266,6 +253,7 @@ class PoplarExecutor(Measured):
         """
         with self._host.lock:
             self._attached()
+            self._bring_newer()
             self._write_to_host()
             if self._wrapped.trains:
                 self._host.mark_fresh()
@@ -282,7 +270,7 @@ class PoplarExecutor(Measured):
         """
         with self._host.lock:
             self._host.refresh()
-            self._attached().read_from_host()
+            self._attached().read_from_host(self._wrapped.model)
             self._seen_version = self._host.version
 
     def copyNamedBuffersToDevice(self) -> None:
@@ -315,6 +303,11 @@ class PoplarExecutor(Measured):
     def _write_to_host(self) -> None:
         if self._compiled is not None and self._compiled.state is not None:
             self._compiled.write_to_host()
+
+    def share_weights(self, host: HostWeights) -> None:
+        """Keeps weights in step with other models' from now on."""
+        self._host = host
+        self._seen_version = -1
 
     def _attached(self) -> CompiledModel:
         if self._compiled is None:
@@ -349,8 +342,10 @@ class PoplarExecutor(Measured):
             if self._detached is None:
                 raise Error("Device is already attached")
             self._host.refresh()
-            self._compiled.attach(self._detached)
-            self._detached = None
+            self._compiled.check_same_tensors(self._wrapped.model)
+            with interrupts.deferred():
+                self._compiled.attach(self._detached)
+                self._detached = None
             self._seen_version = self._host.version
 
     def detachFromDevice(self) -> None:
@@ -363,7 +358,8 @@ class PoplarExecutor(Measured):
             compiled = self._attached()
             if self._wrapped.trains:
                 self._host.refresh()
-            self._detached = compiled.detach()
+            with interrupts.deferred():
+                self._detached = compiled.detach()
 
     def destroy(self) -> None:
         """Copies newer weights to the host, and forgets everything that was compiled.
@@ -379,10 +375,23 @@ class PoplarExecutor(Measured):
                     )
                 self._disconnect()
             self._compiled = self._training = self._detached = self._first = None
-            self._host.release(self, self._wrapped.model)
+            self._host.release(self)
             self._host.unregister(self, self._wrapped.model)
 
     # What is known.
+
+    def train(self, mode: bool = True) -> torch.nn.Module:
+        """Changes the user's model, not what was compiled, which keeps the modes of when it was wrapped."""
+        warn_once(
+            "train() and eval() of a wrapped model change the user's model. On the devices its modules "
+            "keep the "
+            "modes that they had when it was wrapped: wrap it again for others."
+        )
+        return self._wrapped.model.train(mode)
+
+    def eval(self) -> torch.nn.Module:
+        """See `train`."""
+        return self.train(False)
 
     @property
     def model(self) -> torch.nn.Module:
@@ -399,15 +408,15 @@ class PoplarExecutor(Measured):
         """Where the model's random numbers are: words of the key, and how often they were drawn from."""
         state = self._attached().state
         assert state is not None
-        return [*map(int, jax.random.key_data(state.key)), state.execution_count]
+        return [*map(int, jax.random.key_data(state.key).ravel()), state.execution_count]
 
     @rng_state.setter
     def rng_state(self, state: list[int]) -> None:
-        if len(state) != 3:
-            raise ValueError(f"rng_state must have the three numbers that it was read with; got {state!r}.")
+        if len(state) != len(self.rng_state):
+            raise ValueError(f"rng_state must have the numbers that it was read with; got {state!r}.")
         with self._host.lock:
-            key = jax.random.wrap_key_data(jax.numpy.asarray(state[:2], jax.numpy.uint32))
-            self._attached().replace(key=key, execution_count=int(state[2]))
+            key = jax.random.wrap_key_data(jax.numpy.asarray(state[:-1], jax.numpy.uint32))
+            self._attached().replace(key=key, execution_count=int(state[-1]))
 
     def getTensorNames(self) -> list[str]:
         """The names of the model's values, for `Options.anchorTensor`.

@@ -11,6 +11,7 @@ from ipu_pipeline.engine import PipelineState, Reduction
 from ipu_pipeline.poptorch import optim
 from ipu_pipeline.poptorch.enums import MeanReductionStrategy, ReductionType
 from ipu_pipeline.poptorch.errors import Error
+from ipu_pipeline.poptorch.logs import warn_once
 from ipu_pipeline.poptorch.optim.compatibility import check_compatible, check_same_groups
 from ipu_pipeline.poptorch.optim.describing import assign_groups, describe
 from ipu_pipeline.poptorch.optim.device_state import SavedState
@@ -35,6 +36,7 @@ class ModelOptimizer:
         tensors: Mapping[str, torch.Tensor],
         trainable: Collection[str],
         options: Options,
+        model: torch.nn.Module,
     ) -> None:
         """Reads an optimizer.
 
@@ -43,6 +45,7 @@ class ModelOptimizer:
           tensors: the user's parameters and buffers, by the names of their variables.
           trainable: the variables that the loss depends on.
           options: of the model.
+          model: the user's.
 
         Raises:
           Error: it trains nothing that the loss depends on.
@@ -54,6 +57,12 @@ class ModelOptimizer:
         self.spec = describe(optimizer, self._is_automatic)
         self._tensors = {name: tensors[name] for name in sorted(trainable)}
         self.group_of = assign_groups(optimizer, self._tensors)
+        parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if strangers := len(parameters - {id(tensor) for tensor in model.parameters()}):
+            warn_once(
+                f"The optimizer has {strangers} parameters that are none of the model's. They are not "
+                "trained."
+            )
         if not self.group_of:
             raise Error(
                 "There is nothing to train: the loss depends on "

@@ -7,21 +7,25 @@ when the user looks at a parameter or buffer: these get, while their model is wr
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-__all__ = ["HostWeights", "host_weights_of", "on_host"]
+from ipu_pipeline.poptorch.logs import warn_once
+
+__all__ = ["HostWeights", "host_weights_of", "on_host", "register"]
 
 _plain = torch._C.DisableTorchFunctionSubclass  # noqa: SLF001  # torch's documentation of subclasses has it
 _inside = threading.local()  # whether this thread copies weights itself
 _owners: Any = WeakIdKeyDictionary()  # tensor -> weak reference to its HostWeights
 _stale: weakref.WeakSet[HostWeights] = weakref.WeakSet()  # those whose tensors are older than a device's
-_models: Any = WeakIdKeyDictionary()  # the user's model -> its HostWeights
+_lock = threading.RLock()  # held while owners are found
+_HOLDER = "_ipu_pipeline_weights"  # the attribute of a model that keeps its HostWeights alive
 
 # Asking for these needs no values.
 _WITHOUT_VALUES = {
@@ -52,49 +56,52 @@ def _find_tensors(value: Any) -> Iterator[torch.Tensor]:
         yield from _find_tensors(tuple(value.values()))
 
 
-class _WatchedParameter(torch.nn.Parameter):
-    """A parameter of a wrapped model. What torch makes of it is a plain tensor."""
+class _Watched:
+    """Mixed into the class of a wrapped model's tensors. What torch makes of them is as without it."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
         return _call(func, args, kwargs)
 
-    def __repr__(self) -> str:  # type: ignore[override]  # torch's takes an argument that nobody gives
-        return repr(torch.nn.Parameter(self.detach(), self.requires_grad))
+    def __repr__(self) -> str:
+        return repr(_unwatched_copy(self, shares_memory=True))
 
     def __deepcopy__(self, memo: Any) -> Any:
-        with on_host(self):
-            copied = torch.nn.Parameter(self.detach().clone(), self.requires_grad)
-        memo[id(self)] = copied
+        memo[id(self)] = copied = _unwatched_copy(self, shares_memory=False)
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return torch.nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
+        return _unwatched_copy(self, shares_memory=True).__reduce_ex__(protocol)
 
 
-class _WatchedBuffer(torch.Tensor):
-    """A buffer of a wrapped model. What torch makes of it is a plain tensor."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        del types
-        return _call(func, args, kwargs)
-
-    def __repr__(self) -> str:  # type: ignore[override]  # torch's takes an argument that nobody gives
-        return repr(self.detach())
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        copied = self.detach().clone()
-        memo[id(self)] = copied
-        return copied
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.detach().__reduce_ex__(protocol)
+def _unwatched_copy(tensor: Any, shares_memory: bool) -> Any:
+    plain = type(tensor).plain
+    with on_host(tensor):
+        values = tensor.detach()
+        values = values if shares_memory else values.clone()
+        if issubclass(plain, torch.nn.Parameter):
+            made = torch.nn.Parameter(values, tensor.requires_grad)
+            made.__class__ = plain
+            return made
+        return values
 
 
-_WATCHED: dict[type, type] = {torch.nn.Parameter: _WatchedParameter, torch.Tensor: _WatchedBuffer}
-_PLAIN = {watched: plain for plain, watched in _WATCHED.items()}
+@functools.cache
+def _watched_class(plain: type) -> type | None:
+    """The class that stands for another one while its tensors are watched.
+
+    None if torch's functions are the other one's own already.
+    """
+    own = (torch.Tensor.__torch_function__, torch.nn.Parameter.__torch_function__)
+    if not any(plain.__torch_function__ == known for known in own):  # type: ignore[attr-defined]
+        warn_once(
+            f"Tensors of class {plain.__name__} have a __torch_function__ of their own. Newer weights do "
+            "not come "
+            "to them by themselves: call copyWeightsToHost() of the wrapped model."
+        )
+        return None
+    return type(f"Watched{plain.__name__}", (_Watched, plain), {"plain": plain})
 
 
 @contextlib.contextmanager
@@ -121,6 +128,8 @@ def on_host(*tensors: torch.Tensor) -> Iterator[None]:
 class HostWeights:
     """The parameters and buffers of a user's model, and who has newer ones.
 
+    Models that share a tensor, as one within another does, share this.
+
     Attributes:
       version: counts how often they were read back from a device.
       lock: held while weights are copied, or the newer ones are replaced.
@@ -132,14 +141,14 @@ class HostWeights:
         self.lock = threading.RLock()
         self._read_back: Callable[[], None] | None = None
         self._watchers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._watched: list[weakref.ref[torch.Tensor]] = []
         self._executors: weakref.WeakSet[Any] = weakref.WeakSet()
         self._trainer: weakref.ref[Any] | None = None
 
-    @property
-    def has_trainer(self) -> bool:
-        """Whether the model is wrapped for training. A wrapper that nobody has any more does not count."""
+    def find_trainer(self) -> Any:
+        """Who trains the model; None if nobody does. A wrapper that nobody has any more does not count."""
         self.refresh()  # which is what holds it
-        return self._trainer is not None and self._trainer() is not None
+        return None if self._trainer is None else self._trainer()
 
     def register(self, executor: Any, model: torch.nn.Module, trains: bool) -> None:
         """Notes that a model is wrapped, and gives it a method `destroy`."""
@@ -147,15 +156,17 @@ class HostWeights:
         if trains:
             self._trainer = weakref.ref(executor)
         if not hasattr(type(model), "destroy"):
-            vars(model)["destroy"] = _Destroy(self)
+            vars(model)["destroy"] = vars(model)[_HOLDER]
 
     def unregister(self, executor: Any, model: torch.nn.Module) -> None:
         """Takes that back."""
         self._executors.discard(executor)
         if self._trainer is not None and self._trainer() is executor:
             self._trainer = None
-        if not self._executors and isinstance(vars(model).get("destroy"), _Destroy):
-            del vars(model)["destroy"]
+        if not any(other.model is model for other in self._executors):
+            if isinstance(vars(model).get("destroy"), _Destroy):
+                del vars(model)["destroy"]
+            vars(model).pop(_HOLDER, None)
 
     def destroy(self) -> None:
         """Destroys all wrappers of the model."""
@@ -165,35 +176,40 @@ class HostWeights:
     def watch(self, executor: Any, model: torch.nn.Module) -> None:
         """Begins to notice who looks at the tensors, for as long as an executor needs it."""
         self._watchers.add(executor)
-        self._change_classes(model, _WATCHED)
+        for tensor in _tensors_of(model):
+            if hasattr(type(tensor), "plain"):
+                continue
+            kind: Any = type(tensor)
+            other = _watched_class(kind)
+            if other is not None:
+                _owners[tensor] = weakref.ref(self)
+                tensor.__class__ = other
+                self._watched.append(weakref.ref(tensor))
 
-    def release(self, executor: Any, model: torch.nn.Module) -> None:
+    def release(self, executor: Any) -> None:
         """Ends it, when no executor needs it any more."""
         self._watchers.discard(executor)
         if not self._watchers:
-            self._change_classes(model, _PLAIN)
+            for tensor in self._find_watched():
+                tensor.__class__ = type(tensor).plain
+            self._watched = []
 
     @contextlib.contextmanager
-    def unwatched(self, model: torch.nn.Module) -> Iterator[None]:
+    def unwatched(self) -> Iterator[None]:
         """In the `with` block the tensors are plain, for what looks into their classes. Needs the lock."""
         self.refresh()
-        self._change_classes(model, _PLAIN)
+        tensors: list[tuple[Any, Any]] = [(tensor, type(tensor)) for tensor in self._find_watched()]
+        for tensor, kind in tensors:
+            tensor.__class__ = kind.plain
         try:
             yield
         finally:
-            if self._watchers:
-                self._change_classes(model, _WATCHED)
+            for tensor, kind in tensors:
+                tensor.__class__ = kind
 
-    def _change_classes(self, model: torch.nn.Module, classes: dict[type, type]) -> None:
-        for tensor in _tensors_of(model):
-            other = classes.get(type(tensor))
-            if other is None:
-                continue
-            tensor.__class__ = other
-            if classes is _WATCHED:
-                _owners[tensor] = weakref.ref(self)
-            else:
-                _owners.pop(tensor, None)
+    def _find_watched(self) -> list[Any]:
+        tensors = [reference() for reference in self._watched]
+        return [tensor for tensor in tensors if tensor is not None and hasattr(type(tensor), "plain")]
 
     def mark_stale(self, read_back: Callable[[], None]) -> None:
         """Notes that a device's weights are newer.
@@ -222,17 +238,29 @@ class HostWeights:
         _stale.discard(self)
         self._read_back = None
 
+    def take_over(self, other: HostWeights) -> None:
+        """Makes this stand for another one too, whose model shares tensors with this one's from now on."""
+        with self.lock, other.lock:
+            other.refresh()
+            self.version += other.version + 1
+            for executor in [*other._executors, *other._watchers]:
+                executor.share_weights(self)
+            self._executors |= other._executors
+            self._watchers |= other._watchers
+            self._watched += other._watched
+            self._trainer = self._trainer or other._trainer
+
 
 class _Destroy:
     """The method `destroy` of a wrapped model. A copy of the model, or a saved one, is not wrapped."""
 
     def __init__(self, host: HostWeights | None = None) -> None:
-        self._host = host
+        self.host = host
 
     def __call__(self) -> None:
         """Destroys all wrappers of the model, so that it can be wrapped again."""
-        if self._host is not None:
-            self._host.destroy()
+        if self.host is not None:
+            self.host.destroy()
 
     def __deepcopy__(self, memo: Any) -> _Destroy:
         return _Destroy()
@@ -242,12 +270,49 @@ class _Destroy:
 
 
 def host_weights_of(model: torch.nn.Module) -> HostWeights:
-    """The one of a user's model."""
-    known: HostWeights | None = _models.get(model)
-    if known is None:
-        known = _models[model] = HostWeights()
-    return known
+    """The one of a user's model, and of all models that share tensors with it."""
+    with _lock:
+        tensors = _tensors_of(model)
+        found: dict[int, HostWeights] = {}
+        holder = vars(model).get(_HOLDER)
+        if isinstance(holder, _Destroy) and holder.host is not None:
+            found[id(holder.host)] = holder.host
+        for tensor in tensors:
+            reference = _owners.get(tensor)
+            host = None if reference is None else reference()
+            if host is not None:
+                found[id(host)] = host
+        chosen, *others = [*found.values()] or [HostWeights()]
+        for other in others:
+            chosen.take_over(other)
+        for tensor in tensors:
+            _owners[tensor] = weakref.ref(chosen)
+        if others:
+            for owned, reference in list(_owners.items()):
+                if reference() in others:
+                    _owners[owned] = weakref.ref(chosen)
+        vars(model)[_HOLDER] = _Destroy(chosen)
+        return chosen
 
 
-def _tensors_of(model: torch.nn.Module) -> Iterable[torch.Tensor]:
+def register(executor: Any, model: torch.nn.Module, trains: bool) -> None:
+    """Notes that a model is wrapped.
+
+    Raises:
+      RuntimeError: it, or a model that shares parameters with it, is wrapped for training already.
+    """
+    host = host_weights_of(model)
+    with host.lock:
+        trainer = host.find_trainer() if trains else None
+        if trainer is not None and trainer is not executor:
+            raise RuntimeError(
+                "Model has already been wrapped in 'poptorch.trainingModel'. Call model.destroy() on the "
+                "model "
+                "to unwrap before wrapping again. (So has a model of which it is a part, or that shares "
+                "parameters with it.)"
+            )
+        host.register(executor, model, trains)
+
+
+def _tensors_of(model: torch.nn.Module) -> list[Any]:
     return [*model.parameters(), *model.buffers()]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from ipu_pipeline.poptorch.enums import OutputMode
 from ipu_pipeline.poptorch.errors import Error
 from ipu_pipeline.poptorch.execution.building import Wrapped
 from ipu_pipeline.poptorch.execution.executor import PoplarExecutor
-from ipu_pipeline.poptorch.execution.weights import host_weights_of
+from ipu_pipeline.poptorch.execution.weights import register
 from ipu_pipeline.poptorch.graphs.capture import modes_of
 from ipu_pipeline.poptorch.optim.describing import describe
 from ipu_pipeline.poptorch.options import Options
@@ -42,19 +43,11 @@ def trainingModel(
     """
     module = _module_of(model)
     checked = _check_options(options)
-    host = host_weights_of(module)
-    with host.lock:
-        if host.has_trainer:
-            raise RuntimeError(
-                "Model has already been wrapped in 'poptorch.trainingModel'. Call model.destroy() on the "
-                "model to "
-                "unwrap before wrapping again."
-            )
-        if optimizer is None:
-            optimizer = torch.optim.SGD(list(module.parameters()), lr=_DEFAULT_RATE)
-        describe(optimizer, checked.Training.automatic_loss_scaling)
-        executor = PoplarExecutor(Wrapped(module, modes_of(module), checked, trains=True), optimizer)
-        host.register(executor, module, trains=True)
+    if optimizer is None:
+        optimizer = torch.optim.SGD(list(module.parameters()), lr=_DEFAULT_RATE)
+    describe(optimizer, checked.Training.automatic_loss_scaling)
+    executor = PoplarExecutor(Wrapped(module, modes_of(module), checked, trains=True), optimizer)
+    register(executor, module, trains=True)
     return executor
 
 
@@ -94,10 +87,8 @@ def inferenceModel(
             "value "
             f"(1) when running a poptorch.inferenceModel().{mend}"
         )
-    host = host_weights_of(module)
-    with host.lock:
-        executor = PoplarExecutor(Wrapped(module, modes_of(module), checked, trains=False), None)
-        host.register(executor, module, trains=False)
+    executor = PoplarExecutor(Wrapped(module, modes_of(module), checked, trains=False), None)
+    register(executor, module, trains=False)
     return executor
 
 
@@ -106,6 +97,12 @@ def _module_of(model: torch.nn.Module | PoplarExecutor) -> torch.nn.Module:
         return model.model
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model must be a torch.nn.Module or a wrapped one; got {type(model).__name__}.")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TypeError(
+            "model must be a torch.nn.Module as it was written; got a scripted or traced one. Give the "
+            "module that "
+            "it was made from."
+        )
     return model
 
 
@@ -128,6 +125,14 @@ def _check_options(options: Options | None) -> Options:
                 f"{what} does not exist here yet: a model runs as one replica in one process, with "
                 "poptorch.PipelinedExecution or poptorch.ShardedExecution."
             )
+    number = options.device_iterations * options.Training.gradient_accumulation
+    if options.output_mode is OutputMode.EveryN and options.output_return_period > number:
+        raise Error(
+            f"OutputMode.EveryN returns the outputs of every {options.output_return_period} micro-batches, "
+            "but a "
+            f"call has {number}. Lower output_return_period, or raise deviceIterations or "
+            "gradientAccumulation."
+        )
     options.freeze()
     own = options.clone()
     own.freeze()

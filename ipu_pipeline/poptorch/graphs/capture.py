@@ -101,12 +101,16 @@ def capture(
     noted: list[Structure] = []
     flat = _Flat(model, arguments, noted.append)
     with _lock, contextlib.ExitStack() as stack:
+        # What the caller of the model has switched off is nothing that forward does.
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
         stack.enter_context(markers.capturing())
         stack.enter_context(_in_modes(modes or {}))
         stack.enter_context(refusals.refusing_own_backwards())
         if trains:
             refusals.check_hooks(model)
             stack.enter_context(refusals.refusing_gradient_hooks())
+            stack.enter_context(refusals.refusing_no_grad_in_autocast())
         stack.enter_context(_inference_mode_without_gradients())
         stack.enter_context(exportable())
         stack.enter_context(_quiet())
@@ -114,6 +118,7 @@ def capture(
             program = torch.export.export(flat, tuple(tensors), strict=False)
         _exclude_files(program.graph_module, excluded_files)
         refusals.check_values(program)
+        refusals.check_results(noted[-1])
         graph = program.graph_module.graph
         _mark_regions_without_gradients(program.graph_module)
         if trains:
@@ -130,14 +135,20 @@ def capture(
 
 def _mark_regions_without_gradients(module: torch.fx.GraphModule) -> None:
     """Puts a `detach` behind what `torch.no_grad` computed; decomposing inlines it without a trace."""
-    for node in list(module.graph.nodes):
+    for inner in module.modules():
+        assert isinstance(inner, torch.fx.GraphModule)
+        _mark_regions_of_graph(inner.graph)
+
+
+def _mark_regions_of_graph(graph: torch.fx.Graph) -> None:
+    for node in list(graph.nodes):
         if node.op != "call_function" or "wrap_with_set_grad_enabled" not in str(node.target):
             continue
         if node.args[0] is not False:
             continue
         for item in list(node.users):
-            with module.graph.inserting_after(item):
-                stop = module.graph.call_function(torch.ops.aten.detach.default, (item,))
+            with graph.inserting_after(item):
+                stop = graph.call_function(torch.ops.aten.detach.default, (item,))
             stop.meta = dict(item.meta)
             item.replace_all_uses_with(stop, delete_user_cb=lambda user, stop=stop: user is not stop)
 

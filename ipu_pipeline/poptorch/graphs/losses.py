@@ -55,6 +55,17 @@ def mark_loss(graph: torch.fx.Graph) -> None:
     """
     losses = [node for node in graph.nodes if _is_loss(node)]
     if not losses:
+        whole = graph.owning_module
+        parts = [] if whole is None else [m for m in whole.modules() if isinstance(m, torch.fx.GraphModule)]
+        hidden = [node for part in parts for node in part.graph.nodes if _is_loss(node)]
+        if hidden:
+            raise Error(
+                f"The loss is computed in {describe_place(hidden[0])}, within torch.autocast, a checkpoint "
+                "or another "
+                "region of its own, where it cannot be told from the rest. Compute it after the region; or "
+                "pass "
+                "what the region gives through poptorch.identity_loss behind it."
+            )
         raise Error(f"Couldn't find a loss in graph! {_HOW_TO}")
     inner: set[torch.fx.Node] = set()
     for loss in losses:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import unittest.mock
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -14,6 +15,7 @@ from ipu_pipeline.poptorch import markers
 from ipu_pipeline.poptorch.errors import Error
 from ipu_pipeline.poptorch.logs import warn_once
 from ipu_pipeline.poptorch.lowering.unsupported import describe_place
+from ipu_pipeline.poptorch.structures import Structure
 
 __all__ = [
     "check_buffers",
@@ -173,6 +175,65 @@ def refusing_gradient_hooks() -> Iterator[None]:
 
     with unittest.mock.patch.object(torch.Tensor, "register_hook", refuse):
         yield
+
+
+def _count(depth: threading.local) -> int:
+    return int(getattr(depth, "value", 0))
+
+
+@contextlib.contextmanager
+def refusing_no_grad_in_autocast() -> Iterator[None]:
+    """Refuses regions without gradients within regions of `torch.autocast`, which export would lose.
+
+    Raises:
+      Error: one begins.
+    """
+    depth = threading.local()
+    enter, leave, switch = (
+        torch.autocast.__enter__,
+        torch.autocast.__exit__,
+        torch.set_grad_enabled.__init__,
+    )
+
+    def begin(self: Any) -> Any:
+        depth.value = _count(depth) + 1
+        return enter(self)
+
+    def end(self: Any, *exception: Any) -> Any:
+        depth.value -= 1
+        return leave(self, *exception)
+
+    def set_grad(self: Any, mode: bool) -> None:
+        if markers.current_capture() is not None and not mode and _count(depth):
+            raise Error(
+                "The model's forward switches gradients off within a region of torch.autocast, as with "
+                "torch.no_grad "
+                "in it. That would be lost when it is captured. Put the autocast into the region without "
+                "gradients, or use tensor.detach()."
+            )
+        switch(self, mode)
+
+    with (
+        unittest.mock.patch.object(torch.autocast, "__enter__", begin),
+        unittest.mock.patch.object(torch.autocast, "__exit__", end),
+        unittest.mock.patch.object(torch.set_grad_enabled, "__init__", set_grad),
+    ):
+        yield
+
+
+def check_results(structure: Structure) -> None:
+    """Looks for tensors in results that are not taken apart.
+
+    Raises:
+      Error: there are some: they would have no values.
+    """
+    for name in structure.name_hidden("the result"):
+        raise Error(
+            f"{name} of the model's forward is an object with tensors in it, in which nobody looks for "
+            "them. Return "
+            "tuples, lists or dicts; or say by poptorch.registerCustomArgParser how it is taken apart."
+        )
+    structure.unflatten([torch.empty(0)] * structure.num_tensors)
 
 
 def check_buffers(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> None:

@@ -200,13 +200,15 @@ def _make_function(
     given: Sequence[torch.fx.Node],
 ) -> Callable[..., tuple[Any, ...]]:
     read_here = {node for inner in section.nodes for node in inner.all_input_nodes} | set(given)
-    computed = {*section.nodes, *taken}
+    own = set(section.nodes)
+    # What is written without being computed, as an input or another buffer, is written in the first stage.
     written = [
         (node, name)
         for node, names in parts.assigned.items()
-        if node in computed and (node in section.nodes or number == 0)
+        if node in own or (number == 0 and node.op != "call_function")
         for name in names
     ]
+    read_here |= {node for node, _name in written}
     names = {parts.variables[node] for node in read_here if node in parts.variables}
     names |= {name for _node, name in written}
 

@@ -1,6 +1,7 @@
 """What torch's own functions must be replaced by, so that models that call them can be exported.
 
 - `torch.ctc_loss` has no shape inference: an operation of ours stands for it.
+- `multilabel_margin_loss` of one row, not reduced, is a scalar; by torch's shape inference it is a vector.
 - `gaussian_nll_loss` looks for negative variances, and raises an error; here they give NaN.
 - Batch normalization with momentum None divides by a count that it reads from a tensor.
 - Encoder and decoder layers compare the mask with a causal one, as a hint for faster code; here the mask
@@ -94,6 +95,15 @@ def _gaussian_nll_loss(
     return loss.mean() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
 
 
+_functions: Any = torch._C._nn  # noqa: SLF001  # what torch.nn.functional calls
+_margin_loss = _functions.multilabel_margin_loss
+
+
+def _multilabel_margin_loss(input: torch.Tensor, target: torch.Tensor, reduction: int) -> torch.Tensor:
+    loss: torch.Tensor = _margin_loss(input, target, reduction)
+    return loss.reshape(input.shape[:-1]) if reduction == 0 else loss
+
+
 # What all batch normalizations derive from.
 _BatchNorm: type[torch.nn.Module] = vars(batchnorm)["_BatchNorm"]
 _normalize = _BatchNorm.forward
@@ -136,6 +146,7 @@ def exportable() -> Iterator[None]:
     with (
         _replaced(torch, "ctc_loss", _ctc_loss),
         _replaced(torch.nn.functional, "gaussian_nll_loss", _gaussian_nll_loss),
+        _replaced(_functions, "multilabel_margin_loss", _multilabel_margin_loss),
         _replaced(_BatchNorm, "forward", _batch_norm),
         _replaced(transformer, "_detect_is_causal_mask", _is_causal),
     ):
