@@ -11,11 +11,14 @@ from ipu_pipeline.command_line import main
 
 PROGRAM = [sys.executable, "-m", "ipu_pipeline.command_line.main"]
 SCRIPT = """
-import multiprocessing, os, sys
+import atexit, multiprocessing, os, pickle, sys
 import poptorch, poptorch.optim
 from poptorch.enums import OutputMode
 import ipu_pipeline.poptorch as ours
 import beside
+
+class Kept:
+    pass
 
 def show():
     import poptorch
@@ -29,6 +32,7 @@ if __name__ == "__main__":
     process = multiprocessing.get_context("spawn").Process(target=show)
     process.start()
     process.join()
+    atexit.register(lambda: print(len(pickle.dumps(Kept())) > 0))
     sys.exit(3)
 """
 
@@ -43,11 +47,12 @@ def test_a_script_imports_poptorch(tmp_path, is_module):
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "beside.py").write_text("NAME = 'beside'")
     script = ["-m", "script"] if is_module else [str(tmp_path / "script.py")]
-    done = run("run", *script, "--epochs", "3", "-m", cwd=tmp_path)
+    done = run("run", *script, "--epochs", "3", "-m", "--", cwd=tmp_path)
     assert done.returncode == 3, done.stderr
     assert done.stdout.splitlines() == [
-        "['--epochs', '3', '-m'] script.py beside",
+        "['--epochs', '3', '-m', '--'] script.py beside",
         "child ipu_pipeline.poptorch",
+        "True",
     ]
 
 
@@ -71,3 +76,22 @@ def test_commands_are_listed(capsys):
     assert "run a script that imports poptorch" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main.main([])
+
+
+def test_modules_of_packages(tmp_path, capsys, monkeypatch):
+    (tmp_path / "good").mkdir()
+    (tmp_path / "good" / "__init__.py").write_text("NAME = 5")
+    (tmp_path / "good" / "__main__.py").write_text(
+        "import sys\nfrom . import NAME\nprint(NAME, sys.argv[1:])"
+    )
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "__init__.py").write_text("import no_such_module")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setenv("PYTHONPATH", "")
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    assert main.main(["run", "-m", "good", "--x"]) == 0
+    assert capsys.readouterr().out == "5 ['--x']\n"
+    with pytest.raises(ModuleNotFoundError, match="no_such_module"):
+        main.main(["run", "-m", "bad.inner"])

@@ -523,8 +523,8 @@ def test_a_lowering_of_the_users():
         assert_close([made], [torch.linalg.eigvalsh(x.T @ x)], 1e-4)
     finally:
         from ipu_pipeline.poptorch.lowering import (
-    registry,
-)
+            registry,
+        )
 
         del registry._registered["aten::_linalg_eigh"]
 
@@ -550,3 +550,94 @@ def test_control_flow_of_a_model_that_is_wrapped_twice():
     inference = poptorch.inferenceModel(model, make_options())
     assert_close([inference(x + 1)], [model(x + 1).detach()[None]])
     assert type(model.linear.weight) is not torch.nn.Parameter, "it is watched again"
+
+
+# What a review found.
+
+
+def in_autocast(self, x):
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+        y = self.linear(x)
+    return loss(self.linear(x) * y)
+
+
+def in_branch(self, x):
+    def branch(x):
+        with torch.no_grad():
+            y = self.linear(x)
+        return self.linear(x) * y
+
+    return loss(torch.cond(x.sum() > -100, branch, lambda x: self.linear(x), (x,)))
+
+
+def test_regions_without_gradients_within_others():
+    train_as_torch(in_branch)
+    with pytest.raises(poptorch.Error, match="switches gradients off within a region of torch.autocast"):
+        poptorch.trainingModel(model_of(in_autocast), make_options())(x)
+    assert infer(in_autocast, x).shape == (1,)
+
+
+def test_a_call_within_no_grad_and_inference_mode():
+    model = model_of(without_gradient)
+    other = model_of(without_gradient)
+    poptorch.trainingModel(other, make_options())(x)
+    with torch.no_grad():
+        poptorch.trainingModel(model, make_options())(x)
+    assert_close(model.state_dict().values(), other.state_dict().values())
+    linear = seeded(lambda: torch.nn.Linear(3, 3))
+    executor = poptorch.inferenceModel(linear, make_options())
+    with torch.inference_mode():
+        assert_close([executor(x)], [linear(x)])
+
+
+def test_a_buffer_that_keeps_anothers_old_value():
+    def forward(self, x):
+        self.buffer_old.copy_(self.buffer_new)
+        self.buffer_new.add_(1)
+        return x + self.buffer_old
+
+    model = model_of(forward, buffer_old=torch.zeros(()), buffer_new=torch.ones(()))
+    executor = poptorch.inferenceModel(model, make_options())
+    assert_close([executor(x), executor(x)], [x + 1, x + 2])
+    executor.copyWeightsToHost()
+    assert (model.buffer_old.item(), model.buffer_new.item()) == (2, 3)
+
+
+def test_a_buffer_whose_elements_share_memory():
+    model = model_of(lambda self, x: loss(self.linear(x) * self.mask))
+    model.register_buffer("mask", torch.ones(1, 3).expand(4, 3))
+    poptorch.trainingModel(model, make_options())(x)
+    assert model.state_dict()["mask"].shape == (4, 3)
+
+
+def test_a_loss_in_autocast():
+    def forward(self, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return torch.nn.functional.mse_loss(self.linear(x), x)
+
+    with pytest.raises(poptorch.Error, match="The loss is computed in .*, within torch.autocast"):
+        poptorch.trainingModel(model_of(forward), make_options())(x)
+
+
+class Boxed:
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+def test_objects_with_tensors_in_them():
+    with pytest.raises(poptorch.Error, match="is an object with tensors in it, in which nobody looks"):
+        infer(lambda self, box: box.tensor, Boxed(x))
+    with pytest.raises(
+        poptorch.Error, match=r"the result\[0\] of the model's forward is an object with tensors"
+    ):
+        infer(lambda self, x: (Boxed(x), x), x)
+
+
+def test_any_keyword_arguments_keep_their_order():
+    class Model(torch.nn.Module):
+        def forward(self, x, *, y=None, **others):
+            return torch.cat([x, y, *others.values()])
+
+    t = [torch.tensor([float(n)]) for n in range(4)]
+    made = poptorch.inferenceModel(Model(), make_options())(t[0], b=t[2], a=t[3], y=t[1])
+    assert made.tolist() == [0, 1, 2, 3]

@@ -1,15 +1,19 @@
 """Wrapped models: calls against plain torch, weights in sync, life and death."""
 
 import copy
+import gc
 import io
 import pickle
 import threading
+import warnings
+import weakref
 from datetime import timedelta
 
 import pytest
 import torch
 
 import ipu_pipeline.poptorch as poptorch
+from ipu_pipeline.poptorch import logs
 from tests.poptorch_front import (
     TwoLayers,
     assert_close,
@@ -417,7 +421,7 @@ def test_seeds():
     assert not torch.equal(first, again)
     executor.rng_state = state
     assert torch.equal(executor(torch.ones(1000)), again)
-    with pytest.raises(ValueError, match="rng_state must have the three numbers"):
+    with pytest.raises(ValueError, match="rng_state must have the numbers that it was read with"):
         executor.rng_state = [1]
 
 
@@ -646,3 +650,133 @@ def test_two_threads_take_turns():
     for _number in range(20):
         plain.train(make_batch(), 1, 1, second)
     assert_same_state(model, plain.model)
+
+
+# What models share.
+
+
+class WithLoss(torch.nn.Module):
+    """A model and its loss, as PopTorch's users write it."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x, target):
+        x = self.model(x)
+        return x, torch.nn.functional.mse_loss(x, target)
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_a_model_within_another_that_trains(is_first):
+    model = make_model()
+    outer = WithLoss(model)
+    plain = reference(outer, make_sgd)
+    x, target = make_batch()
+    inference = poptorch.inferenceModel(model, make_options())
+    if is_first:
+        inference(x)
+    training = poptorch.trainingModel(outer, make_options(), make_sgd(outer.parameters()))
+    for _call in range(2):
+        training(x, target)
+        plain.train((x, target), 1, 1, second)
+        assert_close([inference(x)], [plain.model.model(x).detach()])
+        assert_same_state(outer, plain.model)
+    training(x, target)
+    plain.train((x, target), 1, 1, second)
+    assert_same_state(model, plain.model.model)
+    with pytest.raises(RuntimeError, match="has already been wrapped"):
+        poptorch.trainingModel(model, make_options())
+
+
+def test_models_that_are_joined_after_they_were_wrapped():
+    first, second_model = make_model(), seeded(lambda: torch.nn.Linear(3, 3), 1)
+    x, _target = make_batch()
+    inferences = [poptorch.inferenceModel(model, make_options()) for model in (first, second_model)]
+    for inference in inferences:
+        inference(x)
+    both = WithLoss(torch.nn.Sequential(first, second_model))
+    training = poptorch.trainingModel(both, make_options())
+    training(*make_batch())
+    for inference, model in zip(inferences, (first, second_model), strict=True):
+        assert_close([inference(x)], [model(x).detach()])
+
+
+def test_dropped_models_are_freed():
+    model = make_model()
+    poptorch.trainingModel(model, make_options())(*make_batch())
+    reference_to_it = weakref.ref(model)
+    del model
+    gc.collect()
+    assert reference_to_it() is None
+
+
+def test_buffers_of_inference_do_not_undo_training(trained):
+    model, executor, plain = trained
+    inference = poptorch.inferenceModel(model, make_options(2))
+    inference(make_batch()[0])
+    executor(*make_batch(seed=7))
+    model.state_dict()
+    expected = model.first.weight.detach().clone()
+    inference.copyWeightsToHost()
+    assert torch.equal(model.first.weight, expected)
+    del plain
+
+
+def test_parameters_of_other_classes():
+    class Own(torch.nn.Parameter):
+        pass
+
+    model = make_model()
+    model.first.weight = Own(model.first.weight.detach())
+    executor = poptorch.trainingModel(model, make_options(), make_sgd(model.parameters()))
+    before = model.first.weight.detach().clone()
+    executor(*make_batch())
+    assert not torch.equal(model.first.weight.detach(), before)
+    model.destroy()
+    assert type(model.first.weight) is Own
+
+
+def test_a_parameter_that_was_replaced(trained):
+    model, executor, _plain = trained
+    model.first.weight = torch.nn.Parameter(torch.zeros(5, 3))
+    for call in (executor.copyWeightsToDevice, lambda: executor.load_state_dict(model.state_dict())):
+        with pytest.raises(poptorch.Error, match="first.weight of the model is another tensor than when"):
+            call()
+    executor.detachFromDevice()
+    with pytest.raises(poptorch.Error, match="first.weight of the model is another tensor"):
+        executor.attachToDevice()
+
+
+def test_called_again_after_destroy(trained):
+    model, executor, _plain = trained
+    executor.destroy()
+    executor(*make_batch())
+    with pytest.raises(RuntimeError, match="has already been wrapped"):
+        poptorch.trainingModel(model, make_options())
+    model.destroy()
+    other = poptorch.trainingModel(model, make_options())
+    with pytest.raises(RuntimeError, match="has already been wrapped"):
+        executor(*make_batch())
+    assert not other.isCompiled()
+
+
+def test_more_that_is_told(trained, caplog, monkeypatch):
+    monkeypatch.setattr(logs, "_said", set())
+    model, executor, _plain = trained
+    assert executor.eval() is model
+    assert "On the devices its modules keep the modes" in caplog.text
+    with pytest.raises(TypeError, match="Unsupported optimizer type"):
+        poptorch.trainingModel(make_model(), make_options()).setOptimizer(5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        scripted = torch.jit.trace(torch.nn.Linear(2, 2), torch.ones(2))
+    with pytest.raises(TypeError, match="got a scripted or traced one"):
+        poptorch.inferenceModel(scripted)
+    options = make_options(2).outputMode(poptorch.OutputMode.EveryN, 3)
+    with pytest.raises(poptorch.Error, match="every 3 micro-batches, but a call has 2"):
+        poptorch.inferenceModel(model, options)
+    other = make_model()
+    optimizer = torch.optim.SGD([*other.parameters(), torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    poptorch.trainingModel(other, make_options(), optimizer)(*make_batch())
+    assert "The optimizer has 1 parameters that are none of the model's" in caplog.text

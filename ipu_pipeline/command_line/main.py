@@ -20,6 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
       The exit status.
     """
+    given = list(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(prog="ipu-pipeline", description=__doc__, allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     run = commands.add_parser(
@@ -27,12 +28,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="run a script that imports poptorch",
         description="Runs a Python script. `import poptorch` finds ipu_pipeline.poptorch there, and in the "
         "processes that it starts.",
+        usage="ipu-pipeline run [-h] [-m] SCRIPT [ARGS ...]",
     )
     run.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT is the name of a module")
-    run.add_argument("script", metavar="SCRIPT", help="a file")
-    run.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="its arguments")
-    given = parser.parse_args(arguments)
-    return running.run(given.script, given.arguments, given.is_module)
+    run.add_argument("script", metavar="SCRIPT", help="a file; its arguments follow")
+    # What follows the script is the script's, whatever it is.
+    place = next((n for n, word in enumerate(given[1:], 1) if not word.startswith("-")), len(given))
+    parsed = parser.parse_args(given[: place + 1])
+    return running.run(parsed.script, given[place + 1 :], parsed.is_module)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,9 @@ import importlib.util
 import os
 import runpy
 import sys
+import types
 from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 __all__ = ["run"]
@@ -15,38 +17,79 @@ SHIMS = Path(__file__).parent / "shims"  # packages with other libraries' names
 
 
 def run(script: str, arguments: Sequence[str], is_module: bool = False) -> int:
-    """Runs a script as Python would, in this process.
+    """Runs a script as Python would, in this process. It stays the main module when it has ended.
 
     Args:
-      script: its file; or with `is_module` the module's name.
+      script: its file, or a directory or archive with a `__main__.py`; with `is_module` the module's name.
       arguments: become `sys.argv[1:]`.
       is_module: whether it is run as by `python -m`.
 
     Returns:
       2 if there is no such script, else 0; it may also end by raising what it raises.
     """
-    found = _find_module(script) if is_module else os.path.isfile(script)
-    if not found:
-        kind = "module" if is_module else "file"
-        print(f"ipu-pipeline run: there is no {kind} {script!r}.", file=sys.stderr)  # noqa: T201  # a program
-        return 2
-    sys.path.insert(0, os.getcwd() if is_module else str(Path(script).resolve().parent))
-    sys.path.insert(1, str(SHIMS))  # before a PopTorch that is installed; processes that are spawned get it
-    inherited = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(SHIMS), *([inherited] if inherited else [])])
     sys.argv = [script, *arguments]
     if is_module:
-        runpy.run_module(script, run_name="__main__", alter_sys=True)
-    else:
+        _extend_path(os.getcwd())
+        spec = _find_module(script)
+        if spec is None or spec.loader is None:
+            return _refuse("module", script)
+        code = spec.loader.get_code(spec.name)  # type: ignore[attr-defined]  # of modules that can be run
+        sys.argv[0] = str(spec.origin)
+        _run_main(code, str(spec.origin), spec)
+        return 0
+    path = Path(script)
+    if not path.exists():
+        return _refuse("file", script)
+    if path.is_dir() or not _is_source(path):
+        _extend_path(script)
         runpy.run_path(script, run_name="__main__")
+        return 0
+    _extend_path(str(path.resolve().parent))
+    _run_main(compile(path.read_bytes(), script, "exec"), script, None)
     return 0
 
 
-def _find_module(name: str) -> bool:
-    sys.path.insert(0, os.getcwd())
+def _is_source(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(2) != b"PK"  # as archives begin
+
+
+def _refuse(kind: str, script: str) -> int:
+    print(f"ipu-pipeline run: there is no {kind} {script!r}.", file=sys.stderr)  # noqa: T201  # a program
+    return 2
+
+
+def _extend_path(first: str) -> None:
+    sys.path.insert(0, first)
+    sys.path.insert(1, str(SHIMS))  # before a PopTorch that is installed; processes that are spawned get it
+    inherited = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(SHIMS), *([inherited] if inherited else [])])
+
+
+def _run_main(code: types.CodeType, file: str, spec: ModuleSpec | None) -> None:
+    """Runs code as the main module. Classes of a script can then be pickled when it ends, too."""
+    module = types.ModuleType("__main__")
+    vars(module).update(__file__=file, __spec__=spec, __builtins__=__builtins__)
+    if spec is not None:
+        vars(module)["__package__"] = spec.parent
+    sys.modules["__main__"] = module
+    exec(code, vars(module))  # noqa: S102  # what the program is for
+
+
+def _find_module(name: str) -> ModuleSpec | None:
+    """The module that `python -m` would run. A package's own errors are not hidden.
+
+    Raises:
+      Others: what importing the packages around it raises.
+    """
     try:
-        return importlib.util.find_spec(name) is not None
-    except (ImportError, ValueError):
-        return False
-    finally:
-        del sys.path[0]
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{name}.__main__")
+        return spec
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
+            return None
+        raise
+    except ValueError:
+        return None

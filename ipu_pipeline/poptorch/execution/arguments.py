@@ -108,8 +108,7 @@ class Signature:
         for hidden in structure.name_hidden("arguments"):
             raise Error(
                 f"{hidden} is an object with tensors in it, in which nobody looks for them. Pass tuples, "
-                "lists or "
-                "dicts; or say by poptorch.registerCustomArgParser how it is taken apart."
+                "lists or dicts; or say by poptorch.registerCustomArgParser how it is taken apart."
             )
         return Arguments(tensors, structure, self.name_tensors(structure))
 

@@ -108,11 +108,9 @@ class PoplarExecutor(Measured):
                 collected = compiled.run(micro_batches, is_synthetic=self.options.synthetic_data)
             asked = time.perf_counter()
             mode = output_mode_of(self.options, self._wrapped.trains)
-            number_of_outputs = compiled.outputs.num_tensors
-            dtypes = compiled.stages.output_dtypes
-            period = self.options.output_return_period
-            joined = join_outputs(collected, dtypes[:number_of_outputs], mode, period)
-            self._keep_anchored(collected, dtypes, number_of_outputs, mode)
+            first, dtypes = compiled.outputs.num_tensors, compiled.stages.output_dtypes
+            joined = join_outputs(collected, dtypes[:first], mode, self.options.output_return_period)
+            self._keep_anchored(collected, dtypes, first, mode)
             times.note_outputs(asked)
             self._call_ns = time.perf_counter_ns() - begin
             return compiled.outputs.unflatten(joined)
