@@ -77,6 +77,7 @@ class Separable(torch.nn.Sequential):
         )
 
 
+@pytest.mark.thorough
 def test_3_a_network_like_mobilenet():
     nn = torch.nn
     model = seeded(
@@ -111,6 +112,7 @@ def test_4_float16():
     assert_close([output], [model(x).detach()], 1e-3)
 
 
+@pytest.mark.thorough
 def test_5_modes_and_weights():
     model = seeded(WithLoss)
     model.eval()

@@ -112,6 +112,7 @@ def test_the_program_pipelined(subprocess_result):
         assert len(re.findall(rf"IPU {ipu}: block B{ipu + 1}, \d+ operations", result.stderr)) == 2
 
 
+@pytest.mark.thorough
 def test_the_program_sharded(program, monkeypatch, subprocess_result):
     printed = run_here(program, monkeypatch, *SHORT, "--strategy", "sharded")
     expected = subprocess_result[1].stdout
