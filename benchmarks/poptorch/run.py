@@ -119,9 +119,7 @@ def serve_torch(name: str, is_compiled: bool) -> None:
     case = models.CASES[name]
     model = models.make_model(case)
     optimizer = torch.optim.AdamW(model.parameters(), lr=models.RATE, weight_decay=models.WEIGHT_DECAY)
-    parts = list(
-        zip(*(tensor.split(case.batch_size) for tensor in models.make_data(case)), strict=True)
-    )
+    parts = list(zip(*(tensor.split(case.batch_size) for tensor in models.make_data(case)), strict=True))
     run = torch.compile(model) if is_compiled else model
 
     def step() -> Any:
