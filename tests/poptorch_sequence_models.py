@@ -134,7 +134,7 @@ class Translator(Whole):
 
 @whole_model("lstm tagger", lambda draw, rows: (padded(draw, rows, 5), draw.integers(0, 3, rows, 5)))
 class Tagger(Whole):
-    """Both directions, two layers; tags of padding do not count, and others have weights."""
+    """Both directions; tags of padding do not count, and others have weights."""
 
     PLACES = ("embed", "recur", "head")
     LAYERS = ("embedding", "lstm", "head")
@@ -142,7 +142,7 @@ class Tagger(Whole):
     def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, 4)
-        self.lstm = nn.LSTM(4, 5, num_layers=2, bidirectional=True, batch_first=True)
+        self.lstm = nn.LSTM(4, 5, bidirectional=True, batch_first=True)
         self.head = nn.Linear(10, 3)
         self.register_buffer("weights", torch.tensor([0.5, 1.0, 2.0]))
 

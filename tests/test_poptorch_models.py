@@ -30,13 +30,13 @@ FIRST = (
     "unet",
     "autoencoder",
     "superresolution",
-    "encoder",
     "gpt",
     "lstm tagger",
     "speech",
     "siamese",
     "two heads",
     "experts",
+    "recommender",
 )
 FIRST_SEEDS = (28, 35)
 NUM_RANDOM = int(os.environ.get("POPTORCH_CASES", "3"))
@@ -270,7 +270,7 @@ def test_gradients_in_float64(name):
         splits_groups=False,
         infers=1 + seed % 2,
     )
-    check(case if seed % 4 == 0 else dataclasses.replace(case, infers=0))
+    check(case if seed % 6 == 3 else dataclasses.replace(case, infers=0))
 
 
 @pytest.mark.parametrize("seed", [*FIRST_SEEDS, *_thorough(sorted({*range(NUM_RANDOM)} - {*FIRST_SEEDS}))])
