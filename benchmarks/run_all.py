@@ -35,6 +35,7 @@ BENCHMARKS = [
     "feeds",
     "checkpoints",
     "tutorial",
+    "poptorch",
     "memory",
     "recomputation_memory",
     "foreign_functions",

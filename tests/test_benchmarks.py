@@ -8,8 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 
 from benchmarks import harness, models, page, run_all
+from benchmarks.poptorch import layers_models
+from benchmarks.poptorch import models as torch_models
+from ipu_pipeline import engine
 
 ROOT = Path(harness.ROOT) / "benchmarks"
 FOLDERS = sorted(path.name for path in ROOT.iterdir() if path.is_dir() and path.name != "__pycache__")
@@ -210,3 +214,23 @@ def test_a_workload_has_the_stages_that_it_says(case):
 
     found = jax.eval_shape(loss, *micro_batches[0])
     assert (found.shape, found.dtype) == ((), jnp.float32)
+
+
+@pytest.mark.parametrize("case", sorted(torch_models.CASES))
+def test_a_torch_module_and_its_layers_are_the_same_model(case):
+    """Their outputs and loss, not only how long they take, are compared; with few inputs here."""
+    case, make_stages = torch_models.CASES[case], layers_models.STAGES[case]
+    module = torch_models.make_model(case)
+    x, labels = (tensor[:2] for tensor in torch_models.make_data(case))
+    with torch.no_grad():
+        logits, loss = (value.numpy() for value in module(x, labels))
+    weights = {name: value.numpy() for name, value in module.state_dict().items()}
+    stages = make_stages(weights)
+    assert len(stages) == len(module.stages)
+    pipeline = engine.Pipeline(stages, num_micro_batches=1, device_mapping=[0] * len(stages))
+    micro_batch = tuple(map(layers_models.as_array, (x, labels)))
+    state = pipeline.init(jax.random.key(0), micro_batch)
+    (found_loss, found_logits) = pipeline.step(state, [micro_batch])[1].outputs[0]
+    np.testing.assert_allclose(found_loss, loss, rtol=1e-5)
+    np.testing.assert_allclose(found_logits, logits, rtol=1e-4, atol=1e-5)
+    assert len(pipeline.variables) == len(weights)

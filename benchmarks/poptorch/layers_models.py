@@ -16,15 +16,18 @@ import optax
 import ipu_pipeline as ipu
 from benchmarks.poptorch.models import NUM_HEADS
 
-__all__ = ["STAGES", "Weights", "as_channels_last"]
+__all__ = ["STAGES", "Weights", "as_array"]
 
 Weights = Mapping[str, np.ndarray[Any, Any]]
 Stage = Callable[..., Any]
 
 
-def as_channels_last(images: Any) -> Any:
-    """[..., channels, height, width] to [..., height, width, channels]."""
-    return np.ascontiguousarray(np.moveaxis(images, -3, -1))
+def as_array(tensor: Any) -> np.ndarray[Any, Any]:
+    """What these models take for a tensor: images with channels last, integers of 32 bits."""
+    array: np.ndarray[Any, Any] = tensor.numpy()
+    if array.ndim == 4:
+        array = np.ascontiguousarray(np.moveaxis(array, 1, -1))
+    return array.astype(np.int32) if array.dtype.kind == "i" else array
 
 
 def _constant(value: Any) -> Callable[..., Any]:

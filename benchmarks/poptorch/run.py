@@ -70,9 +70,7 @@ def serve_layers(name: str) -> None:
     torch.set_num_threads(1)
     case = models.CASES[name]
     weights = {key: value.numpy() for key, value in models.make_model(case).state_dict().items()}
-    inputs, labels = (tensor.numpy() for tensor in models.make_data(case))
-    if inputs.ndim == 4:
-        inputs = layers_models.as_channels_last(inputs)
+    inputs, labels = map(layers_models.as_array, models.make_data(case))
     starts = range(0, len(inputs), case.batch_size)
     parts = [(inputs[at : at + case.batch_size], labels[at : at + case.batch_size]) for at in starts]
     infeed_queue = ipu.ipu_infeed_queue.IPUInfeedQueue(lambda: itertools.cycle(parts))

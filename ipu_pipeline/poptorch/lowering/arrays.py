@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 __all__ = [
     "Array",
@@ -122,4 +121,4 @@ def absolute(x: Array) -> Array:
 def safe_sqrt(x: Array) -> Array:
     """The square root, with the gradient 0 at 0, as torch gives norms and deviations."""
     is_zero = x == 0
-    return jnp.where(is_zero, 0, lax.sqrt(jnp.where(is_zero, 1, x)))
+    return jnp.where(is_zero, 0, jax.lax.sqrt(jnp.where(is_zero, 1, x)))

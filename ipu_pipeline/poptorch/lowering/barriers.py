@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jax import lax
+import jax
 
 from ipu_pipeline.poptorch.lowering.arrays import Array
 from ipu_pipeline.poptorch.lowering.registry import lowers
@@ -12,4 +12,4 @@ __all__: list[str] = []
 
 @lowers("ipu_poptorch::nop")
 def _nop(x: Array) -> Array:
-    return lax.optimization_barrier(x)
+    return jax.lax.optimization_barrier(x)

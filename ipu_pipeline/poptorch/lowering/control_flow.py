@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import torch
-from jax import lax
 
 __all__ = ["CONTROL_FLOW"]
 
@@ -38,7 +38,7 @@ def _cond(node: torch.fx.Node, read: Read, run_graph: RunGraph) -> Any:
     branches = [_body(node, attribute, run_graph) for attribute in (then_graph, else_graph)]
     if isinstance(value, bool):
         return branches[0 if value else 1](*_values(operands, read))
-    return lax.cond(value.reshape(()), *branches, *_values(operands, read))
+    return jax.lax.cond(value.reshape(()), *branches, *_values(operands, read))
 
 
 def _while_loop(node: torch.fx.Node, read: Read, run_graph: RunGraph) -> Any:
@@ -51,7 +51,9 @@ def _while_loop(node: torch.fx.Node, read: Read, run_graph: RunGraph) -> Any:
         result = result[0] if isinstance(result, (tuple, list)) else result
         return result.reshape(())
 
-    return lax.while_loop(continues, lambda values: step(*values, *extra), tuple(_values(carried, read)))
+    return jax.lax.while_loop(
+        continues, lambda values: step(*values, *extra), tuple(_values(carried, read))
+    )
 
 
 def _scan(node: torch.fx.Node, read: Read, run_graph: RunGraph) -> Any:
@@ -63,14 +65,14 @@ def _scan(node: torch.fx.Node, read: Read, run_graph: RunGraph) -> Any:
         results = step(*carry, *row, *extra)
         return results[: len(carry)], results[len(carry) :]
 
-    last, made = lax.scan(body, carry, tuple(_values(rows, read)))
+    last, made = jax.lax.scan(body, carry, tuple(_values(rows, read)))
     return (*last, *made)
 
 
 def _map(node: torch.fx.Node, read: Read, run_graph: RunGraph) -> Any:
     body, rows, fixed = node.args
     extra, step = _values(fixed, read), _body(node, body, run_graph)
-    return lax.map(lambda row: step(*row, *extra), tuple(_values(rows, read)))
+    return jax.lax.map(lambda row: step(*row, *extra), tuple(_values(rows, read)))
 
 
 def _invoke(node: torch.fx.Node, read: Read, run_graph: RunGraph) -> Any:

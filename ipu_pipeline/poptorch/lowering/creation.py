@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
-from jax import lax
 
 from ipu_pipeline.poptorch.lowering.arrays import Array
 from ipu_pipeline.poptorch.lowering.registry import lowers
@@ -64,7 +64,7 @@ def _arange(start: float, end: float, step: float = 1, *, dtype: Any = None) -> 
     else:
         count = max(0, math.ceil((end - start) / step))
     wide = jnp.result_type(float) if dtype is None or jnp.issubdtype(dtype, jnp.floating) else dtype
-    return lax.iota(wide, count) * step + start
+    return jax.lax.iota(wide, count) * step + start
 
 
 @lowers("eye", keep=True)

@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from ipu_pipeline.poptorch.lowering.arrays import Array, as_axis, is_float
 from ipu_pipeline.poptorch.lowering.registry import lowers
@@ -22,7 +21,7 @@ __all__ = ["pick"]
 def pick(x: Array, index: Array, axis: int) -> Array:
     """Elements along an axis: `index` has the result's shape, and no axis longer than x's but that one."""
     lengths = (*index.shape[:axis], x.shape[axis], *index.shape[axis + 1 :])
-    x = x if lengths == x.shape else lax.slice(x, (0,) * x.ndim, lengths)
+    x = x if lengths == x.shape else jax.lax.slice(x, (0,) * x.ndim, lengths)
     return jnp.take_along_axis(x, index, axis, mode="fill", wrap_negative_indices=False)
 
 
@@ -216,7 +215,7 @@ def _scatter_extremum(x: Array, at: tuple[Array, ...], source: Array, reduce: st
 
     As in torch, an element of `counted` is one of them even where it was replaced in x.
     """
-    made = lax.stop_gradient(x.at[at].max(source) if reduce == "amax" else x.at[at].min(source))
+    made = jax.lax.stop_gradient(x.at[at].max(source) if reduce == "amax" else x.at[at].min(source))
     if not is_float(x):
         return made
     x_equal, equal = x == made, source == made[at]

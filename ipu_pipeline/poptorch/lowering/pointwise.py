@@ -7,8 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.scipy import special
 
 from ipu_pipeline.poptorch.lowering.arrays import (
     Array,
@@ -30,7 +28,7 @@ _function: Callable[..., Array]
 def _digamma(x: Array) -> Array:
     """Negative numbers are reflected: JAX's gradient is wrong there."""
     is_negative = x < 0
-    reflected = special.digamma(jnp.where(is_negative, 1 - x, x))
+    reflected = jax.scipy.special.digamma(jnp.where(is_negative, 1 - x, x))
     return jnp.where(
         is_negative, reflected - jnp.pi / jnp.tan(jnp.pi * jnp.where(is_negative, x, 0.5)), reflected
     )
@@ -42,7 +40,7 @@ for _name, _function in {
     "atan": jnp.arctan,
     "bitwise_not": jnp.invert,
     "cos": jnp.cos,
-    "erf": special.erf,
+    "erf": jax.scipy.special.erf,
     "exp": jnp.exp,
     "isinf": jnp.isinf,
     "isnan": jnp.isnan,
@@ -66,16 +64,16 @@ for _name, _function in {
     "atanh": jnp.arctanh,
     "cosh": jnp.cosh,
     "digamma": lambda x: _digamma(to_float(x)),
-    "erfc": special.erfc,
-    "erfinv": special.erfinv,
+    "erfc": jax.scipy.special.erfc,
+    "erfinv": jax.scipy.special.erfinv,
     "exp2": jnp.exp2,
     "expm1": jnp.expm1,
-    "lgamma": lambda x: special.gammaln(to_float(x)),
+    "lgamma": lambda x: jax.scipy.special.gammaln(to_float(x)),
     "log10": jnp.log10,
     "log2": jnp.log2,
     "reciprocal": lambda x: 1 / x,
-    "rsqrt": lambda x: lax.rsqrt(to_float(x)),
-    "sigmoid": lambda x: lax.logistic(to_float(x)),
+    "rsqrt": lambda x: jax.lax.rsqrt(to_float(x)),
+    "sigmoid": lambda x: jax.lax.logistic(to_float(x)),
     "sinc": jnp.sinc,
     "sinh": jnp.sinh,
     "tan": jnp.tan,
@@ -143,7 +141,7 @@ _of_two: dict[str, Callable[..., Array]] = {
 }
 for _name, _function in _of_two.items():
     lowers(_name)(_binary(_function))
-lowers("xlogy", keep=True)(_binary(in_float32(special.xlogy)))
+lowers("xlogy", keep=True)(_binary(in_float32(jax.scipy.special.xlogy)))
 
 
 def _comparison(function: Callable[[Array, Array], Array]) -> Callable[[Array, Array], Array]:
@@ -190,11 +188,11 @@ def _div(a: Array, b: Array, *, rounding_mode: str | None = None) -> Array:
     if rounding_mode is None:
         return jnp.true_divide(a, b)
     wide = jnp.result_type(widen(a), widen(b))
-    a, b = (lax.stop_gradient(jnp.asarray(value, wide)) for value in (a, b))
+    a, b = (jax.lax.stop_gradient(jnp.asarray(value, wide)) for value in (a, b))
     if rounding_mode == "floor":
         return jnp.floor_divide(a, b)
     # torch rounds a quotient to 16 bits before it cuts.
-    return jnp.trunc((a / b).astype(narrow)) if is_float(a) else lax.div(*jnp.broadcast_arrays(a, b))
+    return jnp.trunc((a / b).astype(narrow)) if is_float(a) else jax.lax.div(*jnp.broadcast_arrays(a, b))
 
 
 @lowers("pow")
@@ -203,10 +201,10 @@ def _pow(base: Array, exponent: Array) -> Array:
         if not is_float(base) and isinstance(exponent, float):
             base = to_float(base)
         if float(exponent).is_integer() and abs(exponent) <= 8:
-            return lax.integer_pow(base if abs(exponent) <= 2 else widen(base), int(exponent))
+            return jax.lax.integer_pow(base if abs(exponent) <= 2 else widen(base), int(exponent))
     base, exponent = widen(base), widen(exponent)
     if isinstance(base, jax.Array) and is_float(base):  # JAX's gradient of 0 ** 0 is NaN
-        base = jnp.where(exponent == 0, lax.stop_gradient(base), base)
+        base = jnp.where(exponent == 0, jax.lax.stop_gradient(base), base)
     return jnp.power(base, exponent)
 
 
@@ -242,7 +240,7 @@ def _same(x: Array, *, dtype: Any = None) -> Array:
 
 @lowers("detach", keep=True)
 def _detach(x: Array) -> Array:
-    return lax.stop_gradient(x)
+    return jax.lax.stop_gradient(x)
 
 
 @lowers("copy")

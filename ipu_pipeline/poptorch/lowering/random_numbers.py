@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from ipu_pipeline.engine import next_rng_key
 from ipu_pipeline.poptorch.lowering.arrays import Array, to_float, widen
@@ -91,7 +90,7 @@ def _randperm(n: int, *, dtype: Any = None) -> Array:
 def _bernoulli(x: Array, p: Any = None) -> Array:
     """Ones with the probability x, or p where it is given."""
     chance = x if p is None else jnp.broadcast_to(jnp.asarray(p), x.shape)
-    return jax.random.bernoulli(next_rng_key(), lax.stop_gradient(to_float(chance))).astype(x.dtype)
+    return jax.random.bernoulli(next_rng_key(), jax.lax.stop_gradient(to_float(chance))).astype(x.dtype)
 
 
 @lowers("uniform", keep=True)
@@ -121,12 +120,12 @@ def _exponential(x: Array, lambd: float = 1) -> Array:
 
 @lowers("multinomial", keep=True)
 def _multinomial(x: Array, num_samples: int, replacement: bool = False) -> Array:
-    logits = jnp.log(lax.stop_gradient(to_float(x)))
+    logits = jnp.log(jax.lax.stop_gradient(to_float(x)))
     key = next_rng_key()
     if replacement:
         drawn = jax.random.categorical(key, logits, -1, shape=(num_samples, *x.shape[:-1]))
         return jnp.moveaxis(drawn, 0, -1)
-    return lax.top_k(logits + jax.random.gumbel(key, x.shape, logits.dtype), num_samples)[1]
+    return jax.lax.top_k(logits + jax.random.gumbel(key, x.shape, logits.dtype), num_samples)[1]
 
 
 @lowers("rrelu_with_noise_functional", keep=True)

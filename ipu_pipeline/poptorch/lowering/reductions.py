@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from ipu_pipeline.poptorch.lowering.arrays import (
     Array,
@@ -200,4 +199,4 @@ def _cumprod(x: Array, dim: int, *, dtype: Any = None) -> Array:
 
 @lowers("logcumsumexp", "_logcumsumexp")
 def _logcumsumexp(x: Array, dim: int) -> Array:
-    return lax.cumlogsumexp(to_float(x), as_axis(dim, x.ndim)) if x.ndim else x
+    return jax.lax.cumlogsumexp(to_float(x), as_axis(dim, x.ndim)) if x.ndim else x

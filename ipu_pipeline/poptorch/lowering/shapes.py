@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from ipu_pipeline.poptorch.lowering.arrays import Array, Dims, as_axes, as_axis
 from ipu_pipeline.poptorch.lowering.registry import lowers
@@ -92,7 +92,7 @@ def _split(x: Array, sizes: Sequence[int], dim: int = 0) -> tuple[Array, ...]:
     ends = np.cumsum(sizes).tolist()
     starts = [0, *ends[:-1]]
     return tuple(
-        lax.slice_in_dim(x, start, end, axis=as_axis(dim, x.ndim))
+        jax.lax.slice_in_dim(x, start, end, axis=as_axis(dim, x.ndim))
         for start, end in zip(starts, ends, strict=True)
     )
 
@@ -105,7 +105,7 @@ def _unbind(x: Array, dim: int = 0) -> tuple[Array, ...]:
 @lowers("select.int")
 def _select(x: Array, dim: int, index: int) -> Array:
     axis = as_axis(dim, x.ndim)
-    return lax.index_in_dim(x, index % x.shape[axis], axis, keepdims=False)
+    return jax.lax.index_in_dim(x, index % x.shape[axis], axis, keepdims=False)
 
 
 def _places(x: Array, dim: int, start: int | None, end: int | None, step: int) -> tuple[int, range]:
@@ -118,7 +118,7 @@ def _slice(
     x: Array, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> Array:
     axis, places = _places(x, dim, start, end, step)
-    return lax.slice_in_dim(x, places.start, max(places.start, places.stop), places.step, axis)
+    return jax.lax.slice_in_dim(x, places.start, max(places.start, places.stop), places.step, axis)
 
 
 def _at(axis: int, where: slice | int) -> tuple[slice | int, ...]:
@@ -134,7 +134,7 @@ def _slice_scatter(
     if not places:
         return x
     if places.step == 1:
-        return lax.dynamic_update_slice_in_dim(x, source, places.start, axis)
+        return jax.lax.dynamic_update_slice_in_dim(x, source, places.start, axis)
     return x.at[_at(axis, slice(places.start, places.stop, places.step))].set(source)
 
 
@@ -142,7 +142,7 @@ def _slice_scatter(
 def _select_scatter(x: Array, source: Array, dim: int, index: int) -> Array:
     axis = as_axis(dim, x.ndim)
     source = jnp.expand_dims(source, axis).astype(x.dtype)
-    return lax.dynamic_update_slice_in_dim(x, source, index % x.shape[axis], axis)
+    return jax.lax.dynamic_update_slice_in_dim(x, source, index % x.shape[axis], axis)
 
 
 @lowers("diagonal")
@@ -168,7 +168,7 @@ def _unfold(x: Array, dimension: int, size: int, step: int) -> Array:
     axis = as_axis(dimension, x.ndim)
     count = (x.shape[axis] - size) // step + 1
     if count <= size:
-        windows = [lax.slice_in_dim(x, i * step, i * step + size, axis=axis) for i in range(count)]
+        windows = [jax.lax.slice_in_dim(x, i * step, i * step + size, axis=axis) for i in range(count)]
         return jnp.moveaxis(jnp.stack(windows, axis), axis + 1, -1)
     ends = (count - 1) * step + 1
-    return jnp.stack([lax.slice_in_dim(x, i, i + ends, step, axis) for i in range(size)], -1)
+    return jnp.stack([jax.lax.slice_in_dim(x, i, i + ends, step, axis) for i in range(size)], -1)

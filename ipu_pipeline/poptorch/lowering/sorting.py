@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
-from jax import lax
 
 from ipu_pipeline.poptorch.lowering.arrays import Array, as_axis, is_float
 from ipu_pipeline.poptorch.lowering.registry import lowers
@@ -18,10 +18,10 @@ __all__: list[str] = []
 
 def _sorted(x: Array, axis: int, descending: bool) -> tuple[Array, Array]:
     """Values and places; equal elements keep their order."""
-    places = lax.broadcasted_iota(jnp.result_type(int), x.shape, axis)
+    places = jax.lax.broadcasted_iota(jnp.result_type(int), x.shape, axis)
     if descending:
         x, places = (jnp.flip(array, axis) for array in (x, places))
-    values, places = lax.sort((x, places), dimension=axis, is_stable=True, num_keys=1)
+    values, places = jax.lax.sort((x, places), dimension=axis, is_stable=True, num_keys=1)
     return (jnp.flip(values, axis), jnp.flip(places, axis)) if descending else (values, places)
 
 
@@ -57,10 +57,10 @@ def _topk(
     del sorted  # they are
     axis = as_axis(dim, x.ndim)
     if largest:
-        values, places = lax.top_k(jnp.moveaxis(x, axis, -1), k)
+        values, places = jax.lax.top_k(jnp.moveaxis(x, axis, -1), k)
         return jnp.moveaxis(values, -1, axis), jnp.moveaxis(places, -1, axis)
     values, places = _sorted(x, axis, descending=False)
-    return lax.slice_in_dim(values, 0, k, axis=axis), lax.slice_in_dim(places, 0, k, axis=axis)
+    return jax.lax.slice_in_dim(values, 0, k, axis=axis), jax.lax.slice_in_dim(places, 0, k, axis=axis)
 
 
 def _at_rank(x: Array, axis: int, rank: Array, keepdim: bool) -> tuple[Array, Array]:
@@ -106,11 +106,11 @@ def _nanmedian(x: Array, dim: int = -1, keepdim: bool = False) -> tuple[Array, A
 def _of_all(x: Array, ignores_nan: bool) -> Array:
     """The gradient is divided among the elements that equal the median."""
     flat = x.reshape(-1)
-    value = _at_rank(lax.stop_gradient(flat), 0, _median_rank(flat, 0, ignores_nan), False)[0]
+    value = _at_rank(jax.lax.stop_gradient(flat), 0, _median_rank(flat, 0, ignores_nan), False)[0]
     if not is_float(x):
         return value
     is_median = (flat == value) | (jnp.isnan(flat) & jnp.isnan(value))
-    changes = jnp.where(is_median & jnp.isfinite(flat), flat - lax.stop_gradient(flat), 0)
+    changes = jnp.where(is_median & jnp.isfinite(flat), flat - jax.lax.stop_gradient(flat), 0)
     return value + jnp.sum(changes) / jnp.sum(is_median).astype(x.dtype)
 
 
@@ -162,8 +162,8 @@ def _running(x: Array, dim: int, is_better: Any) -> tuple[Array, Array]:
         takes = is_better(after[0], before[0]) | (jnp.isnan(after[0]) if is_float(x) else False)
         return tuple(jnp.where(takes, new, old) for new, old in zip(after, before, strict=True))
 
-    places = lax.broadcasted_iota(jnp.result_type(int), x.shape, axis)
-    found = lax.associative_scan(combine, (lax.stop_gradient(x), places), axis=axis)[1]
+    places = jax.lax.broadcasted_iota(jnp.result_type(int), x.shape, axis)
+    found = jax.lax.associative_scan(combine, (jax.lax.stop_gradient(x), places), axis=axis)[1]
     return jnp.take_along_axis(x, found, axis, mode="clip"), found
 
 

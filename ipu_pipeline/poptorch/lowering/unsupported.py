@@ -7,6 +7,7 @@ import os
 import re
 
 import torch
+from torch._ops import OpOverload
 
 from ipu_pipeline.poptorch.dtypes import jax_dtype
 from ipu_pipeline.poptorch.lowering.control_flow import CONTROL_FLOW
@@ -93,10 +94,11 @@ def _reason(node: torch.fx.Node) -> str | None:
             return f"makes or takes a tensor of layout {meta.layout}, which is not supported"
     if find_lowering(target) is not None:
         return None
-    tags = getattr(target, "tags", ())
-    if torch.Tag.dynamic_output_shape in tags:
+    if not isinstance(target, OpOverload):
+        return "is one of torch's operators on whole graphs, or on shapes, that is not supported"
+    if torch.Tag.dynamic_output_shape in target.tags:
         return "makes a tensor whose shape depends on values, which a compiled program cannot have"
-    if torch.Tag.data_dependent_output in tags:
+    if torch.Tag.data_dependent_output in target.tags:
         return "takes a value out of a tensor (as .item(), int() or an `if` do) while the model is compiled"
     return _NO_LOWERING
 

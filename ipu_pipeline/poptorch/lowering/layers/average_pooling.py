@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from ipu_pipeline.poptorch.lowering.arrays import Array, per_dim, widen
 from ipu_pipeline.poptorch.lowering.layers.windows import Windows, make_windows
@@ -43,10 +43,10 @@ def _average_pool(num_dims: int) -> Callable[..., Array]:
     ) -> Array:
         windows = make_windows(x.shape, kernel_size, stride, padding, 1, ceil_mode, num_dims)
         wide = widen(x)
-        total = lax.reduce_window(
+        total = jax.lax.reduce_window(
             wide,
             np.zeros((), wide.dtype),
-            lax.add,
+            jax.lax.add,
             windows.spread(windows.kernel, x.ndim),
             windows.spread(windows.stride, x.ndim),
             windows.pads(x.ndim),

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from ipu_pipeline.poptorch.lowering.arrays import Array, per_dim
 from ipu_pipeline.poptorch.lowering.registry import lowers
@@ -49,7 +48,7 @@ def _convolution(
     else:
         pads = [(pad, pad) for pad in padding]
         strides, lhs_dilation = stride, (1,) * count
-    made = lax.conv_general_dilated(
+    made = jax.lax.conv_general_dilated(
         x,
         weight.astype(x.dtype),
         strides,
@@ -73,7 +72,9 @@ def _im2col(
     """(batch, channels, height, width) to (batch, channels * kernel, windows)."""
     batched = x if x.ndim == 4 else x[None]
     kernel, dilation, padding, stride = (per_dim(v, 2) for v in (kernel_size, dilation, padding, stride))
-    padded = lax.pad(batched, jnp.zeros((), x.dtype), [(0, 0, 0), (0, 0, 0), *((p, p, 0) for p in padding)])
+    padded = jax.lax.pad(
+        batched, jnp.zeros((), x.dtype), [(0, 0, 0), (0, 0, 0), *((p, p, 0) for p in padding)]
+    )
     counts = [(padded.shape[2 + i] - dilation[i] * (kernel[i] - 1) - 1) // stride[i] + 1 for i in range(2)]
     ends = [(count - 1) * step + 1 for count, step in zip(counts, stride, strict=True)]
     windows = [

@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from ipu_pipeline.poptorch.lowering.arrays import Array, widen
 from ipu_pipeline.poptorch.lowering.layers.losses import MEAN, SUM, reduce_loss
@@ -26,7 +25,7 @@ __all__: list[str] = []
 
 def _log_add(*values: Array) -> Array:
     """log(sum(exp(values))), with the gradient 0 where all are -inf."""
-    largest = lax.stop_gradient(jnp.stack(values).max(0))
+    largest = jax.lax.stop_gradient(jnp.stack(values).max(0))
     shift = jnp.where(largest == -jnp.inf, 0, largest)
     total = sum(jnp.exp(value - shift) for value in values)
     return jnp.where(total > 0, jnp.log(jnp.where(total > 0, total, 1)) + shift, -jnp.inf)
@@ -52,7 +51,7 @@ def _negative_log_likelihood(
 
     is_first = jnp.arange(extended.shape[1]) < jnp.where(target_lengths > 0, 2, 1)[:, None]
     first = jnp.where(is_first, emitted[0], -jnp.inf)
-    alpha = lax.scan(step, first, (jnp.arange(1, num_times), emitted[1:]))[0]
+    alpha = jax.lax.scan(step, first, (jnp.arange(1, num_times), emitted[1:]))[0]
     last = jnp.take_along_axis(alpha, 2 * target_lengths[:, None], 1)[:, 0]
     label = jnp.take_along_axis(alpha, jnp.maximum(2 * target_lengths - 1, 0)[:, None], 1)[:, 0]
     return -_log_add(last, jnp.where(target_lengths > 0, label, -jnp.inf))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from ipu_pipeline.poptorch.lowering.arrays import Array, absolute
 from ipu_pipeline.poptorch.lowering.reductions import vector_norm
@@ -20,8 +20,8 @@ def _length(difference: Array, p: float) -> Array:
     if not math.isinf(p):
         return vector_norm(difference, p, -1)
     sizes = absolute(difference)
-    largest = lax.stop_gradient(jnp.max(sizes, -1, keepdims=True))
-    changes = jnp.where(sizes == largest, sizes - lax.stop_gradient(sizes), 0)
+    largest = jax.lax.stop_gradient(jnp.max(sizes, -1, keepdims=True))
+    changes = jnp.where(sizes == largest, sizes - jax.lax.stop_gradient(sizes), 0)
     return largest[..., 0] + jnp.sum(changes, -1)
 
 

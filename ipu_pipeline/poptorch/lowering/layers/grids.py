@@ -9,8 +9,8 @@ import itertools
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
-from jax import lax
 
 from ipu_pipeline.poptorch.lowering.arrays import Array, widen
 from ipu_pipeline.poptorch.lowering.layers.resampling import CUBIC_TAPS, cubic_weight
@@ -60,7 +60,7 @@ def _grid_sampler(x: Array, grid: Array, mode: int, padding: int, align_corners:
         coordinates = [bounded(*pair) for pair in zip(coordinates, lengths, strict=True)]
         if mode == _NEAREST:
             return read(tuple(map(jnp.round, coordinates)))
-        floors = [lax.stop_gradient(jnp.floor(coordinate)) for coordinate in coordinates]
+        floors = [jax.lax.stop_gradient(jnp.floor(coordinate)) for coordinate in coordinates]
         taps = [
             [(floor, 1 - (coordinate - floor)), (floor + 1, coordinate - floor)]
             for coordinate, floor in zip(coordinates, floors, strict=True)
@@ -85,7 +85,7 @@ def _bound(coordinate: Array, length: int, padding: int, align_corners: bool) ->
         low, high = (0, 2 * (length - 1)) if align_corners else (-1, 2 * length - 1)
         coordinate = _reflect(coordinate, low / 2, (high - low) / 2)
     inside = (coordinate > 0) & (coordinate < length - 1)
-    return jnp.where(inside, coordinate, lax.stop_gradient(jnp.clip(coordinate, 0, length - 1)))
+    return jnp.where(inside, coordinate, jax.lax.stop_gradient(jnp.clip(coordinate, 0, length - 1)))
 
 
 def _reflect(coordinate: Array, low: float, span: float) -> Array:
@@ -93,6 +93,6 @@ def _reflect(coordinate: Array, low: float, span: float) -> Array:
     if span == 0:
         return jnp.zeros_like(coordinate)
     distance = jnp.abs(coordinate - low)
-    turns = lax.stop_gradient(jnp.floor(distance / span))
+    turns = jax.lax.stop_gradient(jnp.floor(distance / span))
     rest = distance - turns * span
     return jnp.where(turns % 2 == 0, rest + low, span - rest + low)

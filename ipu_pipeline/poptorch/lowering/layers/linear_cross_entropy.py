@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from ipu_pipeline.poptorch.lowering.arrays import Array, widen
 from ipu_pipeline.poptorch.lowering.registry import lowers
@@ -54,7 +53,7 @@ def _losses(x: Array, target: Array, batch_chunk_size: int, *rest: Any) -> tuple
     def compute(rows: tuple[Array, Array]) -> tuple[Array, Array]:
         return _loss_of_rows(rows, weight, bias, class_weights, ignore_index, label_smoothing)
 
-    losses, parts = lax.map(compute, (rows, targets))
+    losses, parts = jax.lax.map(compute, (rows, targets))
     return losses.reshape(-1)[: x.shape[0]], parts.reshape(-1)[: x.shape[0]]
 
 

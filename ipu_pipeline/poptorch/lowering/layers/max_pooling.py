@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from ipu_pipeline.poptorch.lowering.arrays import Array, is_float, per_dim
 from ipu_pipeline.poptorch.lowering.layers.windows import Windows, make_windows
@@ -50,10 +49,10 @@ lowers("max_pool3d_with_indices")(_max_pool(3))
 def _largest(x: Array, windows: Windows) -> Array:
     if any(step != 1 for step in windows.dilation):  # whose gradient JAX does not have for `reduce_window`
         return _take(x, _positions(x, windows), windows.num_dims)
-    return lax.reduce_window(
+    return jax.lax.reduce_window(
         x,
         _lowest(x.dtype),
-        lax.max,
+        jax.lax.max,
         windows.spread(windows.kernel, x.ndim),
         windows.spread(windows.stride, x.ndim),
         windows.pads(x.ndim),
@@ -65,7 +64,7 @@ def _positions(x: Array, windows: Windows) -> Array:
     num_dims, before = windows.num_dims, x.ndim - windows.num_dims
     pads = windows.pads(x.ndim)
     plane = math.prod(windows.lengths)
-    values = jnp.pad(lax.stop_gradient(x), pads, constant_values=_lowest(x.dtype))
+    values = jnp.pad(jax.lax.stop_gradient(x), pads, constant_values=_lowest(x.dtype))
     places = np.pad(np.arange(plane).reshape(windows.lengths), pads[before:], constant_values=plane)
 
     def cut(array: Any, offset: tuple[int, ...]) -> Any:
@@ -149,7 +148,7 @@ def _gathered(x: Array, indices: list[Any], valid: list[Any] | None = None) -> A
     leading = x.shape[: x.ndim - num_dims]
     places = jnp.broadcast_to(places, (*leading, *places.shape[-num_dims - 1 :]))
     values = jnp.take_along_axis(
-        lax.stop_gradient(x).reshape(*leading, -1), places.reshape(*leading, -1), -1, mode="clip"
+        jax.lax.stop_gradient(x).reshape(*leading, -1), places.reshape(*leading, -1), -1, mode="clip"
     ).reshape(places.shape)
     if valid is not None:
         values = jnp.where(jnp.asarray(is_valid).reshape(*outputs, -1), values, _lowest(x.dtype))

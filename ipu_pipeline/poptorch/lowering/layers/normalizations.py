@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
-from jax import lax
 
 from ipu_pipeline.poptorch.lowering.arrays import Array, widen
 from ipu_pipeline.poptorch.lowering.reductions import variance
@@ -35,12 +35,12 @@ def _normalize(x: Array, weight: Array | None, bias: Array | None, mean: Array, 
 def _statistics(x: Array, eps: float) -> tuple[Array, Array, Array]:
     """Mean, variance and the inverse of the deviation, of each channel."""
     squares, mean = variance(x, (0, *range(2, x.ndim)), 0, keepdim=False)
-    return mean, squares, lax.rsqrt(squares + eps)
+    return mean, squares, jax.lax.rsqrt(squares + eps)
 
 
 def _constant(mean: Array, inverse: Array) -> tuple[Array, Array]:
     """The statistics as results, which have no gradient in torch (those of groups have)."""
-    return lax.stop_gradient(mean), lax.stop_gradient(inverse)
+    return jax.lax.stop_gradient(mean), jax.lax.stop_gradient(inverse)
 
 
 @lowers("_native_batch_norm_legit_functional", keep=True)
@@ -65,7 +65,7 @@ def _batch_norm(
     count = math.prod(x.shape) // x.shape[1]
     unbiased = squares * (count / max(count - 1, 1))
     moved = [
-        (1 - momentum) * widen(old) + momentum * lax.stop_gradient(new)
+        (1 - momentum) * widen(old) + momentum * jax.lax.stop_gradient(new)
         for old, new in ((running_mean, mean), (running_var, unbiased))
     ]
     return _normalize(x, weight, bias, mean, inverse), *_constant(mean, inverse), *moved
@@ -92,7 +92,7 @@ def _batch_norm_inference(
 ) -> tuple[Any, ...]:
     """By the running statistics alone. What a backward would read of the batch's has no elements."""
     del momentum
-    inverse = lax.rsqrt(widen(running_var) + eps)
+    inverse = jax.lax.rsqrt(widen(running_var) + eps)
     nothing = jnp.zeros((0,), jnp.float32)
     return _normalize(x, weight, bias, widen(running_mean), inverse), nothing, nothing
 
@@ -104,7 +104,7 @@ def _layer_norm(
     """Over the last dimensions."""
     axes = tuple(range(x.ndim - len(normalized_shape), x.ndim))
     squares, mean = variance(x, axes, 0, keepdim=True)
-    inverse = lax.rsqrt(squares + eps)
+    inverse = jax.lax.rsqrt(squares + eps)
     return _scaled((widen(x) - mean) * inverse, weight, bias), *_constant(mean, inverse)
 
 
@@ -122,7 +122,7 @@ def _group_norm(
     """Over the channels of a group, and their planes."""
     grouped = x.reshape(batch, groups, channels // groups * plane)
     squares, mean = variance(grouped, (2,), 0, keepdim=True)
-    inverse = lax.rsqrt(squares + eps)
+    inverse = jax.lax.rsqrt(squares + eps)
     made = ((widen(grouped) - mean) * inverse).reshape(x.shape)
     return (
         _scaled(made, _by_channel(x, weight), _by_channel(x, bias)),

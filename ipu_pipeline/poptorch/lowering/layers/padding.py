@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
-from jax import lax
 
 from ipu_pipeline.poptorch.lowering.arrays import Array
 from ipu_pipeline.poptorch.lowering.registry import lowers
@@ -25,7 +25,9 @@ def _by_dimension(x: Array, pad: Sequence[int]) -> list[tuple[int, int]]:
 @lowers("constant_pad_nd")
 def _constant_pad(x: Array, pad: Sequence[int], value: Any = 0) -> Array:
     """A negative number takes elements away."""
-    return lax.pad(x, jnp.asarray(value, x.dtype), [(low, high, 0) for low, high in _by_dimension(x, pad)])
+    return jax.lax.pad(
+        x, jnp.asarray(value, x.dtype), [(low, high, 0) for low, high in _by_dimension(x, pad)]
+    )
 
 
 def _pad_by_mode(x: Array, pad: Sequence[int], mode: str) -> Array:
@@ -33,7 +35,9 @@ def _pad_by_mode(x: Array, pad: Sequence[int], mode: str) -> Array:
     made = jnp.pad(x, [(max(low, 0), max(high, 0)) for low, high in pairs], _MODES[mode])
     cut = [(min(low, 0), min(high, 0), 0) for low, high in pairs]
     return (
-        lax.pad(made, jnp.zeros((), x.dtype), cut) if any(low or high for low, high, inner in cut) else made
+        jax.lax.pad(made, jnp.zeros((), x.dtype), cut)
+        if any(low or high for low, high, inner in cut)
+        else made
     )
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from ipu_pipeline.poptorch.lowering.arrays import Array
 from ipu_pipeline.poptorch.lowering.random_numbers import drop
@@ -87,7 +86,7 @@ def _run_direction(
             new = tuple(jnp.where(is_active[:, None], after, before) for after, before in pairs)
         return new, new[0]
 
-    last, hidden = lax.scan(step, carry, (gates, active), reverse=reverse)
+    last, hidden = jax.lax.scan(step, carry, (gates, active), reverse=reverse)
     return hidden, last
 
 

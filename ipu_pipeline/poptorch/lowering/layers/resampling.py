@@ -11,9 +11,9 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from ipu_pipeline.poptorch.lowering.arrays import Array, widen
 from ipu_pipeline.poptorch.lowering.registry import lowers
@@ -53,7 +53,7 @@ def _take_nearest(x: Array, axis: int, sources: Matrix) -> Array:
         return jnp.repeat(x, target // length, axis)
     step = int(sources[1] - sources[0]) if target > 1 else 1
     if step > 0 and (sources == sources[0] + step * np.arange(target)).all():
-        return lax.slice_in_dim(x, int(sources[0]), int(sources[-1]) + 1, step, axis)
+        return jax.lax.slice_in_dim(x, int(sources[0]), int(sources[-1]) + 1, step, axis)
     return jnp.take(x, jnp.asarray(sources), axis, mode="clip")
 
 
