@@ -296,11 +296,11 @@ def test_random_numbers_have_the_distributions_of_torch():
 class Dropped(nn.Module):
     def __init__(self):
         super().__init__()
-        self.lstm = nn.LSTM(3, 4, 2, dropout=0.5)
+        self.rnn = nn.RNN(3, 4, 2, dropout=0.5)
 
     def forward(self, x):
         attended = F.scaled_dot_product_attention(x, x, torch.ones_like(x), dropout_p=0.5)
-        return F.dropout(x, 0.5), attended, self.lstm(x)[0]
+        return F.dropout(x, 0.5), attended, self.rnn(x)[0]
 
 
 def test_dropout_is_the_same_in_the_backward_and_another_one_in_every_call():

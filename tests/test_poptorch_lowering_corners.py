@@ -3,6 +3,8 @@
 Each group of functions is exported and compiled once, forward and backward, and compared with torch.
 """
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -362,13 +364,17 @@ HALF = {
     ("dtype", "tolerance"),
     [
         pytest.param(torch.float16, 3e-3, marks=pytest.mark.thorough),
-        pytest.param(torch.bfloat16, 2e-2, marks=pytest.mark.thorough),
+        pytest.param(torch.bfloat16, 3e-2, marks=pytest.mark.thorough),
     ],
 )
 def test_sixteen_bits_are_computed_in_float32_where_torch_does(dtype, tolerance):
     cases = {}
+    torch.manual_seed(0)
     for name, (function, *args) in HALF.items():
-        function = function.to(dtype) if isinstance(function, nn.Module) else function
+        if isinstance(function, nn.Module):
+            function = copy.deepcopy(function)
+            function.reset_parameters()
+            function.to(dtype)
         args = [
             numbers(*HALVES.tolist()) + 0.1 if x is None else x.to(dtype) if x.is_floating_point() else x
             for x in args

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from ipu_pipeline import config
@@ -10,7 +11,9 @@ from ipu_pipeline.poptorch.options import Options
 
 __all__ = ["select_devices"]
 
-_USUAL_NUMBER = 16  # of virtual CPU devices: a model that is compiled later may need more than the first
+# Virtual CPU devices: a model that is compiled later may need more than the first. XLA has as many threads
+# as devices at least, and with many more threads than cores its matrix products take twice as long.
+_USUAL_NUMBER = min(16, 2 * (os.cpu_count() or 1))
 
 
 def select_devices(num_ipus: int, options: Options) -> list[Any]:

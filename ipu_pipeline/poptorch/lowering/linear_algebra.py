@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from ipu_pipeline.poptorch.lowering.arrays import Array, is_float, widen
@@ -14,8 +15,16 @@ __all__: list[str] = []
 
 
 @lowers("mm", "bmm", "mv", "dot")
+@lowers("matmul", keep=True)  # torch's decomposition copies a matrix that a batch shares
 def _product(a: Array, b: Array) -> Array:
     return jnp.matmul(a, b)
+
+
+@lowers("linear", keep=True)  # likewise
+def _linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
+    # Not `x @ weight.T`, where what is kept for the backward is the transposed weights, a copy.
+    made = jax.lax.dot_general(x, weight, (((x.ndim - 1,), (weight.ndim - 1,)), ((), ())))
+    return made if bias is None else made + bias
 
 
 def _added(product: Callable[[Array, Array], Array]) -> Callable[..., Array]:
@@ -59,3 +68,8 @@ def _trilinear(
         terms += [array, [dim for dim in range(ndim) if dim not in put_in]]
     summed = {dim % ndim for dim in sumdim}
     return jnp.einsum(*terms, [dim for dim in range(ndim) if dim not in summed])
+
+
+@lowers("linalg_matrix_exp", keep=True)
+def _matrix_exp(x: Array) -> Array:
+    return jax.scipy.linalg.expm(x)

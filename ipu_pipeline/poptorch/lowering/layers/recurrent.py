@@ -65,28 +65,18 @@ def _prepare(
 
 
 def _run_direction(
-    cell: Cell,
-    x: Array,
-    carry: Carry,
-    params: Sequence[Array],
-    has_biases: bool,
-    reverse: bool,
-    active: Array | None,
+    cell: Cell, x: Array, carry: Carry, params: Sequence[Array], has_biases: bool, reverse: bool
 ) -> tuple[Array, Carry]:
-    """The hidden states of all times, and the last carry; rows that are not active keep their carry."""
+    """The hidden states of all times, and the last carry."""
     weights, input_weights, bias = _prepare(params, has_biases, cell is _gru_cell)
     gates = x @ input_weights.T
     gates = gates if bias is None else gates + bias
 
-    def step(carry: Carry, at_time: tuple[Array, Array | None]) -> tuple[Carry, Array]:
-        gates, is_active = at_time
-        new = cell(gates, carry, weights)
-        if is_active is not None:
-            pairs = zip(new, carry, strict=True)
-            new = tuple(jnp.where(is_active[:, None], after, before) for after, before in pairs)
-        return new, new[0]
+    def step(carry: Carry, gates: Array) -> tuple[Carry, Array]:
+        carry = cell(gates, carry, weights)
+        return carry, carry[0]
 
-    last, hidden = jax.lax.scan(step, carry, (gates, active), reverse=reverse)
+    last, hidden = jax.lax.scan(step, carry, gates, reverse=reverse)
     return hidden, last
 
 
@@ -100,7 +90,6 @@ def _run(
     dropout: float,
     train: bool,
     bidirectional: bool,
-    active: Array | None = None,
 ) -> tuple[Array, Carry]:
     """All layers: `initial` and the last carry have one row for each layer and direction."""
     num_directions = 2 if bidirectional else 1
@@ -117,7 +106,6 @@ def _run(
                 params[number * per_run : (number + 1) * per_run],
                 has_biases,
                 direction == 1,
-                active,
             )
             outputs.append(hidden)
             lasts.append(last)
@@ -128,10 +116,8 @@ def _run(
 
 
 def _lower(name: str, cell: Cell) -> None:
-    """The operation on padded batches, and that on packed ones."""
-
-    @lowers(f"{name}.input", keep=True)
-    def run_padded(
+    @lowers(name, keep=True)
+    def run(
         x: Array,
         hx: Any,
         params: Sequence[Array],
@@ -147,34 +133,8 @@ def _lower(name: str, cell: Cell) -> None:
         made, last = _run(cell, x, initial, params, has_biases, num_layers, dropout, train, bidirectional)
         return (made.swapaxes(0, 1) if batch_first else made), *last
 
-    @lowers(f"{name}.data", keep=True)
-    def run_packed(
-        data: Array,
-        batch_sizes: Array,
-        hx: Any,
-        params: Sequence[Array],
-        has_biases: bool,
-        num_layers: int,
-        dropout: float,
-        train: bool,
-        bidirectional: bool,
-    ) -> tuple[Array, ...]:
-        """Rows of data are those of time 0, then those of time 1; longer sequences come first."""
-        initial = tuple(hx) if isinstance(hx, (list, tuple)) else (hx,)
-        rows = jnp.arange(initial[0].shape[1])
-        ends = jnp.cumsum(batch_sizes)
-        starts = ends - batch_sizes
-        active = rows < batch_sizes[:, None]
-        padded = jnp.take(data, starts[:, None] + rows, 0, mode="clip")
-        made, last = _run(
-            cell, padded, initial, params, has_biases, num_layers, dropout, train, bidirectional, active
-        )
-        places = jnp.arange(data.shape[0])
-        times = jnp.searchsorted(ends, places, side="right")
-        return made[times, places - starts[times]], *last
 
-
-_lower("lstm", _lstm_cell)
-_lower("gru", _gru_cell)
-_lower("rnn_tanh", _rnn_cell(jnp.tanh))
-_lower("rnn_relu", _rnn_cell(jax.nn.relu))
+_lower("lstm.input", _lstm_cell)
+_lower("gru.input", _gru_cell)
+_lower("rnn_tanh.input", _rnn_cell(jnp.tanh))
+_lower("rnn_relu.input", _rnn_cell(jax.nn.relu))
