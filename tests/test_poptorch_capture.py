@@ -237,6 +237,7 @@ REFUSED = {
     "mask": (lambda self, x: x[x > 0].sum(), "asks for a value of a tensor"),
     "numpy": (lambda self, x: torch.from_numpy(x.numpy()), "asks for a value of a tensor"),
     "nonzero": (lambda self, x: x.nonzero(), "asks for a value of a tensor"),
+    "data": (lambda self, x: self.linear(x).data * 2, r"out of torch's sight, .* Write `.detach\(\)`"),
     "complex": (lambda self, x: torch.fft.fft(x).abs(), "makes or takes a tensor of torch.complex64"),
     "lowering": (
         lambda self, x: torch.linalg.eigh(x.T @ x)[0],
@@ -256,6 +257,22 @@ def test_refusals(name, capfd):
     assert capfd.readouterr().err == ""
     for key, value in model.state_dict().items():
         assert torch.equal(before[key], value), f"{key} is as before"
+
+
+def test_a_buffer_within_another_that_is_written():
+    model = model_of(lambda self, x: self.part.add_(1) + self.buffer.sum(), buffer=torch.zeros(4))
+    model.register_buffer("part", model.buffer[:2])
+    with pytest.raises(poptorch.Error, match="buffer and part share memory, .* Register a copy"):
+        poptorch.inferenceModel(model, make_options())(x)
+
+
+def test_gradients_in_forward():
+    def penalize(self, x):
+        y = self.linear(x)
+        (gradient,) = torch.autograd.grad(y.pow(2).sum(), self.linear.weight, create_graph=True)
+        return loss(y.mean() + gradient.norm())
+
+    train_as_torch(penalize)
 
 
 def test_hooks_on_gradients():

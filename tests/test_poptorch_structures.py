@@ -19,6 +19,29 @@ class Batch:
     name: str = "train"
 
 
+@dataclasses.dataclass
+class Output:
+    logits: torch.Tensor
+    loss: torch.Tensor = dataclasses.field(init=False, repr=False)  # set when there are labels
+
+
+class Boxes(tuple):
+    """A tuple whose constructor takes its elements one by one."""
+
+    __slots__ = ()
+
+    def __new__(cls, left, right):
+        return super().__new__(cls, (left, right))
+
+
+class Rows(list):
+    """A list with a name."""
+
+    def __init__(self, values, name):
+        super().__init__(values)
+        self.name = name
+
+
 class Result(collections.OrderedDict):
     """A dictionary whose entries are attributes too."""
 
@@ -31,6 +54,12 @@ def t(value):
     return torch.tensor(float(value))
 
 
+def without_loss():
+    output = Output(t(1))
+    assert not hasattr(output, "loss")
+    return output
+
+
 STRUCTURES = {
     "tensor": lambda: t(1),
     "tuple": lambda: (t(1), t(2)),
@@ -41,6 +70,11 @@ STRUCTURES = {
     "default": lambda: collections.defaultdict(list, {"a": t(1)}),
     "subclass": lambda: Result({"loss": t(1), "logits": t(2)}),
     "dataclass": lambda: Batch(t(1), t(2), "test"),
+    "a field that is not set": lambda: without_loss(),
+    "a tuple with a constructor": lambda: Boxes(t(1), t(2)),
+    "a list with a constructor": lambda: Rows([t(1)], "name"),
+    "torch's return types": lambda: torch.max(torch.tensor([1.0, 2.0]), 0),
+    "size": lambda: torch.Size([2, 3]),
     "constants": lambda: (t(1), None, 5, "text", 2.5, True),
 }
 
@@ -104,6 +138,9 @@ def test_classes_with_a_parser():
         tensors, structure = flatten({"box": Box(t(1), "a")})
         made = structure.unflatten([t(7)])["box"]
         assert (float(made.tensor), made.name, len(tensors)) == (7, "a", 1)
+        assert compare(structure, flatten({"box": Box(t(3), "a")})[1], "x") is None
+        difference = compare(structure, flatten({"box": Box(t(3), "b")})[1], "x")
+        assert difference == "Value mismatch for x['box'].name: expected 'a' but got 'b'"
     finally:
         poptorch.registerCustomArgParser(Box, None)
     assert flatten(Box(t(1), "a"))[0] == []

@@ -60,7 +60,8 @@ class Structure:
       children: the parts, by what leads to them: "[0]", ".name"; empty for a tensor and a constant.
       rebuild: makes the value of its rebuilt parts; None for a tensor, which is the part itself.
       num_tensors: how many tensors are in it.
-      constant: the value, if it is no tensor and has none.
+      constant: the value, if it is no tensor and has none; the attributes that are numbers and text, if it
+        has a parser of `registerCustomArgParser`.
     """
 
     type: type
@@ -124,11 +125,9 @@ def _flatten(value: Any, tensors: list[torch.Tensor]) -> Structure:
         def reconstruct(parts: list[Any]) -> Any:
             return made.reconstruct(value, iter(parts))
 
-        return Structure(kind, names, reconstruct, len(found))
+        return Structure(kind, names, reconstruct, len(found), _plain_attributes(value))
     if isinstance(value, (tuple, list)):
-        make: Callable[[list[Any]], Any] = kind
-        if hasattr(kind, "_make"):  # of named tuples
-            make = kind._make
+        make = _list_maker(value) if isinstance(value, list) else _tuple_maker(value)
         names_of = getattr(kind, "_fields", None)
         labels = [f".{n}" for n in names_of] if names_of else [f"[{n}]" for n in range(len(value))]
         return _with_parts(kind, labels, list(value), tensors, make)
@@ -138,7 +137,7 @@ def _flatten(value: Any, tensors: list[torch.Tensor]) -> Structure:
             kind, [f"[{key!r}]" for key in keys], list(value.values()), tensors, _dict_maker(value, keys)
         )
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = [field.name for field in dataclasses.fields(value)]
+        fields = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
         parts = [getattr(value, name) for name in fields]
         return _with_parts(kind, [f".{n}" for n in fields], parts, tensors, _field_setter(value, fields))
 
@@ -151,6 +150,11 @@ def _flatten(value: Any, tensors: list[torch.Tensor]) -> Structure:
     return Structure(kind, (), same, 0, kept)
 
 
+def _plain_attributes(value: Any) -> dict[str, Any]:
+    plain = (bool, int, float, complex, str, bytes, types.NoneType)
+    return {name: part for name, part in getattr(value, "__dict__", {}).items() if isinstance(part, plain)}
+
+
 def _with_parts(
     kind: type,
     labels: Sequence[str],
@@ -160,6 +164,35 @@ def _with_parts(
 ) -> Structure:
     children = tuple((label, _flatten(part, tensors)) for label, part in zip(labels, parts, strict=True))
     return Structure(kind, children, rebuild, sum(child.num_tensors for _label, child in children))
+
+
+def _list_maker(value: list[Any]) -> Callable[[list[Any]], Any]:
+    if type(value) is list:
+        return list
+
+    def make(parts: list[Any]) -> Any:
+        made = copy.copy(value)
+        made[:] = parts
+        return made
+
+    return make
+
+
+def _tuple_maker(value: tuple[Any, ...]) -> Callable[[list[Any]], Any]:
+    kind = type(value)
+    if hasattr(kind, "_make"):  # of named tuples
+        make: Callable[[list[Any]], Any] = kind._make
+        return make
+    if not isinstance(kind.__new__, types.FunctionType):  # a tuple, torch.Size, torch.return_types.max
+        return kind
+
+    def make_without_its_constructor(parts: list[Any]) -> Any:
+        made = tuple.__new__(kind, parts)
+        if attributes := getattr(value, "__dict__", None):
+            vars(made).update(attributes)
+        return made
+
+    return make_without_its_constructor
 
 
 def _dict_maker(value: dict[Any, Any], keys: Sequence[Any]) -> Callable[[list[Any]], Any]:
@@ -210,6 +243,11 @@ def compare(expected: Structure, given: Structure, name: str) -> str | None:
         if _are_equal(expected.constant, given.constant):
             return None
         return f"Value mismatch for {name}: expected {expected.constant!r} but got {given.constant!r}"
+    if isinstance(expected.constant, dict):
+        for attribute, value in expected.constant.items():
+            other_value = given.constant.get(attribute)
+            if not _are_equal(value, other_value):
+                return f"Value mismatch for {name}.{attribute}: expected {value!r} but got {other_value!r}"
     labels, given_labels = ([label for label, _child in made.children] for made in (expected, given))
     if issubclass(expected.type, dict) and labels != given_labels:
         return f"Keys mismatch for {name}: expected {labels} but got {given_labels}"

@@ -26,8 +26,7 @@ __all__ = [
 
 _MEND = (
     " The model was compiled for other inputs: wrap it again in a new trainingModel or inferenceModel, or "
-    "call "
-    "destroy() on this one first."
+    "call destroy() on this one first."
 )
 
 

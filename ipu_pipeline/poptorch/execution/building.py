@@ -160,10 +160,8 @@ def _tell_of_idle_stages(stages: ModelStages, batching: Batching, options: Optio
         return
     warn_once(
         f"There are {len(stages.sections)} pipeline stages, and only {number} micro-batches for them at a "
-        "time, "
-        "so that some are always idle. Raise poptorch.Options().Training.gradientAccumulation, or for "
-        "inference "
-        "poptorch.Options().deviceIterations."
+        "time, so that some are always idle. Raise poptorch.Options().Training.gradientAccumulation, or "
+        "for inference poptorch.Options().deviceIterations."
     )
 
 
@@ -174,8 +172,7 @@ def _tell_of_narrowing(tensors: Sequence[torch.Tensor]) -> None:
     if is_wide and jax_dtype(torch.float64) != np.float64:
         warn_once(
             "Tensors of float64 are computed in float32, and come back as float64. Set the environment "
-            "variable "
-            "JAX_ENABLE_X64=1 to compute in 64 bits."
+            "variable JAX_ENABLE_X64=1 to compute in 64 bits."
         )
 
 

@@ -160,10 +160,8 @@ class CompiledModel:
             if id(tensor) not in known:
                 raise Error(
                     f"{name.partition('/')[2]} of the model is another tensor than when the model was "
-                    "compiled. "
-                    "Change the tensor in place (copy_, load_state_dict without assign), or call destroy() "
-                    "on the "
-                    "model and wrap it again."
+                    "compiled. Change the tensor in place (copy_, load_state_dict without assign), or call "
+                    "destroy() on the model and wrap it again."
                 )
 
     def read_buffers_from_host(self, model: torch.nn.Module, names: Sequence[str]) -> None:
@@ -181,8 +179,7 @@ class CompiledModel:
         if unknown := [name for name in names if name not in buffers]:
             raise Error(
                 f"Options.updatableNamedBuffers names {unknown}, which the model does not have. Its "
-                "buffers are "
-                f"{sorted(buffers)}."
+                f"buffers are {sorted(buffers)}."
             )
         wanted = {id(buffers[name]) for name in names}
         tensors = {name: t for name, t in self.stages.tensors.items() if id(t) in wanted}

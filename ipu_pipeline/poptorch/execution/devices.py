@@ -33,10 +33,8 @@ def select_devices(num_ipus: int, options: Options) -> list[Any]:
         raise Error(
             f"The model specifies the use of {num_ipus} IPUs, however PopTorch must reserve a minimum of "
             f"{wanted} in order to allow the model to run, because PopTorch must reserve a power of 2 or "
-            "maximum "
-            "of 64 IPUs per process. Please reconfigure your model to use a different number of IPUs or "
-            "set "
-            "poptorch.Options().autoRoundNumIPUs(True)."
+            "maximum of 64 IPUs per process. Please reconfigure your model to use a different number of "
+            "IPUs or set poptorch.Options().autoRoundNumIPUs(True)."
         )
     first = options.ipu_id if options.is_set("ipu_id") else 0
     use_model = options.is_set("use_model") and options.use_model

@@ -89,8 +89,7 @@ class PoplarExecutor(Measured):
         with self._host.lock:
             assert self.options.connection_type is not ConnectionType.Never, (
                 "Trying to run a model on an offline device (ConnectionType.Never). Compile it there, and "
-                "run "
-                "it with another connectionType."
+                "run it with another connectionType."
             )
             arguments = self._signature.bind(args, kwargs)
             compiled = self._compile(arguments)
@@ -382,8 +381,7 @@ class PoplarExecutor(Measured):
         """Changes the user's model, not what was compiled, which keeps the modes of when it was wrapped."""
         warn_once(
             "train() and eval() of a wrapped model change the user's model. On the devices its modules "
-            "keep the "
-            "modes that they had when it was wrapped: wrap it again for others."
+            "keep the modes that they had when it was wrapped: wrap it again for others."
         )
         return self._wrapped.model.train(mode)
 

@@ -71,9 +71,8 @@ class _NoBackward:
     def __call__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002  # as torch's takes
         raise Error(
             "backward() cannot be called explicitly on outputs of a PopTorch model. If you're using a "
-            "trainingModel, "
-            "the backwards pass is performed automatically when invoking the model. If you're using an "
-            "inferenceModel, you should use a trainingModel instead."
+            "trainingModel, the backwards pass is performed automatically when invoking the model. If "
+            "you're using an inferenceModel, you should use a trainingModel instead."
         )
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -97,8 +97,7 @@ def _watched_class(plain: type) -> type | None:
     if not any(plain.__torch_function__ == known for known in own):  # type: ignore[attr-defined]
         warn_once(
             f"Tensors of class {plain.__name__} have a __torch_function__ of their own. Newer weights do "
-            "not come "
-            "to them by themselves: call copyWeightsToHost() of the wrapped model."
+            "not come to them by themselves: call copyWeightsToHost() of the wrapped model."
         )
         return None
     return type(f"Watched{plain.__name__}", (_Watched, plain), {"plain": plain})
@@ -307,9 +306,8 @@ def register(executor: Any, model: torch.nn.Module, trains: bool) -> None:
         if trainer is not None and trainer is not executor:
             raise RuntimeError(
                 "Model has already been wrapped in 'poptorch.trainingModel'. Call model.destroy() on the "
-                "model "
-                "to unwrap before wrapping again. (So has a model of which it is a part, or that shares "
-                "parameters with it.)"
+                "model to unwrap before wrapping again. (So has a model of which it is a part, or that "
+                "shares parameters with it.)"
             )
         host.register(executor, model, trains)
 

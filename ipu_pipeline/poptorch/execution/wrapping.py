@@ -77,15 +77,13 @@ def inferenceModel(
         )
         mend = (
             " Use poptorch.Options().deviceIterations to process a sufficient number of batches each run "
-            "for "
-            "pipelined execution instead."
+            "for pipelined execution instead."
             if is_pipelined
             else ""
         )
         raise Error(
             "You must set poptorch.Options().Training.gradientAccumulation to 1 or leave it as its default "
-            "value "
-            f"(1) when running a poptorch.inferenceModel().{mend}"
+            f"value (1) when running a poptorch.inferenceModel().{mend}"
         )
     executor = PoplarExecutor(Wrapped(module, modes_of(module), checked, trains=False), None)
     register(executor, module, trains=False)
@@ -100,8 +98,7 @@ def _module_of(model: torch.nn.Module | PoplarExecutor) -> torch.nn.Module:
     if isinstance(model, torch.jit.ScriptModule):
         raise TypeError(
             "model must be a torch.nn.Module as it was written; got a scripted or traced one. Give the "
-            "module that "
-            "it was made from."
+            "module that it was made from."
         )
     return model
 
@@ -129,8 +126,7 @@ def _check_options(options: Options | None) -> Options:
     if options.output_mode is OutputMode.EveryN and options.output_return_period > number:
         raise Error(
             f"OutputMode.EveryN returns the outputs of every {options.output_return_period} micro-batches, "
-            "but a "
-            f"call has {number}. Lower output_return_period, or raise deviceIterations or "
+            f"but a call has {number}. Lower output_return_period, or raise deviceIterations or "
             "gradientAccumulation."
         )
     options.freeze()

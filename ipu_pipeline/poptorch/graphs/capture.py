@@ -114,7 +114,7 @@ def capture(
         stack.enter_context(_inference_mode_without_gradients())
         stack.enter_context(exportable())
         stack.enter_context(_quiet())
-        with refusals.explained():
+        with refusals.explained(model):
             program = torch.export.export(flat, tuple(tensors), strict=False)
         _exclude_files(program.graph_module, excluded_files)
         refusals.check_values(program)
@@ -126,7 +126,7 @@ def capture(
         table = torch.export.default_decompositions()
         for operation in kept_operations():
             table.pop(operation, None)
-        with refusals.explained():
+        with refusals.explained(model):
             program = program.run_decompositions(table)
         refusals.check_functional(program)
     _name_modules(program)

@@ -61,10 +61,8 @@ def mark_loss(graph: torch.fx.Graph) -> None:
         if hidden:
             raise Error(
                 f"The loss is computed in {describe_place(hidden[0])}, within torch.autocast, a checkpoint "
-                "or another "
-                "region of its own, where it cannot be told from the rest. Compute it after the region; or "
-                "pass "
-                "what the region gives through poptorch.identity_loss behind it."
+                "or another region of its own, where it cannot be told from the rest. Compute it after the "
+                "region; or pass what the region gives through poptorch.identity_loss behind it."
             )
         raise Error(f"Couldn't find a loss in graph! {_HOW_TO}")
     inner: set[torch.fx.Node] = set()
@@ -82,14 +80,12 @@ def mark_loss(graph: torch.fx.Graph) -> None:
     if value.dim() != 0 or not value.dtype.is_floating_point:
         raise Error(
             f"The loss must be a floating-point scalar; that of {describe_place(loss)} is {value.dtype} of "
-            "shape "
-            f"{tuple(value.shape)}. {_HOW_TO}"
+            f"shape {tuple(value.shape)}. {_HOW_TO}"
         )
     if followers := [user for user in loss.users if user.op == "call_function"]:
         warn_once(
             f"The loss is what {describe_place(loss)} computes. What {describe_place(followers[0])} makes "
-            "of it is "
-            f"returned, but not minimized. {_HOW_TO}"
+            f"of it is returned, but not minimized. {_HOW_TO}"
         )
     with graph.inserting_after(loss):
         marked = graph.call_function(markers.mark_final_loss(), (loss,))

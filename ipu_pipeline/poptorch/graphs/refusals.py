@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import unittest.mock
 from collections.abc import Iterator, Mapping
@@ -39,11 +40,11 @@ _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 @contextlib.contextmanager
-def explained() -> Iterator[None]:
-    """Turns errors about values that are not known into ours; others pass as they are.
+def explained(model: torch.nn.Module) -> Iterator[None]:
+    """Turns errors of torch's export about what a model's forward does into ours; others pass as they are.
 
     Raises:
-      Error: the model's forward asked for the value of a tensor.
+      Error: the model's forward asked for the value of a tensor; or torch lost sight of one.
     """
     # These modules take seconds to load; export needs them too.
     from torch._dynamo.exc import TorchDynamoException
@@ -59,23 +60,43 @@ def explained() -> Iterator[None]:
     except TorchDynamoException as error:
         raise Error(
             "Torch's control flow could not be captured: its branches and bodies may only compute, and no "
-            "block "
-            f"begins in them. torch says: {str(error).strip()}"
+            f"block begins in them. torch says: {str(error).strip()}"
         ) from error
     except RuntimeError as error:
         if " is mutated in the forward method" in str(error):
             name = _without_prefix(str(error).split()[1])
             name = "a list or a closure" if name.startswith("lifted_tensor") else name
             raise Error(
-                f"A tensor of {name}, neither a buffer nor an input, is changed by the model's "
-                "forward. "
+                f"A tensor of {name}, neither a buffer nor an input, is changed by the model's forward. "
                 "Register it as a buffer (register_buffer)."
+            ) from error
+        if "a fake tensor in the exported program constant's list" in str(error):
+            raise Error(
+                "The model's forward takes a tensor out of torch's sight, as `.data` and "
+                "`requires_grad_()` do. Write `.detach()` for `.data`. torch.autograd.grad is captured "
+                "where it differentiates with respect to parameters, and to what is computed from them."
             ) from error
         if ".numpy() is not supported" in str(error):
             raise Error(
                 f"{_innermost_user_line(error)} asks for a value of a tensor. {_WITHOUT_VALUES}"
             ) from error
         raise
+    except AssertionError as error:
+        names = _sharing_memory(model)
+        if "expected compiled_fn to be GraphModule" in str(error) and names:
+            raise Error(
+                f"{' and '.join(names)} share memory, as a tensor and a slice of it, and the model's "
+                "forward writes to one of them. Register a copy (clone()), or one of them alone."
+            ) from error
+        raise
+
+
+def _sharing_memory(model: torch.nn.Module) -> list[str]:
+    """The names of different buffers and parameters in the same memory."""
+    by_memory: dict[int, list[str]] = {}
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        by_memory.setdefault(tensor.untyped_storage().data_ptr(), []).append(name)
+    return [name for names in by_memory.values() if len(names) > 1 for name in names]
 
 
 def check_values(program: torch.export.ExportedProgram) -> None:
@@ -104,14 +125,12 @@ def check_functional(program: torch.export.ExportedProgram) -> None:
         if output.kind is OutputKind.PARAMETER_MUTATION:
             raise Error(
                 f"Parameter {_without_prefix(output.target)} is changed by the model's forward. Only the "
-                "optimizer "
-                "changes parameters; what forward changes must be a buffer (register_buffer)."
+                "optimizer changes parameters; what forward changes must be a buffer (register_buffer)."
             )
         if output.kind is OutputKind.USER_INPUT_MUTATION:
             warn_once(
                 "The model changes an input in place. What it computes with it is right, but the tensor "
-                "that "
-                "was given stays as it is."
+                "that was given stays as it is."
             )
     for module in program.graph_module.modules():
         assert isinstance(module, torch.fx.GraphModule)
@@ -121,8 +140,7 @@ def check_functional(program: torch.export.ExportedProgram) -> None:
             if markers.is_block(node):
                 raise Error(
                     f"A block begins in {describe_place(node)}, within a branch or a loop of torch's "
-                    "control flow, "
-                    "which runs on one IPU as a whole. Begin it before."
+                    "control flow, which runs on one IPU as a whole. Begin it before."
                 )
 
 
@@ -146,8 +164,7 @@ def check_hooks(model: torch.nn.Module) -> None:
     if found := [*modules, *parameters]:
         raise Error(
             f"{', '.join(found)} has a hook on gradients, which would never be called: gradients are "
-            "computed "
-            "on the devices, by JAX. Remove it before the model is compiled."
+            "computed on the devices, by JAX. Remove it before the model is compiled."
         )
 
 
@@ -169,8 +186,7 @@ def refusing_gradient_hooks() -> Iterator[None]:
             return register(tensor, hook)
         raise Error(
             "The model's forward calls register_hook of a tensor. The hook would never be called: "
-            "gradients are "
-            "computed on the devices, by JAX."
+            "gradients are computed on the devices, by JAX."
         )
 
     with unittest.mock.patch.object(torch.Tensor, "register_hook", refuse):
@@ -207,9 +223,8 @@ def refusing_no_grad_in_autocast() -> Iterator[None]:
         if markers.current_capture() is not None and not mode and _count(depth):
             raise Error(
                 "The model's forward switches gradients off within a region of torch.autocast, as with "
-                "torch.no_grad "
-                "in it. That would be lost when it is captured. Put the autocast into the region without "
-                "gradients, or use tensor.detach()."
+                "torch.no_grad in it. That would be lost when it is captured. Put the autocast into the "
+                "region without gradients, or use tensor.detach()."
             )
         switch(self, mode)
 
@@ -248,10 +263,8 @@ def check_buffers(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.
         if after[name] is not buffer:
             raise Error(
                 f"Buffer {name} is reassigned within the model when calling the forward method. This is "
-                "not "
-                f"supported. Consider using self.{name}.copy_(src) to copy data from a source tensor, "
-                "where src is "
-                "the name of the source tensor."
+                f"not supported. Consider using self.{name}.copy_(src) to copy data from a source tensor, "
+                "where src is the name of the source tensor."
             )
 
 
@@ -269,10 +282,8 @@ def refusing_own_backwards() -> Iterator[None]:
             return apply(function, *args, **kwargs)
         raise Error(
             f"{function.__name__} is a torch.autograd.Function. Its forward would be captured, but its own "
-            "backward "
-            "lost. Write what it does with torch's operations; or define an operation with torch.library, "
-            "and "
-            "register a lowering that has jax.custom_vjp (poptorch.register_lowering)."
+            "backward lost. Write what it does with torch's operations; or define an operation with "
+            "torch.library, and register a lowering that has jax.custom_vjp (poptorch.register_lowering)."
         )
 
     with unittest.mock.patch.object(torch.autograd.Function, "apply", classmethod(refuse)):

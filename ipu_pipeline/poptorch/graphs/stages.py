@@ -265,8 +265,7 @@ def _check_assignments(sections: Sequence[Section], parts: _Parts) -> None:
                     raise Error(
                         f"Buffer {name} is read in {sections[reader].name} and written in "
                         f"{sections[writer].name}, which are on different stages. Write it in the block "
-                        "that "
-                        "reads it first."
+                        "that reads it first."
                     )
 
 

@@ -59,7 +59,6 @@ def find_values(names: Mapping[str, torch.fx.Node], wanted: Sequence[str]) -> li
             near = difflib.get_close_matches(name, names, n=3)
             raise Error(
                 f"Options.anchorTensor names {name!r}, which is no value of the model. Near are {near}; "
-                "getTensorNames() "
-                "of the compiled model has all."
+                "getTensorNames() of the compiled model has all."
             )
     return [names[name] for name in wanted]
