@@ -224,8 +224,6 @@ class Executor(Runner[PendingStep]):
                 before.variables, leaves, accumulators, accumulated.last_outputs, request.every
             )
             variables = {**variables, **updated}
-            if self.waits_for_python:
-                jax.block_until_ready((variables, leaves, accumulators))
         after = self.advance(state, variables, leaves, accumulators, pending.count, request.every)
         return Progress(after, accumulated.carried, accumulated.collected, pending.count)
 

@@ -41,9 +41,10 @@ class WeightUpdate:
           residence: where the state lives.
           donate: whether an update may reuse the memory of the variables and optimizer state before it.
           options: XLA's.
-          may_raise: whether Python may raise meanwhile: then it reuses no memory at all.
+          may_raise: whether Python may raise meanwhile: then it reuses no memory at all, and `run` waits.
         """
         self.residence = residence
+        self.may_raise = may_raise
         self.read: tuple[set[Any], set[Any]] = (set(), set())
         self.jitted: tuple[Any, ...] = ()
         if residence.updates is not None:
@@ -82,7 +83,10 @@ class WeightUpdate:
         zeros = {key: self._clear(key, accumulators[key]) for key in plan.extra}
         environment = UpdateEnvironment(variables, merged, state_leaves, outputs, count)
         residence.run_update(residence.updates.updates, self.functions, environment)
-        return environment.variables, environment.state_leaves, {**environment.accumulators, **zeros}
+        made = environment.variables, environment.state_leaves, {**environment.accumulators, **zeros}
+        if self.may_raise:
+            jax.block_until_ready((made, environment.sent))
+        return made
 
     def _add_to_home(self, accumulator: Accumulator, total: Any, part: Any) -> Any:
         home = self.residence.rows[self.residence.traced.owners[accumulator.variable]]

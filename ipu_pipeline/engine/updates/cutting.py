@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from ipu_pipeline.engine import jaxprs
 from ipu_pipeline.engine.jaxprs import partitioning
@@ -210,16 +211,30 @@ def _make_programs(
             sent[var] = UpdateValue(UpdateKind.SENT, len(sent))
         owner = "joint" if piece.home == partitioning.JOINT else f"stage{piece.home}"
         ending = "" if piece is last[piece.home] else f"_round{piece.round}"
+        function: Callable[..., list[Any]] = piece.program
+        made = [*(results[place] for place in piece.results), *(sent[var] for var in piece.sent)]
+        if not made:  # it only prints or calls back into Python
+            function = _with_result(piece.program)
+            made.append(sent.setdefault(piece.program, UpdateValue(UpdateKind.SENT, len(sent))))
         programs.append(
             UpdateProgram(
                 f"{owner}_{name}{ending}",
                 stage_of(piece.home),
-                piece.program,
+                function,
                 tuple(labels[var] if var in labels else sent[var] for var in piece.program.inputs),
-                (*(results[place] for place in piece.results), *(sent[var] for var in piece.sent)),
+                tuple(made),
             )
         )
     return tuple(programs)
+
+
+def _with_result(program: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """A program that has no result, with one to wait for: what Python raises within it is raised there."""
+
+    def function(*arguments: Any) -> list[Any]:
+        return [*program(*arguments), jnp.zeros((), bool)]
+
+    return function
 
 
 def _describe(value: UpdateValue, state_leaves: Sequence[StateLeaf]) -> str:

@@ -19,6 +19,7 @@ class UpdateEnvironment:
       variables: those that were updated, by full name.
       accumulators: the zeroed ones, by full name.
       state_leaves: of the optimizer's state; those that no program makes are as they were.
+      sent: what programs made for others, by number.
     """
 
     def __init__(
@@ -38,14 +39,14 @@ class UpdateEnvironment:
           outputs: the leaves of the last stage's outputs, for one micro-batch.
           count: micro-batches per weight update.
         """
-        self._sent: dict[int, Any] = {}
+        self.sent: dict[int, Any] = {}
         self._count = count
         self._known: dict[str, Any] = {
             UpdateKind.PARAMETER: variables,
             UpdateKind.GRADIENT: accumulators,
             UpdateKind.STATE: state_leaves,
             UpdateKind.OUTPUT: outputs,
-            UpdateKind.SENT: self._sent,
+            UpdateKind.SENT: self.sent,
         }
         self.variables: dict[str, Any] = {}
         self.accumulators: dict[str, Any] = {}
@@ -54,7 +55,7 @@ class UpdateEnvironment:
             UpdateKind.PARAMETER: self.variables,
             UpdateKind.GRADIENT: self.accumulators,
             UpdateKind.STATE: self.state_leaves,
-            UpdateKind.SENT: self._sent,
+            UpdateKind.SENT: self.sent,
         }
 
     def __getitem__(self, value: UpdateValue) -> Any:
