@@ -373,9 +373,10 @@ def primitives(jaxpr, found):
     ("module", "shape", "has"),
     [
         (nn.Conv2d(2, 3, 3), (1, 2, 8, 8), {"conv_general_dilated": 1}),
-        (nn.MaxPool2d(2), (1, 2, 8, 8), {"reduce_window_max": 1}),
+        (nn.MaxPool2d(2), (1, 2, 8, 8), {"max": 3}),
+        (nn.MaxPool2d(3, 2), (1, 2, 8, 8), {"reduce_window_max": 1}),
         (nn.AvgPool2d(2), (1, 2, 8, 8), {"reduce_window_sum": 1}),
-        (nn.AdaptiveMaxPool2d(4), (1, 2, 8, 8), {"reduce_window_max": 1}),
+        (nn.AdaptiveMaxPool2d(4), (1, 2, 8, 8), {"max": 3}),
         (nn.Upsample(scale_factor=2), (1, 2, 8, 8), {"broadcast_in_dim": 2}),
         (nn.LSTM(3, 4, bidirectional=True), (5, 1, 3), {"scan": 2}),
         (nn.ReflectionPad2d(2), (1, 2, 8, 8), {"concatenate": 4}),
@@ -395,3 +396,19 @@ def test_a_layer_becomes_what_one_would_write_by_hand(module, shape, has):
     found = primitives(jaxpr.jaxpr, collections.Counter())
     assert {name: found[name] for name in has} == has
     assert not {"gather", "scatter", "sort", "argmax", "while"} & found.keys()
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.MaxPool2d(2),
+        nn.MaxPool2d((1, 4)),
+        nn.MaxPool2d(5),
+        nn.MaxPool2d(2, ceil_mode=True),
+        nn.MaxPool3d((1, 2, 3)),
+    ],
+    ids=str,
+)
+def test_the_gradient_of_a_maximum_goes_to_the_first_of_equal_elements(layer):
+    torch.manual_seed(0)
+    lowered.compare(layer, torch.randint(0, 3, (2, 3, 6, 9)).float())

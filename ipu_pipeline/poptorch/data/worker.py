@@ -53,7 +53,8 @@ def serve(connection: Connection, unneeded: Connection | None, packed: Packed, l
     multiprocessing.set_start_method("fork", force=True)
     if unneeded is not None:
         unneeded.close()
-    _Loader(connection, loading).run(packed)
+    with contextlib.suppress(_Stopped):  # here, not at the process's end, which kills torch's workers
+        _Loader(connection, loading).run(packed)
 
 
 def _exit(number: int, _frame: FrameType | None) -> None:
@@ -63,13 +64,17 @@ def _exit(number: int, _frame: FrameType | None) -> None:
     os._exit(128 + number)
 
 
+class _Stopped(SystemExit):
+    """Nothing is wanted any more."""
+
+
 @contextlib.contextmanager
 def _ending() -> Iterator[None]:
     """Around what is done with the connection: if it fails, the other process is gone."""
     try:
         yield
     except (EOFError, OSError):
-        raise SystemExit(0) from None
+        raise _Stopped from None
 
 
 class _Outdated(Exception):  # noqa: N818  # no error
@@ -162,7 +167,7 @@ class _Loader:
             case Free(slot):
                 self._free.append(slot)
             case Stop():
-                raise SystemExit(0)
+                raise _Stopped
 
     def _send(self, message: Any) -> None:
         data = pickle.dumps(message)

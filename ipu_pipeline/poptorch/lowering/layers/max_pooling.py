@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ipu_pipeline.poptorch.lowering.arrays import Array, is_float, per_dim
+from ipu_pipeline.poptorch.lowering.layers.tiles import are_fast_tiles, largest_of_tiles
 from ipu_pipeline.poptorch.lowering.layers.windows import Windows, make_windows
 from ipu_pipeline.poptorch.lowering.registry import lowers
 
@@ -49,6 +50,8 @@ lowers("max_pool3d_with_indices")(_max_pool(3))
 def _largest(x: Array, windows: Windows) -> Array:
     if any(step != 1 for step in windows.dilation):  # whose gradient JAX does not have for `reduce_window`
         return _take(x, _positions(x, windows), windows.num_dims)
+    if are_fast_tiles(x, windows):
+        return largest_of_tiles(x, windows)
     return jax.lax.reduce_window(
         x,
         _lowest(x.dtype),

@@ -38,6 +38,12 @@ class Windows:
         """How many dimensions are pooled."""
         return len(self.kernel)
 
+    @property
+    def are_tiles(self) -> bool:
+        """Whether they lie side by side, all within the array."""
+        inside = not any(before or after for before, after in self.pads(self.num_dims))
+        return inside and self.stride == self.kernel and set(self.dilation) == {1}
+
     def pads(self, ndim: int) -> list[tuple[int, int]]:
         """Padding before and after, for all dimensions of an array."""
         pads = []

@@ -1,0 +1,74 @@
+"""Maxima over windows that lie side by side, with a gradient that is fast on CPUs.
+
+XLA computes the gradient of `lax.reduce_window` one element after another on a CPU. For small windows,
+whole arrays are compared instead: one for each place in a window.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+
+from ipu_pipeline.poptorch.lowering.arrays import Array, is_float
+from ipu_pipeline.poptorch.lowering.layers.windows import Windows
+
+__all__ = ["are_fast_tiles", "largest_of_tiles"]
+
+_MOST_ELEMENTS = 16  # of a window: with more, `reduce_window` is as fast
+
+
+def are_fast_tiles(x: Array, windows: Windows) -> bool:
+    """Whether `largest_of_tiles` takes an array and its windows."""
+    return is_float(x) and windows.are_tiles and math.prod(windows.kernel) <= _MOST_ELEMENTS
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def largest_of_tiles(x: Array, windows: Windows) -> Array:
+    """The largest element of each window; its gradient goes to the first of equal ones.
+
+    Args:
+      x: (..., *lengths).
+      windows: of its last dimensions.
+
+    Returns:
+      (..., *counts).
+    """
+    return functools.reduce(jnp.maximum, _elements_by_place(x, windows))
+
+
+def _elements_by_place(x: Array, windows: Windows) -> list[Array]:
+    """For each place in a window (row by row) the elements there, (..., *counts)."""
+    sizes = windows.kernel
+    ends = [count * size for count, size in zip(windows.counts, sizes, strict=True)]
+    offsets = itertools.product(*map(range, sizes))
+    return [x[(..., *map(slice, offset, ends, sizes))] for offset in offsets]
+
+
+def _forward(x: Array, windows: Windows) -> tuple[Array, tuple[Array, Array]]:
+    largest = largest_of_tiles(x, windows)
+    return largest, (x, largest)
+
+
+def _backward(windows: Windows, kept: tuple[Array, Array], gradient: Array) -> tuple[Array]:
+    x, largest = kept
+    parts = []
+    is_taken = jnp.zeros(largest.shape, bool)
+    for elements in _elements_by_place(x, windows):
+        is_largest = (elements == largest) | jnp.isnan(elements)
+        parts.append(jnp.where(is_largest & ~is_taken, gradient, jnp.zeros_like(gradient)))
+        is_taken |= is_largest
+    num_dims = windows.num_dims
+    num_before = x.ndim - num_dims
+    by_window = jnp.stack(parts, -1).reshape(*largest.shape, *windows.kernel)
+    beside = [num_before + axis + half for axis in range(num_dims) for half in (0, num_dims)]
+    covered = [count * size for count, size in zip(windows.counts, windows.kernel, strict=True)]
+    joined = by_window.transpose(*range(num_before), *beside).reshape(*x.shape[:num_before], *covered)
+    rest = [(0, length - size) for length, size in zip(windows.lengths, covered, strict=True)]
+    return (jnp.pad(joined, [(0, 0)] * num_before + rest),)
+
+
+largest_of_tiles.defvjp(_forward, _backward)
