@@ -38,7 +38,7 @@ FIRST = (
     "experts",
     "recommender",
 )
-FIRST_SEEDS = (28, 35)
+FIRST_SEEDS = (28, 35, 84)
 NUM_RANDOM = int(os.environ.get("POPTORCH_CASES", "3"))
 
 

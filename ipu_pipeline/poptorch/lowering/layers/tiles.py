@@ -1,6 +1,6 @@
 """Maxima over windows that lie side by side, with a gradient that is fast on CPUs.
 
-XLA computes the gradient of `lax.reduce_window` one element after another on a CPU. For small windows,
+XLA computes the gradient of `jax.lax.reduce_window` one element after another on a CPU. For small windows,
 whole arrays are compared instead: one for each place in a window.
 """
 
@@ -48,25 +48,28 @@ def _elements_by_place(x: Array, windows: Windows) -> list[Array]:
     return [x[(..., *map(slice, offset, ends, sizes))] for offset in offsets]
 
 
-def _forward(x: Array, windows: Windows) -> tuple[Array, tuple[Array, Array]]:
-    largest = largest_of_tiles(x, windows)
-    return largest, (x, largest)
+def _forward(x: Array, windows: Windows) -> tuple[Array, tuple[Array, tuple[int, ...]]]:
+    # The place is kept, not the elements to be compared with the largest: XLA may compute the same element
+    # twice, and round it in two ways.
+    largest, *others = _elements_by_place(x, windows)
+    place = jnp.zeros(largest.shape, jnp.int8)
+    for number, elements in enumerate(others, 1):
+        is_larger = (elements > largest) | (jnp.isnan(elements) & ~jnp.isnan(largest))
+        largest = jnp.where(is_larger, elements, largest)
+        place = jnp.where(is_larger, jnp.int8(number), place)
+    return largest, (place, x.shape)
 
 
-def _backward(windows: Windows, kept: tuple[Array, Array], gradient: Array) -> tuple[Array]:
-    x, largest = kept
-    parts = []
-    is_taken = jnp.zeros(largest.shape, bool)
-    for elements in _elements_by_place(x, windows):
-        is_largest = (elements == largest) | jnp.isnan(elements)
-        parts.append(jnp.where(is_largest & ~is_taken, gradient, jnp.zeros_like(gradient)))
-        is_taken |= is_largest
-    num_dims = windows.num_dims
-    num_before = x.ndim - num_dims
-    by_window = jnp.stack(parts, -1).reshape(*largest.shape, *windows.kernel)
+def _backward(windows: Windows, kept: tuple[Array, tuple[int, ...]], gradient: Array) -> tuple[Array]:
+    place, shape = kept
+    num_dims, sizes = windows.num_dims, windows.kernel
+    num_before = len(shape) - num_dims
+    zero = jnp.zeros_like(gradient)
+    parts = [jnp.where(place == number, gradient, zero) for number in range(math.prod(sizes))]
+    by_window = jnp.stack(parts, -1).reshape(*gradient.shape, *sizes)
     beside = [num_before + axis + half for axis in range(num_dims) for half in (0, num_dims)]
-    covered = [count * size for count, size in zip(windows.counts, windows.kernel, strict=True)]
-    joined = by_window.transpose(*range(num_before), *beside).reshape(*x.shape[:num_before], *covered)
+    covered = [count * size for count, size in zip(windows.counts, sizes, strict=True)]
+    joined = by_window.transpose(*range(num_before), *beside).reshape(*shape[:num_before], *covered)
     rest = [(0, length - size) for length, size in zip(windows.lengths, covered, strict=True)]
     return (jnp.pad(joined, [(0, 0)] * num_before + rest),)
 
