@@ -19,6 +19,8 @@ except ModuleNotFoundError as error:
         "pip install 'ipu_pipeline[torch]', which takes torch 2.13."
     ) from error
 
+from ipu_pipeline.poptorch import later
+
 if TYPE_CHECKING:
     from ipu_pipeline.poptorch import enums, optim, options, profiling
     from ipu_pipeline.poptorch.annotations import (
@@ -170,14 +172,16 @@ _HOMES = {  # of what is not a module itself
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in __all__ and name not in later.NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name in _HOMES:
         value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
         globals()[name] = value
         return value
+    if name in later.NAMES:
+        return later.make(name)
     return importlib.import_module(f"{__name__}.{name}")  # which enters it here
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted([*__all__, *later.NAMES])

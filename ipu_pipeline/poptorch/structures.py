@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from ipu_pipeline.poptorch.errors import Error
@@ -83,6 +84,14 @@ class Structure:
             return [name]
         return [path for part, child in self.children for path in child.name_hidden(name + part)]
 
+    def name_constants(self, name: str) -> list[tuple[str, Any]]:
+        """The paths of what is no tensor, and these values, in a value that is called `name`."""
+        if self.is_tensor:
+            return []
+        if not self.children:
+            return [(name, self.constant)]
+        return [found for part, child in self.children for found in child.name_constants(name + part)]
+
     def unflatten(self, tensors: Iterable[Any]) -> Any:
         """The value with other tensors, or with what stands for them."""
         left = iter(tensors)
@@ -146,7 +155,7 @@ def _flatten(value: Any, tensors: list[torch.Tensor]) -> Structure:
         return value
 
     # Later values are compared with it, and it may be changed until then.
-    kept = copy.copy(value) if isinstance(value, (set, bytearray)) else value
+    kept = copy.copy(value) if isinstance(value, (set, bytearray, np.ndarray)) else value
     return Structure(kind, (), same, 0, kept)
 
 
@@ -270,6 +279,10 @@ def _has_tensors(value: Any) -> bool:
 
 def _are_equal(first: Any, second: Any) -> bool:
     try:
-        return first is second or bool(first == second)
+        is_nan = bool(first != first) and bool(second != second)  # noqa: PLR0124  # float("nan")
+        return first is second or bool(first == second) or is_nan
     except Exception:  # such as arrays, whose comparison is one of elements
-        return False
+        is_array = isinstance(first, np.ndarray) and isinstance(second, np.ndarray)
+        if not is_array or first.dtype != second.dtype:
+            return False
+        return bool(np.array_equal(first, second, equal_nan=first.dtype.kind in "fc"))

@@ -83,7 +83,8 @@ FLOORS = (
     _beside(
         "poptorch: ground",
         "poptorch.errors poptorch.enums poptorch.logs poptorch.dtypes poptorch.markers poptorch.structures "
-        "poptorch.annotations poptorch.operations poptorch.profiling",
+        "poptorch.annotations poptorch.operations poptorch.profiling "
+        "poptorch.later",
         "PopTorch's names; torch's dtypes; markers of blocks",
     ),
     _folder("poptorch/lowering"),

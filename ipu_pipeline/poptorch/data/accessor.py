@@ -80,8 +80,10 @@ class AsynchronousDataAccessor:
                 "The DataLoader already uses an AsynchronousDataAccessor internally. Iterate over it "
                 "directly, or use poptorch.DataLoaderMode.Sync for it."
             )
-        if buffer_size < 1:
-            raise ValueError(f"AsynchronousDataAccessor: buffer_size must be 1 or more; got {buffer_size}.")
+        if not isinstance(buffer_size, int) or buffer_size < 1:
+            raise ValueError(
+                f"AsynchronousDataAccessor: buffer_size must be 1 or more; got {buffer_size!r}."
+            )
         if rebatched_size is not None and rebatched_size < 2:
             raise AssertionError(f"rebatched_size must be None or greater than 1; got {rebatched_size}.")
         if rebatched_size is None and _may_leave_rows(dataset):

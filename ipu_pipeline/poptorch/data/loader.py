@@ -94,6 +94,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             raise Error("`batch_sampler` option is mutually exclusive with batch_size, shuffle.")
         options.freeze()
         combined = None if batch_size is None else batch_size * _count_micro_batches(options)
+        if batch_size is None:
+            drop_last = False  # there is nothing left over
         arguments: dict[str, Any] = {
             "batch_size": combined,
             "shuffle": shuffle,
@@ -113,6 +115,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         self._accessor: AsynchronousDataAccessor | None = None
         self.mode = mode
         super().__init__(dataset, **arguments)
+        _warn_if_empty(dataset, combined, arguments)
         if mode != DataLoaderMode.Sync:
             rebatched_size = None
             source_arguments = arguments
@@ -214,6 +217,16 @@ def _check_async_options(async_options: Mapping[str, Any] | None) -> dict[str, A
             f"DataLoader: async_options are {', '.join(_ASYNC_OPTIONS)}; got {', '.join(unknown)}."
         )
     return given
+
+
+def _warn_if_empty(dataset: Any, combined: int | None, arguments: Mapping[str, Any]) -> None:
+    if combined is None or not arguments["drop_last"] or not hasattr(dataset, "__len__"):
+        return
+    if 0 < len(dataset) < combined:
+        logs.warn_once(
+            f"DataLoader: the data set has {len(dataset)} rows, fewer than the {combined} of one call, so that "
+            "nothing is loaded: lower batch_size, or deviceIterations or gradientAccumulation of the options."
+        )
 
 
 def _warn(

@@ -102,7 +102,7 @@ class Signature:
             if name not in given:
                 raise Error(f"Mandatory parameter {name} missing. The model's forward takes {[*known]}.")
         order = {name: place for place, name in enumerate(known)}
-        by_name = dict(sorted(kwargs.items(), key=lambda item: order.get(item[0], len(order))))
+        by_name = dict(sorted(kwargs.items(), key=lambda item: (order.get(item[0], len(order)), item[0])))
         tensors, structure = flatten((tuple(args), by_name))
         for hidden in structure.name_hidden("arguments"):
             raise Error(
@@ -228,6 +228,9 @@ def first_micro_batch(arguments: Arguments, batching: Batching) -> list[torch.Te
     """The tensors of the first micro-batch."""
     check_batches(arguments, batching)
     number = batching.num_micro_batches
-    if number == 1:
-        return [tensor.detach() for tensor in arguments.tensors]
-    return [tensor.detach()[: len(tensor) // number].contiguous() for tensor in arguments.tensors]
+    with torch.inference_mode(False):
+        # Those that were made in inference mode cannot be captured; copies can.
+        tensors = [t.clone() if t.is_inference() else t.detach() for t in arguments.tensors]
+        if number == 1:
+            return tensors
+        return [tensor[: len(tensor) // number].contiguous() for tensor in tensors]

@@ -14,6 +14,7 @@ from ipu_pipeline import config, engine
 from ipu_pipeline.engine import schedules
 from ipu_pipeline.poptorch.dtypes import jax_dtype, to_numpy
 from ipu_pipeline.poptorch.enums import OutputMode
+from ipu_pipeline.poptorch.errors import Error
 from ipu_pipeline.poptorch.execution.arguments import Arguments, Batching, first_micro_batch
 from ipu_pipeline.poptorch.execution.compiled import CompiledModel
 from ipu_pipeline.poptorch.execution.devices import select_devices
@@ -80,6 +81,11 @@ def compile_model(
     options, trains = wrapped.options, wrapped.trains
     batching = batching_of(options)
     tensors = first_micro_batch(arguments, batching)
+    if made := [name for name, p in wrapped.model.named_parameters() if p.is_inference()]:
+        raise Error(
+            f"Parameter {made[0]} was made within torch.inference_mode, and cannot be captured. Make the "
+            "model outside of it."
+        )
     with host_weights_of(wrapped.model).unwatched():
         captured = capture(
             wrapped.model,
@@ -114,7 +120,7 @@ def compile_model(
     pipeline = engine.Pipeline(
         stages.functions,
         num_micro_batches=batching.gradient_accumulation if trains else batching.device_iterations,
-        schedule=_schedule(options, stages),
+        schedule=_schedule(options),
         device_mapping=stages.ipus,
         # With a value that is not finite a run ends after it has begun: the state of before must be there.
         donate=not checks,
@@ -130,7 +136,9 @@ def compile_model(
     seed = options.random_seed if options.is_set("random_seed") else torch.initial_seed()
     devices = select_devices(num_ipus, options)
     key = jax.random.fold_in(jax.random.key(seed % 2**32), seed >> 32 & 2**32 - 1)
-    compiled = CompiledModel(stages, captured.outputs, pipeline, devices, micro_batch, key, checks)
+    compiled = CompiledModel(
+        wrapped.model, stages, captured.outputs, pipeline, devices, micro_batch, key, checks
+    )
     progress.done("trace")
     for section, ipu in zip(stages.sections, stages.ipus, strict=True):
         logger.info("IPU %d: %s, %d operations", ipu, section.name, len(section.nodes))
@@ -140,14 +148,20 @@ def compile_model(
 def _find_ipus(blocks: Sequence[BlockId], options: Options) -> list[int]:
     strategy = options.execution_strategy
     assert isinstance(strategy, PipelinedExecution)  # others are refused when a model is wrapped
+    if unused := strategy.find_unused(blocks):
+        warn_once(f"The model opens no block {', '.join(map(repr, unused))}, which {strategy!r} has.")
     return [placement.ipu for placement in strategy.place(blocks)]
 
 
-def _schedule(options: Options, stages: ModelStages) -> str | schedules.ScheduleFunction:
+def _schedule(options: Options) -> str | schedules.ScheduleFunction:
     if isinstance(options.execution_strategy, ShardedExecution):
+        if options.is_set("pipeline_schedule"):
+            warn_once(
+                "setPipelineSchedule has no effect with poptorch.ShardedExecution, in which one stage works "
+                "at a time."
+            )
         return "sequential"
     found: str | schedules.ScheduleFunction = options.pipeline_schedule
-    del stages
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -34,6 +34,7 @@ class CompiledModel:
 
     def __init__(
         self,
+        model: torch.nn.Module,
         stages: ModelStages,
         outputs: Structure,
         pipeline: engine.Pipeline,
@@ -45,6 +46,7 @@ class CompiledModel:
         """Traces the pipeline, and puts the host's weights on the devices.
 
         Args:
+          model: the user's.
           stages: the model's.
           outputs: structure of what the model returns.
           pipeline: made of the stages.
@@ -57,6 +59,7 @@ class CompiledModel:
         self.stages = stages
         self.outputs = outputs
         self.pipeline = pipeline
+        self._held = _find_held(model, stages.tensors.values())
         self._checks_numbers = checks_numbers
         self._synthetic: list[Any] | None = None
         pipeline.trace(micro_batch)
@@ -137,31 +140,30 @@ class CompiledModel:
             for name, value in values.items():
                 self.stages.tensors[name].copy_(to_torch(value))
 
-    def read_from_host(self, model: torch.nn.Module) -> None:
+    def read_from_host(self) -> None:
         """Copies the user's parameters and buffers to the devices.
-
-        Args:
-          model: the user's.
 
         Raises:
           Error: one of its tensors is another object than when it was compiled.
         """
-        self.check_same_tensors(model)
+        self.check_same_tensors()
         self.replace(variables=self._host_values(self.stages.tensors))
 
-    def check_same_tensors(self, model: torch.nn.Module) -> None:
-        """Looks for parameters and buffers of the user's model that were replaced since it was compiled.
+    def check_same_tensors(self) -> None:
+        """Looks for what the user's model held when it was compiled, and has been replaced since then.
 
         Raises:
-          Error: there is one.
+          Error: a parameter, buffer or module is another one now.
         """
-        known = {id(tensor) for tensor in [*model.parameters(), *model.buffers()]}
-        for name, tensor in self.stages.tensors.items():
-            if id(tensor) not in known:
+        for held, name, value in self._held:
+            if held.get(name) is not value:
+                kind = "module" if isinstance(value, torch.nn.Module) else "tensor"
+                known = {id(tensor): full for full, tensor in self.stages.tensors.items()}
+                full = known.get(id(value), f"model/{name}").partition("/")[2]
                 raise Error(
-                    f"{name.partition('/')[2]} of the model is another tensor than when the model was "
-                    "compiled. Change the tensor in place (copy_, load_state_dict without assign), or call "
-                    "destroy() on the model and wrap it again."
+                    f"{full} of the model is another {kind} than when the model was compiled. Change tensors "
+                    "in place (copy_, load_state_dict without assign), or call destroy() on the model and "
+                    "wrap it again."
                 )
 
     def read_buffers_from_host(self, model: torch.nn.Module, names: Sequence[str]) -> None:
@@ -226,6 +228,20 @@ class CompiledModel:
         variables = self._host_values(self.stages.tensors)
         with interrupts.deferred():
             self.state = self.pipeline.place(PipelineState(variables=variables, **kept))
+
+
+def _find_held(
+    model: torch.nn.Module, tensors: Iterable[torch.Tensor]
+) -> list[tuple[Mapping[str, Any], str, Any]]:
+    """Where modules hold each other and some tensors: the dict, the key there, and what it has."""
+    wanted = set(map(id, tensors))
+    return [
+        (vars(module)[kind], name, value)
+        for module in model.modules()
+        for kind in ("_modules", "_parameters", "_buffers")
+        for name, value in vars(module)[kind].items()
+        if kind == "_modules" or id(value) in wanted
+    ]
 
 
 def _check_numbers(state: PipelineState, collected: Sequence[Collected]) -> None:

@@ -21,11 +21,12 @@ from ipu_pipeline.poptorch.execution.hooks import after_compiling, before_compil
 from ipu_pipeline.poptorch.execution.measured import Measured
 from ipu_pipeline.poptorch.execution.outputs import join_outputs
 from ipu_pipeline.poptorch.execution.profiles import Profile
+from ipu_pipeline.poptorch.execution.refused import Refused
 from ipu_pipeline.poptorch.execution.progress import CompileProgress
 from ipu_pipeline.poptorch.execution.timing import CallTimes
-from ipu_pipeline.poptorch.execution.training import ModelOptimizer, take_saved
+from ipu_pipeline.poptorch.execution.training import ModelOptimizer
 from ipu_pipeline.poptorch.execution.weights import HostWeights, host_weights_of, on_host, register
-from ipu_pipeline.poptorch.logs import logger, warn_once
+from ipu_pipeline.poptorch.logs import logger
 from ipu_pipeline.poptorch.optim import Optimizer
 from ipu_pipeline.poptorch.optim.describing import describe
 from ipu_pipeline.poptorch.optim.device_state import SavedState
@@ -36,7 +37,7 @@ __all__ = ["PoplarExecutor"]
 _NOT_COMPILED = "Model has not been compiled or has been destroyed."
 
 
-class PoplarExecutor(Measured):
+class PoplarExecutor(Refused, Measured):
     """What `trainingModel` and `inferenceModel` return.
 
     Attributes and methods that are not here are those of the user's model.
@@ -59,7 +60,7 @@ class PoplarExecutor(Measured):
         self._compiled: CompiledModel | None = None
         self._training: ModelOptimizer | None = None
         self._detached: Mapping[str, Any] | None = None
-        self._saved: SavedState | None = None  # of an optimizer that keeps no state itself
+        self._has_run = False
         self._first: Arguments | None = None
         self._shapes: list[torch.Size] = []
         self._seen_version = 0
@@ -96,6 +97,7 @@ class PoplarExecutor(Measured):
             if compiled.state is None:
                 raise Error("Device is not attached. Call attachToDevice() first.")
             self._bring_newer()
+            self._has_run = True
             begin = time.perf_counter_ns()
             times = self._times = CallTimes()
             micro_batches, number = split(arguments, batching_of(self.options))
@@ -141,6 +143,7 @@ class PoplarExecutor(Measured):
         if self._compiled is not None:
             assert self._first is not None
             check_like_first(self._signature, self._first, arguments, self._shapes)
+            self._compiled.check_same_tensors()
             return self._compiled
         before_compiling.call(self)
         wrapped = self._wrapped
@@ -152,7 +155,7 @@ class PoplarExecutor(Measured):
             compiled, training = compile_model(wrapped, arguments, self._optimizer, progress)
             if training is not None:
                 assert self._optimizer is not None
-                saved = take_saved(self._optimizer, is_new=True) or self._saved
+                saved = training.take_saved(self._optimizer)
                 if saved is not None:
                     assert compiled.state is not None
                     state = training.put_saved(compiled.state.optimizer_state, saved)
@@ -168,8 +171,10 @@ class PoplarExecutor(Measured):
         self._shapes = [tensor.shape for tensor in arguments.tensors]
         tensors = [torch.empty(0, dtype=tensor.dtype) for tensor in arguments.tensors]
         self._first = Arguments(tensors, arguments.structure, arguments.names)
-        self._seen_version = self._host.version
+        self._seen_version, self._has_run = self._host.version, False
         self._connect()
+        if self.options.connection_type is ConnectionType.Never:
+            self._detached = compiled.detach()
         logger.info("Compiled in %s", progress.time)
         after_compiling.call(self)
         return compiled
@@ -179,11 +184,13 @@ class PoplarExecutor(Measured):
         assert self._compiled is not None
         if not self._wrapped.trains:
             self._host.refresh()
-            if self._seen_version != self._host.version:
-                self._compiled.read_from_host(self._wrapped.model)
-                self._seen_version = self._host.version
-        elif self._optimizer is not None:
-            loaded = take_saved(self._optimizer, is_new=False)
+        # Before the first call weights may have changed since the model was compiled.
+        is_old = self._seen_version != self._host.version and not self._wrapped.trains
+        if is_old or not self._has_run:
+            self._compiled.read_from_host()
+            self._seen_version = self._host.version
+        if isinstance(self._optimizer, Optimizer):
+            loaded = self._optimizer.device_state.take_loaded()
             if loaded is not None:
                 self._put_optimizer_state(loaded)
 
@@ -249,7 +256,7 @@ class PoplarExecutor(Measured):
           Error: the model has not been compiled, or is detached.
         """
         with self._host.lock:
-            self._attached()
+            self._attached().check_same_tensors()
             self._bring_newer()
             self._write_to_host()
             if self._wrapped.trains:
@@ -267,7 +274,7 @@ class PoplarExecutor(Measured):
         """
         with self._host.lock:
             self._host.refresh()
-            self._attached().read_from_host(self._wrapped.model)
+            self._attached().read_from_host()
             self._seen_version = self._host.version
 
     def copyNamedBuffersToDevice(self) -> None:
@@ -339,7 +346,7 @@ class PoplarExecutor(Measured):
             if self._detached is None:
                 raise Error("Device is already attached")
             self._host.refresh()
-            self._compiled.check_same_tensors(self._wrapped.model)
+            self._compiled.check_same_tensors()
             with interrupts.deferred():
                 self._compiled.attach(self._detached)
                 self._detached = None
@@ -367,27 +374,17 @@ class PoplarExecutor(Measured):
             if self._wrapped.trains:
                 self._host.refresh()
                 if self._training is not None:
-                    self._saved = (
-                        None if isinstance(self._optimizer, Optimizer) else self._fetch_optimizer_state()
-                    )
+                    assert self._compiled is not None
+                    assert self._optimizer is not None
+                    state = self._compiled.state if self._detached is None else self._detached
+                    if state is not None:
+                        self._training.leave_saved(self._optimizer, state)
                 self._disconnect()
             self._compiled = self._training = self._detached = self._first = None
             self._host.release(self)
             self._host.unregister(self, self._wrapped.model)
 
     # What is known.
-
-    def train(self, mode: bool = True) -> torch.nn.Module:
-        """Changes the user's model, not what was compiled, which keeps the modes of when it was wrapped."""
-        warn_once(
-            "train() and eval() of a wrapped model change the user's model. On the devices its modules "
-            "keep the modes that they had when it was wrapped: wrap it again for others."
-        )
-        return self._wrapped.model.train(mode)
-
-    def eval(self) -> torch.nn.Module:
-        """See `train`."""
-        return self.train(False)
 
     @property
     def model(self) -> torch.nn.Module:

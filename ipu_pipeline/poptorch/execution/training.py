@@ -11,15 +11,21 @@ from ipu_pipeline.engine import PipelineState, Reduction
 from ipu_pipeline.poptorch import optim
 from ipu_pipeline.poptorch.enums import MeanReductionStrategy, ReductionType
 from ipu_pipeline.poptorch.errors import Error
+from ipu_pipeline.poptorch.execution.weights import on_host
 from ipu_pipeline.poptorch.logs import warn_once
 from ipu_pipeline.poptorch.optim.compatibility import check_compatible, check_same_groups
 from ipu_pipeline.poptorch.optim.describing import assign_groups, describe
 from ipu_pipeline.poptorch.optim.device_state import SavedState
-from ipu_pipeline.poptorch.optim.saving import export_state, import_state
+from ipu_pipeline.poptorch.optim.saving import (
+    export_state,
+    import_state,
+    read_torch_state,
+    write_torch_state,
+)
 from ipu_pipeline.poptorch.optim.transformations import make_transformation, with_hyperparameters
 from ipu_pipeline.poptorch.options import Options
 
-__all__ = ["ModelOptimizer", "take_saved"]
+__all__ = ["ModelOptimizer"]
 
 
 class ModelOptimizer:
@@ -67,8 +73,8 @@ class ModelOptimizer:
             raise Error(
                 "There is nothing to train: the loss depends on "
                 f"{', '.join(self._tensors) or 'no parameter that requires a gradient'}, and the "
-                "optimizer's groups "
-                "have none of these parameters. Give the optimizer those of this model: model.parameters()."
+                "optimizer's groups have none of these parameters. Give the optimizer those of this model: "
+                "model.parameters()."
             )
 
     @property
@@ -115,14 +121,24 @@ class ModelOptimizer:
         inner = state.optimizer_state if isinstance(state, PipelineState) else state["optimizer_state"]
         return export_state(inner, self.spec, self.group_of)
 
+    def take_saved(self, optimizer: torch.optim.Optimizer) -> SavedState | None:
+        """The state that an optimizer brings along when a model begins to use it; None if it has none."""
+        if isinstance(optimizer, optim.Optimizer):
+            return optimizer.device_state.take()
+        with on_host(*self._tensors.values()):
+            return read_torch_state(optimizer, {name: self._tensors[name] for name in self.group_of})
 
-def take_saved(optimizer: torch.optim.Optimizer, is_new: bool) -> SavedState | None:
-    """What an optimizer brings along.
+    def leave_saved(
+        self, optimizer: torch.optim.Optimizer, state: PipelineState | Mapping[str, Any]
+    ) -> None:
+        """Gives an optimizer of torch's its state, when a model uses it no longer; ours keep it themselves.
 
-    Args:
-      optimizer: of torch or PopTorch.
-      is_new: whether the model begins to use it; else only what the user loaded since then counts.
-    """
-    if not isinstance(optimizer, optim.Optimizer):
-        return None
-    return optimizer.device_state.take() if is_new else optimizer.device_state.take_loaded()
+        Args:
+          optimizer: of torch or PopTorch.
+          state: what the model has, or had when it was detached.
+        """
+        if isinstance(optimizer, optim.Optimizer):
+            return
+        count = state.update_count if isinstance(state, PipelineState) else state["update_count"]
+        with on_host(*self._tensors.values()):
+            write_torch_state(optimizer, self.save(state), self._tensors, count)

@@ -11,7 +11,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -63,6 +63,13 @@ class _Watched:
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
         return _call(func, args, kwargs)
+
+    def replicaGrouping(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raises a NotImplementedError."""
+        del args, kwargs
+        raise NotImplementedError(
+            "replicaGrouping does not exist here yet: a model runs as one replica, which has all weights."
+        )
 
     def __repr__(self) -> str:
         return repr(_unwatched_copy(self, shares_memory=True))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ipu_pipeline.poptorch.enums import OutputMode
@@ -95,11 +97,18 @@ def _module_of(model: torch.nn.Module | PoplarExecutor) -> torch.nn.Module:
         return model.model
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model must be a torch.nn.Module or a wrapped one; got {type(model).__name__}.")
-    if isinstance(model, torch.jit.ScriptModule):
-        raise TypeError(
-            "model must be a torch.nn.Module as it was written; got a scripted or traced one. Give the "
-            "module that it was made from."
-        )
+    for name, part in model.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            raise TypeError(
+                f"model must be a torch.nn.Module as it was written; {f'its part {name}' if name else 'it'} is "
+                "scripted or traced. Give the module that it was made from."
+            )
+    for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
+        if torch.nn.parameter.is_lazy(parameter):
+            raise TypeError(
+                f"{name} of the model has no shape yet, as in torch's lazy modules. Call the model once on "
+                "the CPU."
+            )
     return model
 
 
@@ -123,12 +132,17 @@ def _check_options(options: Options | None) -> Options:
                 "poptorch.PipelinedExecution or poptorch.ShardedExecution."
             )
     number = options.device_iterations * options.Training.gradient_accumulation
-    if options.output_mode is OutputMode.EveryN and options.output_return_period > number:
-        raise Error(
-            f"OutputMode.EveryN returns the outputs of every {options.output_return_period} micro-batches, "
-            f"but a call has {number}. Lower output_return_period, or raise deviceIterations or "
-            "gradientAccumulation."
-        )
+    kept: dict[str, Any] = {
+        "outputMode": options,
+        **{f"anchorTensor {n!r}": a for n, a in options.anchored_tensors.items()},
+    }
+    for what, asked in kept.items():
+        if asked.output_mode is OutputMode.EveryN and asked.output_return_period > number:
+            raise Error(
+                f"{what}: OutputMode.EveryN keeps the values of every {asked.output_return_period} "
+                f"micro-batches, but a call has {number}. Lower output_return_period, or raise "
+                "deviceIterations or gradientAccumulation."
+            )
     options.freeze()
     own = options.clone()
     own.freeze()

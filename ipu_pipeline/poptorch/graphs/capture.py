@@ -67,10 +67,10 @@ class _Flat(torch.nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         args, kwargs = self.arguments.unflatten(tensors)
-        before = dict(self.model.named_buffers())
-        with _attributes_copied(self.model):
+        before = refusals.Held.of(self.model)
+        with _held_as_before(self.model), _attributes_copied(self.model):
             result = self.model(*args, **kwargs)
-            refusals.check_buffers(before, dict(self.model.named_buffers()))
+            refusals.check_tensors(before, refusals.Held.of(self.model))
         results, outputs = flatten(result)
         self.note(outputs)
         return tuple(results)
@@ -107,6 +107,7 @@ def capture(
         stack.enter_context(markers.capturing())
         stack.enter_context(_in_modes(modes or {}))
         stack.enter_context(refusals.refusing_own_backwards())
+        stack.enter_context(refusals.with_detached_data())
         if trains:
             refusals.check_hooks(model)
             stack.enter_context(refusals.refusing_gradient_hooks())
@@ -119,6 +120,7 @@ def capture(
         _exclude_files(program.graph_module, excluded_files)
         refusals.check_values(program)
         refusals.check_results(noted[-1])
+        refusals.tell_of_generators(program)
         graph = program.graph_module.graph
         _mark_regions_without_gradients(program.graph_module)
         if trains:
@@ -163,6 +165,24 @@ def _in_modes(modes: Modes) -> Iterator[None]:
     finally:
         for module, training in now.items():
             module.training = training
+
+
+@contextlib.contextmanager
+def _held_as_before(model: torch.nn.Module) -> Iterator[None]:
+    """What forward registers or removes is as it was afterwards: what it made has no values."""
+    names = ("_parameters", "_buffers", "_modules")
+    kept = [(vars(module)[name], dict(vars(module)[name])) for module in model.modules() for name in names]
+    attributes = [(module, set(vars(module))) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for now, before in kept:
+            now.clear()
+            now.update(before)
+        for module, known in attributes:
+            for name in set(vars(module)) - known:
+                if isinstance(vars(module)[name], torch.Tensor):
+                    del vars(module)[name]
 
 
 @contextlib.contextmanager

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
 import threading
 import unittest.mock
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,13 +21,16 @@ from ipu_pipeline.poptorch.lowering.unsupported import describe_place
 from ipu_pipeline.poptorch.structures import Structure
 
 __all__ = [
-    "check_buffers",
     "check_functional",
+    "Held",
     "check_hooks",
+    "check_tensors",
     "check_values",
     "explained",
     "refusing_gradient_hooks",
     "refusing_own_backwards",
+    "tell_of_generators",
+    "with_detached_data",
 ]
 
 _WITHOUT_VALUES = (
@@ -33,6 +38,30 @@ _WITHOUT_VALUES = (
     "over a tensor's values, no .item(), no .numpy(), no boolean mask as an index. Use torch.where, or "
     "torch.cond; a mask multiplies."
 )
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """What a model holds, by name.
+
+    Attributes:
+      modules: within it.
+      parameters: of all of them.
+      buffers: likewise.
+    """
+
+    modules: Mapping[str, torch.nn.Module]
+    parameters: Mapping[str, torch.Tensor]
+    buffers: Mapping[str, torch.Tensor]
+
+    @staticmethod
+    def of(model: torch.nn.Module) -> Held:
+        """What a model holds now."""
+        return Held(
+            dict(model.named_modules(remove_duplicate=False)),
+            dict(model.named_parameters(remove_duplicate=False)),
+            dict(model.named_buffers(remove_duplicate=False)),
+        )
 
 
 _MODULE_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
@@ -72,9 +101,9 @@ def explained(model: torch.nn.Module) -> Iterator[None]:
             ) from error
         if "a fake tensor in the exported program constant's list" in str(error):
             raise Error(
-                "The model's forward takes a tensor out of torch's sight, as `.data` and "
-                "`requires_grad_()` do. Write `.detach()` for `.data`. torch.autograd.grad is captured "
-                "where it differentiates with respect to parameters, and to what is computed from them."
+                "The model's forward takes a tensor out of torch's sight, as `requires_grad_()` does. "
+                "torch.autograd.grad is captured where it differentiates with respect to parameters, and "
+                "to what is computed from them."
             ) from error
         if ".numpy() is not supported" in str(error):
             raise Error(
@@ -110,6 +139,16 @@ def check_values(program: torch.export.ExportedProgram) -> None:
         for node in module.graph.nodes:
             if _is_symbolic(node.meta.get("val")):
                 raise Error(f"{describe_place(node)} asks for a value of a tensor. {_WITHOUT_VALUES}")
+
+
+def tell_of_generators(program: torch.export.ExportedProgram) -> None:
+    """Warns of random numbers from a generator of the user's."""
+    for node in program.graph.nodes:
+        if node.op == "call_function" and node.kwargs.get("generator") is not None:
+            warn_once(
+                f"{describe_place(node)} draws random numbers from a generator, which has no effect: they are "
+                "drawn on the devices, from Options.randomSeed."
+            )
 
 
 def check_functional(program: torch.export.ExportedProgram) -> None:
@@ -193,6 +232,34 @@ def refusing_gradient_hooks() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def with_detached_data() -> Iterator[None]:
+    """In a model's forward `.data` is `.detach()`, which export can follow; to assign it is refused.
+
+    Raises:
+      Error: it is assigned.
+    """
+    original: Any = torch._C.TensorBase.data  # noqa: SLF001  # where torch.Tensor has it from
+
+    def is_users() -> bool:
+        caller = sys._getframe(2).f_globals.get("__name__", "")  # noqa: SLF001  # torch uses it itself
+        return markers.current_capture() is not None and caller.split(".")[0] != "torch"
+
+    def read(tensor: torch.Tensor) -> Any:
+        return tensor.detach() if is_users() else original.__get__(tensor)
+
+    def write(tensor: torch.Tensor, value: torch.Tensor) -> None:
+        if is_users():
+            raise Error(
+                "The model's forward assigns the `.data` of a tensor, which would be lost. Change a buffer "
+                "in place: tensor.copy_(value)."
+            )
+        original.__set__(tensor, value)
+
+    with unittest.mock.patch.object(torch.Tensor, "data", property(read, write)):
+        yield
+
+
 def _count(depth: threading.local) -> int:
     return int(getattr(depth, "value", 0))
 
@@ -248,15 +315,42 @@ def check_results(structure: Structure) -> None:
             "them. Return "
             "tuples, lists or dicts; or say by poptorch.registerCustomArgParser how it is taken apart."
         )
+    for name, constant in structure.name_constants("the result"):
+        if isinstance(constant, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            raise Error(f"{name} of the model's forward asks for a value of a tensor. {_WITHOUT_VALUES}")
     structure.unflatten([torch.empty(0)] * structure.num_tensors)
 
 
-def check_buffers(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> None:
-    """Looks at a model's buffers before and after its forward.
+def check_tensors(before: Held, after: Held) -> None:
+    """Looks at what a model holds before and after its forward.
 
     Raises:
-      Error: one is gone, or is another tensor.
+      Error: a buffer, parameter or module is gone, is another one, or is new.
     """
+    for kind, known, now in (
+        ("Parameter", before.parameters, after.parameters),
+        ("Module", before.modules, after.modules),
+    ):
+        for name, value in known.items():
+            if now.get(name) is not value:
+                raise Error(
+                    f"{kind} {name} is removed or replaced when calling the forward method. What forward "
+                    "makes is computed anew in every call; what changes is a buffer, or the optimizer's."
+                )
+    for kind, known, now in (
+        ("Module", before.modules, after.modules),
+        ("Parameter", before.parameters, after.parameters),
+        ("Buffer", before.buffers, after.buffers),
+    ):
+        if new := [name for name in now if name not in known]:
+            raise Error(
+                f"{kind} {new[0]} is made by the model's forward. Make it in __init__, or call the model "
+                "once on the CPU before it is wrapped."
+            )
+    _check_buffers(before.buffers, after.buffers)
+
+
+def _check_buffers(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> None:
     for name, buffer in before.items():
         if name not in after:
             raise Error(f"Buffer {name} is removed from the model when calling the forward method.")

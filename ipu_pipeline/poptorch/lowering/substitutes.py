@@ -4,6 +4,9 @@
 - `multilabel_margin_loss` of one row, not reduced, is a scalar; by torch's shape inference it is a vector.
 - `gaussian_nll_loss` looks for negative variances, and raises an error; here they give NaN.
 - Batch normalization with momentum None divides by a count that it reads from a tensor.
+- Two losses are written as other operations, which nobody would take for losses.
+- Layers of float32 take inputs of float16 and bfloat16, as on IPUs: their weights are cast.
+- Random numbers come from the options' seed: a seed or a generator within forward would be without effect.
 - Encoder and decoder layers compare the mask with a causal one, as a hint for faster code; here the mask
   is used as it is, which computes the same.
 """
@@ -21,6 +24,7 @@ import torch
 from torch.nn.modules import batchnorm, transformer
 
 from ipu_pipeline.poptorch import markers
+from ipu_pipeline.poptorch.logs import warn_once
 
 __all__ = ["exportable"]
 
@@ -123,6 +127,73 @@ def _batch_norm(self: Any, input: torch.Tensor) -> torch.Tensor:
     return result
 
 
+def _as_loss(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A loss of torch's that is made of other operations, marked as a loss."""
+
+    @functools.wraps(function)
+    def marked(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return markers.reduce_loss(function(*args, **kwargs), "none")
+
+    return marked
+
+
+_NARROW = (torch.float16, torch.bfloat16)
+
+
+def _in_dtype_of_input(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A layer's function whose weights are cast to a narrower input."""
+
+    @functools.wraps(function)
+    def call(
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        if input.dtype in _NARROW and weight.dtype is torch.float32:
+            weight = weight.to(input.dtype)
+            bias = None if bias is None else bias.to(input.dtype)
+        return function(input, weight, bias, *args, **kwargs)
+
+    return call
+
+
+def _recurrent_in_dtype_of_input(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same of a recurrent layer, whose weights are a list among its arguments."""
+
+    @functools.wraps(function)
+    def call(input: torch.Tensor, *args: Any) -> Any:
+        if input.dtype in _NARROW:
+            args = tuple(
+                [t.to(input.dtype) if t.dtype is torch.float32 else t for t in value]
+                if isinstance(value, (list, tuple)) and all(isinstance(t, torch.Tensor) for t in value)
+                else value
+                for value in args
+            )
+        return function(input, *args)
+
+    return call
+
+
+def _check_input(self: Any, input: torch.Tensor, batch_sizes: torch.Tensor | None) -> None:
+    weight = self._flat_weights[0]
+    is_wider = input.dtype in _NARROW and weight.dtype is torch.float32
+    _check_recurrent(self, input.float() if is_wider else input, batch_sizes)
+
+
+_check_recurrent = torch.nn.RNNBase.check_input
+
+
+def _seed(seed: Any) -> Any:
+    del seed
+    warn_once(
+        "The model's forward sets a random seed, which has no effect: numbers are drawn on the devices, from "
+        "Options.randomSeed."
+    )
+    return torch.default_generator
+
+
 def _is_causal(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
     del mask, size
     return is_causal is True
@@ -140,14 +211,34 @@ def _replaced(owner: Any, name: str, substitute: Callable[..., Any]) -> Any:
     return unittest.mock.patch.object(owner, name, choose)
 
 
+_WITH_WEIGHTS = (
+    "linear",
+    "conv1d",
+    "conv2d",
+    "conv3d",
+    "conv_transpose1d",
+    "conv_transpose2d",
+    "conv_transpose3d",
+)
+
+
 @contextlib.contextmanager
 def exportable() -> Iterator[None]:
     """In the `with` block the functions are replaced, where a model is being captured."""
-    with (
-        _replaced(torch, "ctc_loss", _ctc_loss),
-        _replaced(torch.nn.functional, "gaussian_nll_loss", _gaussian_nll_loss),
-        _replaced(_functions, "multilabel_margin_loss", _multilabel_margin_loss),
-        _replaced(_BatchNorm, "forward", _batch_norm),
-        _replaced(transformer, "_detect_is_causal_mask", _is_causal),
-    ):
+    functional, recurrent = torch.nn.functional, getattr(torch, "_VF")  # noqa: B009
+    with contextlib.ExitStack() as stack:
+        for name in ("multilabel_soft_margin_loss", "triplet_margin_with_distance_loss"):
+            stack.enter_context(_replaced(functional, name, _as_loss(getattr(functional, name))))
+        for name in _WITH_WEIGHTS:
+            stack.enter_context(_replaced(functional, name, _in_dtype_of_input(getattr(functional, name))))
+        for name in ("gru", "lstm", "rnn_relu", "rnn_tanh"):
+            cast = _recurrent_in_dtype_of_input(getattr(recurrent, name))
+            stack.enter_context(_replaced(recurrent, name, cast))
+        stack.enter_context(_replaced(torch.nn.RNNBase, "check_input", _check_input))
+        stack.enter_context(_replaced(torch, "manual_seed", _seed))
+        stack.enter_context(_replaced(torch, "ctc_loss", _ctc_loss))
+        stack.enter_context(_replaced(functional, "gaussian_nll_loss", _as_loss(_gaussian_nll_loss)))
+        stack.enter_context(_replaced(_functions, "multilabel_margin_loss", _multilabel_margin_loss))
+        stack.enter_context(_replaced(_BatchNorm, "forward", _batch_norm))
+        stack.enter_context(_replaced(transformer, "_detect_is_causal_mask", _is_causal))
         yield

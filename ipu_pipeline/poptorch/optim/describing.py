@@ -67,6 +67,10 @@ def describe(optimizer: torch.optim.Optimizer, automatic_loss_scaling: bool = Fa
       ValueError: a group has `amsgrad` or `differentiable`, or a value is out of its range.
     """
     torchs_class, kind = _find_class(optimizer)
+    if any(getattr(optimizer, f"_optimizer_step_{when}_hooks", None) for when in ("pre", "post")):
+        logs.warn_once(
+            "The optimizer has hooks of step(), which are never called: weights are updated on the devices."
+        )
     groups = optimizer.param_groups
     names = _VALUES[kind]
     combines = bool(getattr(optimizer, "use_combined_accum", False))

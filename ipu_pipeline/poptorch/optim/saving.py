@@ -17,7 +17,7 @@ from ipu_pipeline.poptorch.optim.hyperparameters import STEP, STORED_SCALING, Hy
 from ipu_pipeline.poptorch.optim.specs import Kind, OptimizerSpec
 from ipu_pipeline.poptorch.optim.transformations import OptimizerState, inner_state, replace_inner_state
 
-__all__ = ["export_state", "import_state"]
+__all__ = ["export_state", "import_state", "read_torch_state", "write_torch_state"]
 
 _SEPARATOR = "___"
 _BUFFER = "momentum_buffer"
@@ -120,6 +120,52 @@ def import_state(state: Any, saved: SavedState, spec: OptimizerSpec, group_of: M
     if isinstance(state, LossScaleState) and scale is not None and good is not None:
         state = state._replace(scale=np.float32(scale.item()), num_good=np.int32(good.item()))
     return state
+
+
+def read_torch_state(
+    optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor]
+) -> SavedState | None:
+    """The state that an optimizer of torch's has, for `import_state`; None if it has none.
+
+    Args:
+      optimizer: for example one that trained on the CPU, or loaded its state.
+      tensors: the parameters that it is to train, by the names of their variables.
+    """
+    found = {
+        _key(slot, name): torch.as_tensor(value, dtype=torch.float32) if slot == STEP else value.detach()
+        for name, tensor in tensors.items()
+        if tensor in optimizer.state
+        for slot, value in optimizer.state[tensor].items()
+        if value is not None
+    }
+    return SavedState(found, {}) if found else None
+
+
+def write_torch_state(
+    optimizer: torch.optim.Optimizer,
+    saved: SavedState,
+    tensors: Mapping[str, torch.Tensor],
+    num_updates: int,
+) -> None:
+    """Gives an optimizer of torch's the state that a model had for it.
+
+    Args:
+      optimizer: what it had is replaced.
+      saved: from `export_state`.
+      tensors: the parameters, by the names of their variables.
+      num_updates: how often the model updated them, for optimizers that only count it.
+    """
+    is_counted = not isinstance(optimizer, torch.optim.SGD)
+    changed = set()
+    for key, value in saved.ipu_state.items():
+        slot, separator, name = key.partition(_SEPARATOR)
+        if separator and name in tensors and (is_counted or slot != STEP):
+            optimizer.state[tensors[name]][slot] = value
+            changed.add(name)
+    for name in changed if is_counted else ():
+        if _key(STEP, name) not in saved.ipu_state:
+            state = optimizer.state[tensors[name]]
+            state[STEP] = torch.as_tensor(state.get(STEP, 0.0)) + num_updates
 
 
 def _check_names(places: Set[str], saved: Set[str], unmade: Set[str]) -> None:

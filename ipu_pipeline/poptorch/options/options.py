@@ -159,6 +159,11 @@ class Options(DeviceOptions, DiagnosticOptions):
         self._Popart = PopartOptions()
         environment.apply(self)
 
+    def freeze(self) -> None:
+        """Lets nothing be changed any more, here and in the groups within."""
+        super().freeze()
+        self._Popart.freeze()
+
     @configurable
     def deviceIterations(self, device_iterations: int) -> Self:
         """How many weight updates, or in inference micro-batches, there are per call.

@@ -121,6 +121,15 @@ class PipelinedExecution(Strategy):
             placements.append(place(name, ipu))
         return placements
 
+    def find_unused(self, blocks: Iterable[tuple[str | None, int | None]]) -> list[str]:
+        """Names of blocks in its stages that a model does not open.
+
+        Args:
+          blocks: as for `place`.
+        """
+        opened = {name for name, _ipu in blocks}
+        return [name for stage in self._stages for name in stage.blocks if name not in opened]
+
     def _place_in_stage(self, name: str | None, ipu: int | None) -> Placement:
         index = self._find(name)
         own = self._stages[index].ipu_id
