@@ -220,6 +220,11 @@ def change_constant(self, x):
     return x + self.table[0]
 
 
+def differentiate_with_respect_to_a_leaf(self, x):
+    x = x.clone().requires_grad_()
+    return torch.autograd.grad(self.linear(x).pow(2).sum(), x)[0]
+
+
 REFUSED = {
     "constant": (
         change_constant,
@@ -237,7 +242,7 @@ REFUSED = {
     "mask": (lambda self, x: x[x > 0].sum(), "asks for a value of a tensor"),
     "numpy": (lambda self, x: torch.from_numpy(x.numpy()), "asks for a value of a tensor"),
     "nonzero": (lambda self, x: x.nonzero(), "asks for a value of a tensor"),
-    "data": (lambda self, x: self.linear(x).data * 2, r"out of torch's sight, .* Write `.detach\(\)`"),
+    "leaf": (differentiate_with_respect_to_a_leaf, "takes a tensor out of torch's sight"),
     "complex": (lambda self, x: torch.fft.fft(x).abs(), "makes or takes a tensor of torch.complex64"),
     "lowering": (
         lambda self, x: torch.linalg.eigh(x.T @ x)[0],

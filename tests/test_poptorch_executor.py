@@ -692,7 +692,7 @@ def test_a_model_within_another_that_trains(is_first):
     plain.train((x, target), 1, 1, second)
     assert_same_state(model, plain.model.model)
     with pytest.raises(RuntimeError, match="has already been wrapped"):
-        poptorch.trainingModel(model, make_options())
+        poptorch.trainingModel(outer, make_options())
 
 
 def test_models_that_are_joined_after_they_were_wrapped():
@@ -777,7 +777,7 @@ def test_more_that_is_told(trained, caplog, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         scripted = torch.jit.trace(torch.nn.Linear(2, 2), torch.ones(2))
-    with pytest.raises(TypeError, match="got a scripted or traced one"):
+    with pytest.raises(TypeError, match="it is scripted or traced"):
         poptorch.inferenceModel(scripted)
     options = make_options(2).outputMode(poptorch.OutputMode.EveryN, 3)
     with pytest.raises(poptorch.Error, match="every 3 micro-batches, but a call has 2"):

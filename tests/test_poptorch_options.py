@@ -1035,7 +1035,7 @@ def test_options_of_popart(caplog, monkeypatch):
     assert options._Popart.set("enableOutlining", False) is options._Popart
     options.clone()._Popart.setPatterns({"TiedGather": True}, level=0)
     options.freeze()
-    pickle.loads(pickle.dumps(options))._Popart.set("enableOutlining", False)
+    pickle.loads(pickle.dumps(options.clone()))._Popart.set("enableOutlining", False)
     assert [record.getMessage().split(" has no effect")[0] for record in caplog.records] == [
         "poptorch.Options()._Popart.set('enableOutlining', False)",
         "poptorch.Options()._Popart.setPatterns({'TiedGather': True}, 0)",

@@ -54,11 +54,16 @@ if TYPE_CHECKING:
     from ipu_pipeline.poptorch.logs import setLogLevel
     from ipu_pipeline.poptorch.lowering.registry import register_lowering
     from ipu_pipeline.poptorch.operations import (
+        NameScope,
         identity_loss,
         ipuHardwareIsAvailable,
         ipuHardwareVersion,
         isRunningOnIpu,
         nop,
+        recomputationCheckpoint,
+        set_available_memory,
+        set_overlap_for_input,
+        set_overlap_for_output,
     )
     from ipu_pipeline.poptorch.options import ConfigFileError, Options, TensorLocationSettings
     from ipu_pipeline.poptorch.options.phased import ParallelPhasedExecution, SerialPhasedExecution
@@ -83,6 +88,7 @@ __all__ = [
     "MatMulSerializationMode",
     "MeanReductionStrategy",
     "MultiConvPlanType",
+    "NameScope",
     "Options",
     "OutputMode",
     "OverlapMode",
@@ -100,6 +106,7 @@ __all__ = [
     "TensorLocationSettings",
     "UnrecoverableError",
     "VariableRetrievalMode",
+    "__version__",
     "enums",
     "identity_loss",
     "inferenceModel",
@@ -111,16 +118,25 @@ __all__ = [
     "optim",
     "options",
     "profiling",
+    "recomputationCheckpoint",
     "registerCustomArgParser",
     "registerPostCompileHook",
     "registerPreCompileHook",
     "register_lowering",
     "removeBlocks",
     "setLogLevel",
+    "set_available_memory",
+    "set_overlap_for_input",
+    "set_overlap_for_output",
     "trainingModel",
 ]
 
 _HOMES = {  # of what is not a module itself
+    "set_overlap_for_output": "operations",
+    "set_overlap_for_input": "operations",
+    "set_available_memory": "operations",
+    "recomputationCheckpoint": "operations",
+    "NameScope": "operations",
     "AsynchronousDataAccessor": "data",
     "AutoStage": "enums",
     "BeginBlock": "annotations",
@@ -178,8 +194,10 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
         globals()[name] = value
         return value
+    if name == "__version__":
+        return importlib.import_module("ipu_pipeline").__version__
     if name in later.NAMES:
-        return later.make(name)
+        return later.Later(name)
     return importlib.import_module(f"{__name__}.{name}")  # which enters it here
 
 

@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 
 from ipu_pipeline.poptorch import markers
+from ipu_pipeline.poptorch.enums import OverlapMode
+from ipu_pipeline.poptorch.logs import warn_once
 
-__all__ = ["identity_loss", "ipuHardwareIsAvailable", "ipuHardwareVersion", "isRunningOnIpu", "nop"]
+__all__ = [
+    "NameScope",
+    "identity_loss",
+    "ipuHardwareIsAvailable",
+    "ipuHardwareVersion",
+    "isRunningOnIpu",
+    "nop",
+    "recomputationCheckpoint",
+    "set_available_memory",
+    "set_overlap_for_input",
+    "set_overlap_for_output",
+]
 
 _REDUCTIONS = ("sum", "mean", "none")
 
@@ -59,3 +76,76 @@ def ipuHardwareIsAvailable(num_ipus: int = 1) -> bool:
 def ipuHardwareVersion() -> int:
     """The version of Graphcore's IPUs: 0, there are none."""
     return 0
+
+
+# Hints to PopTorch's compiler. They change nothing here, and say so.
+
+
+def recomputationCheckpoint(*tensors: torch.Tensor) -> Any:
+    """Returns the tensors as they are: they are kept for the backward anyway. Warns, once.
+
+    Args:
+      *tensors: of any shape and dtype.
+
+    Returns:
+      The tensor, or a tuple of several.
+    """
+    warn_once(
+        "poptorch.recomputationCheckpoint has no effect: what the backward needs is kept, and nothing is "
+        "recomputed. torch.utils.checkpoint recomputes a part of a model."
+    )
+    return tensors[0] if len(tensors) == 1 else tensors
+
+
+def set_available_memory(tensor: torch.Tensor, available_memory_proportion: float) -> torch.Tensor:
+    """Returns the tensor as it is: JAX devices have no memory to be divided. Warns, once.
+
+    Args:
+      tensor: what a matrix product or convolution gave.
+      available_memory_proportion: from 0 to 1.
+
+    Raises:
+      ValueError: it is no tensor, or no proportion.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(
+            f"You may only set available memory for torch.tensor values. It got {type(tensor).__name__}."
+        )
+    if not 0 <= available_memory_proportion <= 1:
+        raise ValueError(
+            "set_available_memory: available_memory_proportion must be from 0 to 1; got "
+            f"{available_memory_proportion!r}."
+        )
+    warn_once(
+        "poptorch.set_available_memory has no effect: JAX devices have no tiles with memory of their own."
+    )
+    return tensor
+
+
+def set_overlap_for_input(input_tensors: Any, mode: OverlapMode) -> Any:
+    """Returns the tensors as they are: inputs are always put on the devices ahead. Warns, once."""
+    return _overlap("set_overlap_for_input", input_tensors, mode)
+
+
+def set_overlap_for_output(output_tensors: Any, mode: OverlapMode) -> Any:
+    """Returns the tensors as they are: no device waits for its outputs to be read. Warns, once."""
+    return _overlap("set_overlap_for_output", output_tensors, mode)
+
+
+def _overlap(name: str, tensors: Any, mode: OverlapMode) -> Any:
+    if not isinstance(mode, OverlapMode):
+        raise ValueError(f"{name}: mode must be a poptorch.OverlapMode; got {mode!r}.")
+    if mode is not OverlapMode.NoOverlap:
+        warn_once(f"poptorch.{name} has no effect: copies and computations always overlap.")
+    return tensors
+
+
+@contextlib.contextmanager
+def NameScope(name: str) -> Iterator[None]:
+    """Names nothing: values are called after their modules (`getTensorNames`). Warns, once.
+
+    Args:
+      name: of the values that are computed within.
+    """
+    warn_once(f"poptorch.NameScope({name!r}) has no effect: values are called after their modules.")
+    yield

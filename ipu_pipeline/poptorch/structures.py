@@ -279,7 +279,7 @@ def _has_tensors(value: Any) -> bool:
 
 def _are_equal(first: Any, second: Any) -> bool:
     try:
-        is_nan = bool(first != first) and bool(second != second)  # noqa: PLR0124  # float("nan")
+        is_nan = bool(first != first) and bool(second != second)  # float("nan")
         return first is second or bool(first == second) or is_nan
     except Exception:  # such as arrays, whose comparison is one of elements
         is_array = isinstance(first, np.ndarray) and isinstance(second, np.ndarray)

@@ -45,7 +45,8 @@ class AsynchronousDataAccessor:
 
         Args:
           dataset: whatever can be iterated over, a `DataLoader` for example, or indexed up to its length.
-          buffer_size: how many batches the ring has, that which is being used included.
+          buffer_size: how many batches the ring has, that which is being used included; 1 counts as 2, or
+            the last one of an iteration would be overwritten by the first one of the next.
           miss_sleep_time_in_ms: without effect: the processes do not look for each other's progress from
             time to time, they wake each other.
           load_indefinitely: whether the next iteration's batches are loaded as soon as one has ended; else
@@ -98,7 +99,7 @@ class AsynchronousDataAccessor:
             )
         drop_last = getattr(dataset, "rebatched_drop_last", getattr(dataset, "drop_last", True))
         self._dataset = dataset
-        self._loading = Loading(buffer_size, load_indefinitely, rebatched_size, drop_last)
+        self._loading = Loading(max(2, buffer_size), load_indefinitely, rebatched_size, drop_last)
         self._strategy = SharingStrategy(sharing_strategy)
         self._process = self._start()
         if early_preload:

@@ -147,7 +147,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
     @property
     def options(self) -> Options | None:
-        """Those of the model; None in a copy that was pickled."""
+        """Those of the model; None in a copy, and in one that was pickled."""
         return self._options
 
     def terminate(self) -> None:
@@ -224,8 +224,9 @@ def _warn_if_empty(dataset: Any, combined: int | None, arguments: Mapping[str, A
         return
     if 0 < len(dataset) < combined:
         logs.warn_once(
-            f"DataLoader: the data set has {len(dataset)} rows, fewer than the {combined} of one call, so that "
-            "nothing is loaded: lower batch_size, or deviceIterations or gradientAccumulation of the options."
+            f"DataLoader: the data set has {len(dataset)} rows, fewer than the {combined} of one call, so "
+            "that nothing is loaded: lower batch_size, or deviceIterations or gradientAccumulation of the "
+            "options."
         )
 
 

@@ -118,8 +118,6 @@ class LoadingProcess:
             )
         while True:
             with self._stopping_if_interrupted():
-                if len(self._memories) == 1:
-                    self._hold(None)
                 message = self._receive()
                 if isinstance(message, Loaded):
                     self._hold(message.slot)
@@ -165,7 +163,7 @@ class LoadingProcess:
             self.stop()
             raise
 
-    def _hold(self, slot: int | None) -> None:
+    def _hold(self, slot: int) -> None:
         """Gives back the slot that was held before."""
         if self._held is not None:
             self._send(Free(self._held))

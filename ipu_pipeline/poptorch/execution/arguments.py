@@ -102,7 +102,7 @@ class Signature:
             if name not in given:
                 raise Error(f"Mandatory parameter {name} missing. The model's forward takes {[*known]}.")
         order = {name: place for place, name in enumerate(known)}
-        by_name = dict(sorted(kwargs.items(), key=lambda item: (order.get(item[0], len(order)), item[0])))
+        by_name = dict(sorted(kwargs.items(), key=lambda item: order.get(item[0], len(order))))
         tensors, structure = flatten((tuple(args), by_name))
         for hidden in structure.name_hidden("arguments"):
             raise Error(

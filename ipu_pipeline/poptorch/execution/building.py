@@ -96,6 +96,8 @@ def compile_model(
             options.source_location_excludes,
         )
     progress.done("capture")
+    if not trains:
+        _tell_of_training_mode(wrapped.modes)
     anchored = options.anchored_tensors.values()
     stages = make_stages(
         captured,
@@ -145,6 +147,17 @@ def compile_model(
     return compiled, training
 
 
+def _tell_of_training_mode(modes: Modes) -> None:
+    """Warns where inference draws random numbers or changes statistics, as somebody may not want."""
+    kinds = (torch.nn.modules.dropout._DropoutNd, torch.nn.modules.batchnorm._NormBase)  # noqa: SLF001
+    names = {type(m).__name__ for m, is_training in modes.items() if is_training and isinstance(m, kinds)}
+    if names:
+        warn_once(
+            "The model was in training mode when it was wrapped by inferenceModel, and stays so: "
+            f"{' and '.join(sorted(names))} are as in training. Call model.eval() before wrapping it."
+        )
+
+
 def _find_ipus(blocks: Sequence[BlockId], options: Options) -> list[int]:
     strategy = options.execution_strategy
     assert isinstance(strategy, PipelinedExecution)  # others are refused when a model is wrapped
@@ -157,8 +170,8 @@ def _schedule(options: Options) -> str | schedules.ScheduleFunction:
     if isinstance(options.execution_strategy, ShardedExecution):
         if options.is_set("pipeline_schedule"):
             warn_once(
-                "setPipelineSchedule has no effect with poptorch.ShardedExecution, in which one stage works "
-                "at a time."
+                "setPipelineSchedule has no effect with poptorch.ShardedExecution, in which one stage "
+                "works at a time."
             )
         return "sequential"
     found: str | schedules.ScheduleFunction = options.pipeline_schedule

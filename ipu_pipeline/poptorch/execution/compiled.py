@@ -161,9 +161,9 @@ class CompiledModel:
                 known = {id(tensor): full for full, tensor in self.stages.tensors.items()}
                 full = known.get(id(value), f"model/{name}").partition("/")[2]
                 raise Error(
-                    f"{full} of the model is another {kind} than when the model was compiled. Change tensors "
-                    "in place (copy_, load_state_dict without assign), or call destroy() on the model and "
-                    "wrap it again."
+                    f"{full} of the model is another {kind} than when the model was compiled. Change "
+                    "tensors in place (copy_, load_state_dict without assign), or call destroy() on the "
+                    "model and wrap it again."
                 )
 
     def read_buffers_from_host(self, model: torch.nn.Module, names: Sequence[str]) -> None:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from ipu_pipeline import interrupts
-from ipu_pipeline.engine.state import Collected
 from ipu_pipeline.poptorch.annotations import module_repr
-from ipu_pipeline.poptorch.enums import ConnectionType, OutputMode
+from ipu_pipeline.poptorch.enums import ConnectionType
 from ipu_pipeline.poptorch.errors import Error
+from ipu_pipeline.poptorch.execution.anchored import AnchoredValues
 from ipu_pipeline.poptorch.execution.arguments import Arguments, Signature, check_like_first, split
 from ipu_pipeline.poptorch.execution.building import Wrapped, batching_of, compile_model, output_mode_of
 from ipu_pipeline.poptorch.execution.compiled import CompiledModel
@@ -21,10 +22,10 @@ from ipu_pipeline.poptorch.execution.hooks import after_compiling, before_compil
 from ipu_pipeline.poptorch.execution.measured import Measured
 from ipu_pipeline.poptorch.execution.outputs import join_outputs
 from ipu_pipeline.poptorch.execution.profiles import Profile
-from ipu_pipeline.poptorch.execution.refused import Refused
 from ipu_pipeline.poptorch.execution.progress import CompileProgress
+from ipu_pipeline.poptorch.execution.refused import Refused
 from ipu_pipeline.poptorch.execution.timing import CallTimes
-from ipu_pipeline.poptorch.execution.training import ModelOptimizer
+from ipu_pipeline.poptorch.execution.training import ModelOptimizer, call_before_saving
 from ipu_pipeline.poptorch.execution.weights import HostWeights, host_weights_of, on_host, register
 from ipu_pipeline.poptorch.logs import logger
 from ipu_pipeline.poptorch.optim import Optimizer
@@ -61,10 +62,11 @@ class PoplarExecutor(Refused, Measured):
         self._training: ModelOptimizer | None = None
         self._detached: Mapping[str, Any] | None = None
         self._has_run = False
+        self._hook: RemovableHandle | None = None  # of an optimizer of torch's
         self._first: Arguments | None = None
         self._shapes: list[torch.Size] = []
         self._seen_version = 0
-        self._anchored: dict[str, torch.Tensor] = {}
+        self._anchored = AnchoredValues(wrapped.options)
         self._profile = Profile(wrapped.options, wrapped.trains)
 
     # Calls.
@@ -103,28 +105,21 @@ class PoplarExecutor(Refused, Measured):
             micro_batches, number = split(arguments, batching_of(self.options))
             times.input = [begin / 1e9] * number
             times.input_complete = [time.perf_counter()] * number
-            if self._wrapped.trains:  # before the run, since an interrupt may come at any time
-                self._host.mark_stale(self._write_to_host)
+            if self._wrapped.trains:
+                # For torch's schedulers of rates, which warn of an optimizer that has not been used.
+                vars(self._optimizer)["_opt_called"] = True
+                # Before the run, since an interrupt may come at any time
+                self._host.mark_stale(self, self._read_back)
             with self._profile.of_first_call():
                 collected = compiled.run(micro_batches, is_synthetic=self.options.synthetic_data)
             asked = time.perf_counter()
             mode = output_mode_of(self.options, self._wrapped.trains)
             first, dtypes = compiled.outputs.num_tensors, compiled.stages.output_dtypes
             joined = join_outputs(collected, dtypes[:first], mode, self.options.output_return_period)
-            self._keep_anchored(collected, dtypes, first, mode)
+            self._anchored.keep(collected, dtypes, first, mode)
             times.note_outputs(asked)
             self._call_ns = time.perf_counter_ns() - begin
             return compiled.outputs.unflatten(joined)
-
-    def _keep_anchored(
-        self, collected: list[Collected], dtypes: Sequence[torch.dtype], first: int, mode: OutputMode
-    ) -> None:
-        for place, (short, anchor) in enumerate(self.options.anchored_tensors.items(), first):
-            wanted = mode if anchor.output_mode in (None, OutputMode.Default) else anchor.output_mode
-            is_own = wanted is anchor.output_mode
-            period = anchor.output_return_period if is_own else self.options.output_return_period
-            (value,) = join_outputs(collected, dtypes[place : place + 1], wanted, period, place)
-            self._anchored[short] = value
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compiles the model for arguments like these, and runs nothing.
@@ -182,13 +177,12 @@ class PoplarExecutor(Refused, Measured):
     def _bring_newer(self) -> None:
         """Puts on the devices what has changed elsewhere since the last call."""
         assert self._compiled is not None
-        if not self._wrapped.trains:
+        if not self._host.is_newest(self):  # or another model that shares weights may be
             self._host.refresh()
-        # Before the first call weights may have changed since the model was compiled.
-        is_old = self._seen_version != self._host.version and not self._wrapped.trains
-        if is_old or not self._has_run:
-            self._compiled.read_from_host()
-            self._seen_version = self._host.version
+            # Before the first call weights may have changed since the model was compiled.
+            if self._seen_version != self._host.version or not self._has_run:
+                self._compiled.read_from_host()
+                self._seen_version = self._host.version
         if isinstance(self._optimizer, Optimizer):
             loaded = self._optimizer.device_state.take_loaded()
             if loaded is not None:
@@ -226,12 +220,26 @@ class PoplarExecutor(Refused, Measured):
                 self._connect()
 
     def _connect(self) -> None:
-        if self._training is not None and isinstance(self._optimizer, Optimizer):
+        if self._training is None or self._optimizer is None:
+            return
+        if isinstance(self._optimizer, Optimizer):
             self._optimizer.device_state.connect(self._fetch_optimizer_state)
+        else:
+            self._hook = call_before_saving(self._optimizer, self._leave_optimizer_state)
 
     def _disconnect(self) -> None:
         if self._training is not None and isinstance(self._optimizer, Optimizer):
             self._optimizer.device_state.disconnect()
+        if self._hook is not None:
+            self._leave_optimizer_state()
+            self._hook.remove()
+            self._hook = None
+
+    def _leave_optimizer_state(self) -> None:
+        with self._host.lock:
+            state = None if self._compiled is None else self._detached or self._compiled.state
+            if self._training is not None and self._optimizer is not None and state is not None:
+                self._training.leave_saved(self._optimizer, state)
 
     def _fetch_optimizer_state(self) -> SavedState | None:
         with self._host.lock:
@@ -261,6 +269,7 @@ class PoplarExecutor(Refused, Measured):
             self._write_to_host()
             if self._wrapped.trains:
                 self._host.mark_fresh()
+                self._seen_version = self._host.version
 
     def copyWeightsToHostIfNeeded(self) -> bool:
         """Copies them if those on the devices are newer; says whether they were."""
@@ -307,6 +316,10 @@ class PoplarExecutor(Refused, Measured):
     def _write_to_host(self) -> None:
         if self._compiled is not None and self._compiled.state is not None:
             self._compiled.write_to_host()
+
+    def _read_back(self) -> None:
+        self._write_to_host()
+        self._seen_version = self._host.version + 1  # of `mark_fresh`, which follows
 
     def share_weights(self, host: HostWeights) -> None:
         """Keeps weights in step with other models' from now on."""
@@ -373,12 +386,6 @@ class PoplarExecutor(Refused, Measured):
         with self._host.lock:
             if self._wrapped.trains:
                 self._host.refresh()
-                if self._training is not None:
-                    assert self._compiled is not None
-                    assert self._optimizer is not None
-                    state = self._compiled.state if self._detached is None else self._detached
-                    if state is not None:
-                        self._training.leave_saved(self._optimizer, state)
                 self._disconnect()
             self._compiled = self._training = self._detached = self._first = None
             self._host.release(self)
@@ -429,10 +436,7 @@ class PoplarExecutor(Refused, Measured):
         Raises:
           AssertionError: there is none of that name, or no call was made.
         """
-        known = list(self.options.anchored_tensors)
-        assert short_name in known, f"No tensor is anchored as {short_name!r}. There are: {known}."
-        assert short_name in self._anchored, "Run the model before asking for an anchored tensor."
-        return self._anchored[short_name]
+        return self._anchored.find(short_name)
 
     def __getattr__(self, name: str) -> Any:
         """What is no attribute here is one of the user's model."""

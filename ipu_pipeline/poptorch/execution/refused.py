@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from ipu_pipeline.poptorch.execution.building import Wrapped
 from ipu_pipeline.poptorch.logs import warn_once
 
 __all__ = ["Refused"]
@@ -22,6 +23,8 @@ def _refuse_export(method: str) -> NoReturn:
 class Refused(abc.ABC):
     """The part of a wrapped model that says no, and why."""
 
+    _wrapped: Wrapped
+
     @property
     @abc.abstractmethod
     def model(self) -> torch.nn.Module:
@@ -29,10 +32,11 @@ class Refused(abc.ABC):
 
     def train(self, mode: bool = True) -> torch.nn.Module:
         """Changes the user's model, not what was compiled, which keeps the modes of when it was wrapped."""
-        warn_once(
-            "train() and eval() of a wrapped model change the user's model. On the devices its modules "
-            "keep the modes that they had when it was wrapped: wrap it again for others."
-        )
+        if any(was != mode for was in self._wrapped.modes.values()):
+            warn_once(
+                "train() and eval() of a wrapped model change the user's model. On the devices its modules "
+                "keep the modes that they had when it was wrapped: wrap it again for others."
+            )
         return self.model.train(mode)
 
     def eval(self) -> torch.nn.Module:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import weakref
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from ipu_pipeline.engine import PipelineState, Reduction
 from ipu_pipeline.poptorch import optim
@@ -25,7 +27,7 @@ from ipu_pipeline.poptorch.optim.saving import (
 from ipu_pipeline.poptorch.optim.transformations import make_transformation, with_hyperparameters
 from ipu_pipeline.poptorch.options import Options
 
-__all__ = ["ModelOptimizer"]
+__all__ = ["ModelOptimizer", "call_before_saving"]
 
 
 class ModelOptimizer:
@@ -62,6 +64,7 @@ class ModelOptimizer:
         self._is_automatic = options.Training.automatic_loss_scaling
         self.spec = describe(optimizer, self._is_automatic)
         self._tensors = {name: tensors[name] for name in sorted(trainable)}
+        self._counts = dict.fromkeys(self._tensors, 0.0)  # updates before this model's
         self.group_of = assign_groups(optimizer, self._tensors)
         parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
         if strangers := len(parameters - {id(tensor) for tensor in model.parameters()}):
@@ -126,6 +129,10 @@ class ModelOptimizer:
         if isinstance(optimizer, optim.Optimizer):
             return optimizer.device_state.take()
         with on_host(*self._tensors.values()):
+            self._counts = {
+                name: float(optimizer.state.get(tensor, {}).get("step", 0.0))
+                for name, tensor in self._tensors.items()
+            }
             return read_torch_state(optimizer, {name: self._tensors[name] for name in self.group_of})
 
     def leave_saved(
@@ -139,6 +146,20 @@ class ModelOptimizer:
         """
         if isinstance(optimizer, optim.Optimizer):
             return
-        count = state.update_count if isinstance(state, PipelineState) else state["update_count"]
+        done = state.update_count if isinstance(state, PipelineState) else state["update_count"]
+        counts = {name: count + done for name, count in self._counts.items()}
         with on_host(*self._tensors.values()):
-            write_torch_state(optimizer, self.save(state), self._tensors, count)
+            write_torch_state(optimizer, self.save(state), self._tensors, counts)
+
+
+def call_before_saving(
+    optimizer: torch.optim.Optimizer, leave_state: Callable[[], None]
+) -> RemovableHandle:
+    """Has a method called whenever somebody asks an optimizer for its state; it is held weakly."""
+    leave = weakref.WeakMethod(leave_state)
+
+    def hook(_optimizer: torch.optim.Optimizer) -> None:
+        if (found := leave()) is not None:
+            found()
+
+    return optimizer.register_state_dict_pre_hook(hook)

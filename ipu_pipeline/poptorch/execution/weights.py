@@ -149,26 +149,26 @@ class HostWeights:
         self._watchers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._watched: list[weakref.ref[torch.Tensor]] = []
         self._executors: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._trainer: weakref.ref[Any] | None = None
+        self._trainers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._newest: weakref.ref[Any] | None = None  # who has newer weights
 
-    def find_trainer(self) -> Any:
-        """Who trains the model; None if nobody does. A wrapper that nobody has any more does not count."""
+    def find_trainer(self, model: torch.nn.Module) -> Any:
+        """Who trains a model; None if nobody does. A wrapper that nobody has any more does not count."""
         self.refresh()  # which is what holds it
-        return None if self._trainer is None else self._trainer()
+        return next((trainer for trainer in self._trainers if trainer.model is model), None)
 
     def register(self, executor: Any, model: torch.nn.Module, trains: bool) -> None:
         """Notes that a model is wrapped, and gives it a method `destroy`."""
         self._executors.add(executor)
         if trains:
-            self._trainer = weakref.ref(executor)
+            self._trainers.add(executor)
         if not hasattr(type(model), "destroy"):
             vars(model)["destroy"] = vars(model)[_HOLDER]
 
     def unregister(self, executor: Any, model: torch.nn.Module) -> None:
         """Takes that back."""
         self._executors.discard(executor)
-        if self._trainer is not None and self._trainer() is executor:
-            self._trainer = None
+        self._trainers.discard(executor)
         if not any(other.model is model for other in self._executors):
             if isinstance(vars(model).get("destroy"), _Destroy):
                 del vars(model)["destroy"]
@@ -217,14 +217,19 @@ class HostWeights:
         tensors = [reference() for reference in self._watched]
         return [tensor for tensor in tensors if tensor is not None and hasattr(type(tensor), "plain")]
 
-    def mark_stale(self, read_back: Callable[[], None]) -> None:
+    def mark_stale(self, executor: Any, read_back: Callable[[], None]) -> None:
         """Notes that a device's weights are newer.
 
         Args:
+          executor: whose they are.
           read_back: copies them to the host.
         """
-        self._read_back = read_back
+        self._newest, self._read_back = weakref.ref(executor), read_back
         _stale.add(self)
+
+    def is_newest(self, executor: Any) -> bool:
+        """Whether an executor has weights that are newer than the host's."""
+        return self._read_back is not None and self._newest is not None and self._newest() is executor
 
     def refresh(self) -> bool:
         """Copies newer weights to the host, if there are any; says whether there were."""
@@ -254,7 +259,7 @@ class HostWeights:
             self._executors |= other._executors
             self._watchers |= other._watchers
             self._watched += other._watched
-            self._trainer = self._trainer or other._trainer
+            self._trainers |= other._trainers
 
 
 class _Destroy:
@@ -305,16 +310,15 @@ def register(executor: Any, model: torch.nn.Module, trains: bool) -> None:
     """Notes that a model is wrapped.
 
     Raises:
-      RuntimeError: it, or a model that shares parameters with it, is wrapped for training already.
+      RuntimeError: it is wrapped for training already.
     """
     host = host_weights_of(model)
     with host.lock:
-        trainer = host.find_trainer() if trains else None
+        trainer = host.find_trainer(model) if trains else None
         if trainer is not None and trainer is not executor:
             raise RuntimeError(
                 "Model has already been wrapped in 'poptorch.trainingModel'. Call model.destroy() on the "
-                "model to unwrap before wrapping again. (So has a model of which it is a part, or that "
-                "shares parameters with it.)"
+                "model to unwrap before wrapping again."
             )
         host.register(executor, model, trains)
 

@@ -100,8 +100,9 @@ def _module_of(model: torch.nn.Module | PoplarExecutor) -> torch.nn.Module:
     for name, part in model.named_modules():
         if isinstance(part, torch.jit.ScriptModule):
             raise TypeError(
-                f"model must be a torch.nn.Module as it was written; {f'its part {name}' if name else 'it'} is "
-                "scripted or traced. Give the module that it was made from."
+                "model must be a torch.nn.Module as it was written; "
+                f"{f'its part {name}' if name else 'it'} is scripted or traced. Give the module that it "
+                "was made from."
             )
     for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
         if torch.nn.parameter.is_lazy(parameter):

@@ -21,8 +21,8 @@ from ipu_pipeline.poptorch.lowering.unsupported import describe_place
 from ipu_pipeline.poptorch.structures import Structure
 
 __all__ = [
-    "check_functional",
     "Held",
+    "check_functional",
     "check_hooks",
     "check_tensors",
     "check_values",
@@ -146,8 +146,8 @@ def tell_of_generators(program: torch.export.ExportedProgram) -> None:
     for node in program.graph.nodes:
         if node.op == "call_function" and node.kwargs.get("generator") is not None:
             warn_once(
-                f"{describe_place(node)} draws random numbers from a generator, which has no effect: they are "
-                "drawn on the devices, from Options.randomSeed."
+                f"{describe_place(node)} draws random numbers from a generator, which has no effect: they "
+                "are drawn on the devices, from Options.randomSeed."
             )
 
 

@@ -5,7 +5,8 @@
 - `gaussian_nll_loss` looks for negative variances, and raises an error; here they give NaN.
 - Batch normalization with momentum None divides by a count that it reads from a tensor.
 - Two losses are written as other operations, which nobody would take for losses.
-- Layers of float32 take inputs of float16 and bfloat16, as on IPUs: their weights are cast.
+- Layers of float32 take inputs of float16 and bfloat16, as on IPUs: their weights are cast. Layers of
+  float16 and bfloat16 take inputs of float32: these are cast.
 - Random numbers come from the options' seed: a seed or a generator within forward would be without effect.
 - Encoder and decoder layers compare the mask with a causal one, as a hint for faster code; here the mask
   is used as it is, which computes the same.
@@ -22,6 +23,7 @@ from typing import Any
 
 import torch
 from torch.nn.modules import batchnorm, transformer
+from torch.utils._pytree import tree_map_only
 
 from ipu_pipeline.poptorch import markers
 from ipu_pipeline.poptorch.logs import warn_once
@@ -154,6 +156,8 @@ def _in_dtype_of_input(function: Callable[..., torch.Tensor]) -> Callable[..., t
         if input.dtype in _NARROW and weight.dtype is torch.float32:
             weight = weight.to(input.dtype)
             bias = None if bias is None else bias.to(input.dtype)
+        elif weight.dtype in _NARROW and input.dtype is torch.float32:
+            input = input.to(weight.dtype)
         return function(input, weight, bias, *args, **kwargs)
 
     return call
@@ -164,22 +168,24 @@ def _recurrent_in_dtype_of_input(function: Callable[..., Any]) -> Callable[..., 
 
     @functools.wraps(function)
     def call(input: torch.Tensor, *args: Any) -> Any:
-        if input.dtype in _NARROW:
-            args = tuple(
-                [t.to(input.dtype) if t.dtype is torch.float32 else t for t in value]
-                if isinstance(value, (list, tuple)) and all(isinstance(t, torch.Tensor) for t in value)
-                else value
-                for value in args
-            )
+        weights = [t for value in args if isinstance(value, (list, tuple)) for t in value]
+        dtypes = {input.dtype, *(t.dtype for t in weights)}
+        narrow = next((dtype for dtype in _NARROW if dtypes == {torch.float32, dtype}), None)
+        if narrow is not None:
+            input, args = tree_map_only(torch.Tensor, _narrowing(narrow), (input, args))
         return function(input, *args)
 
     return call
 
 
+def _narrowing(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda tensor: tensor.to(dtype) if tensor.dtype is torch.float32 else tensor
+
+
 def _check_input(self: Any, input: torch.Tensor, batch_sizes: torch.Tensor | None) -> None:
     weight = self._flat_weights[0]
-    is_wider = input.dtype in _NARROW and weight.dtype is torch.float32
-    _check_recurrent(self, input.float() if is_wider else input, batch_sizes)
+    is_cast = {input.dtype, weight.dtype} in ({torch.float32, narrow} for narrow in _NARROW)
+    _check_recurrent(self, input.to(weight.dtype) if is_cast else input, batch_sizes)
 
 
 _check_recurrent = torch.nn.RNNBase.check_input
@@ -188,8 +194,8 @@ _check_recurrent = torch.nn.RNNBase.check_input
 def _seed(seed: Any) -> Any:
     del seed
     warn_once(
-        "The model's forward sets a random seed, which has no effect: numbers are drawn on the devices, from "
-        "Options.randomSeed."
+        "The model's forward sets a random seed, which has no effect: numbers are drawn on the devices, "
+        "from Options.randomSeed."
     )
     return torch.default_generator
 
@@ -229,12 +235,16 @@ def exportable() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name in ("multilabel_soft_margin_loss", "triplet_margin_with_distance_loss"):
             stack.enter_context(_replaced(functional, name, _as_loss(getattr(functional, name))))
+        # These are so for all threads: they differ from torch's only where torch refuses. What torch.cond
+        # traces may call them, and could not ask whether a model is being captured.
+        patch = unittest.mock.patch.object
         for name in _WITH_WEIGHTS:
-            stack.enter_context(_replaced(functional, name, _in_dtype_of_input(getattr(functional, name))))
+            cast = _in_dtype_of_input(getattr(functional, name))
+            stack.enter_context(patch(functional, name, cast))
         for name in ("gru", "lstm", "rnn_relu", "rnn_tanh"):
             cast = _recurrent_in_dtype_of_input(getattr(recurrent, name))
-            stack.enter_context(_replaced(recurrent, name, cast))
-        stack.enter_context(_replaced(torch.nn.RNNBase, "check_input", _check_input))
+            stack.enter_context(patch(recurrent, name, cast))
+        stack.enter_context(patch(torch.nn.RNNBase, "check_input", _check_input))
         stack.enter_context(_replaced(torch, "manual_seed", _seed))
         stack.enter_context(_replaced(torch, "ctc_loss", _ctc_loss))
         stack.enter_context(_replaced(functional, "gaussian_nll_loss", _as_loss(_gaussian_nll_loss)))

@@ -145,7 +145,7 @@ def write_torch_state(
     optimizer: torch.optim.Optimizer,
     saved: SavedState,
     tensors: Mapping[str, torch.Tensor],
-    num_updates: int,
+    counts: Mapping[str, float],
 ) -> None:
     """Gives an optimizer of torch's the state that a model had for it.
 
@@ -153,7 +153,7 @@ def write_torch_state(
       optimizer: what it had is replaced.
       saved: from `export_state`.
       tensors: the parameters, by the names of their variables.
-      num_updates: how often the model updated them, for optimizers that only count it.
+      counts: how often each was updated, for optimizers whose formulas do not need to know it.
     """
     is_counted = not isinstance(optimizer, torch.optim.SGD)
     changed = set()
@@ -164,8 +164,7 @@ def write_torch_state(
             changed.add(name)
     for name in changed if is_counted else ():
         if _key(STEP, name) not in saved.ipu_state:
-            state = optimizer.state[tensors[name]]
-            state[STEP] = torch.as_tensor(state.get(STEP, 0.0)) + num_updates
+            optimizer.state[tensors[name]][STEP] = torch.tensor(counts[name])
 
 
 def _check_names(places: Set[str], saved: Set[str], unmade: Set[str]) -> None:

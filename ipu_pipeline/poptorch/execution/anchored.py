@@ -1,0 +1,48 @@
+"""Values of a model that `Options.anchorTensor` names, kept from the last call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ipu_pipeline.engine.state import Collected
+from ipu_pipeline.poptorch.enums import OutputMode
+from ipu_pipeline.poptorch.execution.outputs import join_outputs
+from ipu_pipeline.poptorch.options import Options
+
+__all__ = ["AnchoredValues"]
+
+
+class AnchoredValues:
+    """What was kept, by the names that the options give."""
+
+    def __init__(self, options: Options) -> None:
+        """Nothing has been kept yet."""
+        self._options = options
+        self._kept: dict[str, torch.Tensor] = {}
+
+    def keep(
+        self, collected: list[Collected], dtypes: Sequence[torch.dtype], first: int, mode: OutputMode
+    ) -> None:
+        """Keeps the values of a call.
+
+        Args:
+          collected: what the last stage gave.
+          dtypes: of its leaves.
+          first: the place of the first leaf that was asked for by name.
+          mode: the output mode of the call, for values without one of their own.
+        """
+        for place, (short, anchor) in enumerate(self._options.anchored_tensors.items(), first):
+            wanted = mode if anchor.output_mode in (None, OutputMode.Default) else anchor.output_mode
+            is_own = wanted is anchor.output_mode
+            period = anchor.output_return_period if is_own else self._options.output_return_period
+            (value,) = join_outputs(collected, dtypes[place : place + 1], wanted, period, place)
+            self._kept[short] = value
+
+    def find(self, short_name: str) -> torch.Tensor:
+        """A value of the last call; see `PoplarExecutor.getAnchoredTensor`."""
+        known = list(self._options.anchored_tensors)
+        assert short_name in known, f"No tensor is anchored as {short_name!r}. There are: {known}."
+        assert short_name in self._kept, "Run the model before asking for an anchored tensor."
+        return self._kept[short_name]
