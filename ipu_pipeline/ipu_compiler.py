@@ -25,7 +25,8 @@ def compile(fn: Callable[..., Any], inputs: Sequence[Any] | None = None) -> Prog
     Args:
       fn: takes one array per input. It calls `pipelining_ops.pipeline` or `loops.repeat`, may compute
         before, between and after them, and returns what `Session.run` is to return.
-      inputs: placeholders, or values that are the same in every run. One alone need not be in a list.
+      inputs: placeholders, or values that are the same in every run. One alone need not be in a list. A
+        placeholder that `fn`, a stage or an optimizer function uses as an array need not be among them.
 
     Returns:
       The program, for `Session.run`.

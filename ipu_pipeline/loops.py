@@ -14,8 +14,9 @@ from ipu_pipeline.engine import jax_compat
 from ipu_pipeline.engine.loops.bodies import trace_body
 from ipu_pipeline.engine.loops.loop import Loop
 from ipu_pipeline.engine.tracing import frames
+from ipu_pipeline.engine.tracing.captures import Captures
 from ipu_pipeline.engine.tracing.faults import describe_arguments
-from ipu_pipeline.engine.tracing.stages import as_arguments, check_captures, check_signature
+from ipu_pipeline.engine.tracing.stages import as_arguments, check_signature
 from ipu_pipeline.graph.operations import Operation
 from ipu_pipeline.graph.placeholders import Placeholder, as_traced_inputs
 from ipu_pipeline.program.calls import LoopCall, current_builder
@@ -188,7 +189,7 @@ def _describe(tree: Any) -> str:
 
 def _check_count(n: Any) -> Any:
     if isinstance(n, Placeholder):
-        n.refuse_capture()
+        n = n.traced()
     if jax_compat.is_traced(n):
         if n.shape != () or not jnp.issubdtype(n.dtype, jnp.integer):
             raise TypeError(
@@ -219,7 +220,7 @@ def _trace_condition(
         raise ValueError(
             f"{what}: cond must return a boolean scalar; it returned {described or 'nothing'}."
         )
-    check_captures(closed_jaxpr.consts, frame.place, None)
+    Captures().check(closed_jaxpr.consts, frame.place)
     if frame.names.variables:
         raise ValueError(
             f"{what}: cond asks for variable {next(iter(frame.names.variables))}, but may only use the "

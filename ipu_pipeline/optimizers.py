@@ -16,6 +16,7 @@ from ipu_pipeline.engine.jaxprs.shapes import check_float_dtype
 from ipu_pipeline.engine.loops.recording import TrainingStep, current_recorder, record_training_step
 from ipu_pipeline.engine.programs.accumulation import Reduction, find_accumulator_dtype
 from ipu_pipeline.engine.programs.gradient_maps import GradientMap, check_gradient_map
+from ipu_pipeline.engine.tracing.captures import Captures
 from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.engine.updates import optimizer_tracing
 from ipu_pipeline.engine.updates.loss_scaling import scale_loss
@@ -97,7 +98,8 @@ class _Optimizer:
         traced = optimizer_tracing.trace_optimizer(
             unwrapped.transformation, trained, None, (), reduction, dtypes
         )
-        traced, captured = optimizer_tracing.lift_captures(traced)
+        captures = Captures()
+        traced = optimizer_tracing.lift_captures(traced, captures.find_number)
         step_name = frame.names.layer_name("", name or self.name)
         step = TrainingStep(
             name=step_name,
@@ -108,7 +110,7 @@ class _Optimizer:
             accumulator_dtypes=dtypes,
             offloads_state=unwrapped.offloads_state,
         )
-        record_training_step(recorder, step, loss, captured)
+        record_training_step(recorder, step, loss, captures.values)
         return Operation(step_name)
 
 

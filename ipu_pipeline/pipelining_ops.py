@@ -13,6 +13,7 @@ from ipu_pipeline.engine.pipeline import Pipeline
 from ipu_pipeline.engine.planning.dispatch_plans import DispatchPlan
 from ipu_pipeline.engine.programs.collecting import find_sum_dtype
 from ipu_pipeline.engine.tracing import frames
+from ipu_pipeline.engine.tracing.captures import Captures
 from ipu_pipeline.engine.tracing.checkpoints import recomputation_checkpoint
 from ipu_pipeline.gradient_accumulation import GradientAccumulationReductionMethod
 from ipu_pipeline.graph.operations import Operation
@@ -236,7 +237,7 @@ def pipeline(
         )
     reserve_ipus(builder.ipu_device, 1 + max(jax.tree.leaves(device_mapping)))  # stages may make arrays
     if isinstance(count, Placeholder):
-        count = builder.traced_input(count)
+        count = count.traced()
     has_count_operand = isinstance(count, jax.Array)
     input_leaves, input_tree = as_traced_inputs(inputs)
 
@@ -251,6 +252,7 @@ def pipeline(
         return is_chosen
 
     optimizer = None if optimizer_function is None else LossAndTransformation(optimizer_function)
+    captures = Captures(builder.is_captured_placeholder, builder.describe_input)
     engine_pipeline = Pipeline(
         computational_stages,
         num_micro_batches=None if has_count_operand else count,
@@ -262,7 +264,7 @@ def pipeline(
         donate=True,
         trained=None if optimizer is None else optimizer.trained,
         program_names=builder.names,
-        describe_capture=builder.describe_input,
+        captures=captures,
         gradient_map=None if optimizer is None else optimizer.gradient_map,
         accumulator_dtype=accumulator_dtype,
         # The configuration of the run decides; if it is this one, the programs need not be built again.
@@ -293,5 +295,5 @@ def pipeline(
     )
     check_outfeed(call)
     check_recomputation_checkpoints(call)
-    builder.add(call, [*([count] if has_count_operand else []), *input_leaves])
+    builder.add(call, [*([count] if has_count_operand else []), *input_leaves, *captures.values])
     return Operation(call.name)

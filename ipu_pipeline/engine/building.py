@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ipu_pipeline.engine import jaxprs
 from ipu_pipeline.engine.pipeline_options import PipelineOptions
 from ipu_pipeline.engine.programs import differentiation
 from ipu_pipeline.engine.programs.accumulation import Reduction, find_accumulator_dtype
@@ -88,7 +89,7 @@ def build(recipe: Recipe, element: Any, inputs: tuple[Any, ...], recompute: Reco
             options.loss,
             options.program_names,
             faults,
-            options.describe_capture,
+            options.captures,
         )
         trained: dict[str, VariableSpec] = {}
         if options.optimizer is not None:
@@ -107,7 +108,7 @@ def build(recipe: Recipe, element: Any, inputs: tuple[Any, ...], recompute: Reco
             name: find_accumulator_dtype(spec, options.accumulator_dtype, "accumulator_dtype")
             for name, spec in trained.items()
         }
-        updates = _make_updates(recipe, traced, trained, dtypes)
+        updates, traced = _make_updates(recipe, traced, trained, dtypes)
         gradient_map = None if options.gradient_map is None else options.gradient_map()
         if gradient_map is not None:  # it is to see the whole gradient of a micro-batch
             check_gradient_map(gradient_map, trained.values())
@@ -123,6 +124,7 @@ def build(recipe: Recipe, element: Any, inputs: tuple[Any, ...], recompute: Reco
             )
 
         programs = make_programs(recompute)
+        options.program_names.reads.clear()
     return Built(traced, updates, dtypes, collecting, programs, make_programs)
 
 
@@ -131,17 +133,32 @@ def _make_updates(
     traced: TracedPipeline,
     trained: Mapping[str, VariableSpec],
     dtypes: Mapping[str, Any],
-) -> Updates | None:
+) -> tuple[Updates | None, TracedPipeline]:
+    """The programs of the weight update; what the optimizer captured is an output of the pipeline then."""
     if recipe.options.optimizer is None:
-        return None
+        return None, traced
     optimizer = optimizer_tracing.trace_optimizer(
         recipe.options.optimizer, trained, traced.output_tree, traced.output_avals, recipe.reduction, dtypes
     )
-    optimizer_tracing.check_optimizer_captures(optimizer, recipe.options.describe_capture)
+    captures = recipe.options.captures
+    for flat in (optimizer.init, optimizer.update):
+        captures.check(flat.constants.values(), "the optimizer")
+    read: list[int] = []  # of what was captured
+
+    def find_position(value: Any) -> int | None:
+        number = captures.find_number(value)
+        if number is None:
+            return None
+        if number not in read:
+            read.append(number)
+        return len(traced.outputs) + read.index(number)
+
+    optimizer = optimizer_tracing.lift_captures(optimizer, find_position)
+    extended = traced.with_captured(list(map(jaxprs.aval_struct, captures.values)), read)
     # What is on one IPU is updated together, by its first stage.
     mapping = recipe.mapping
     homes = {name: mapping.index(mapping[stage]) for name, stage in traced.owners.items()}
-    return cut_updates(optimizer, homes, len(traced.stages) - 1)
+    return cut_updates(optimizer, homes, len(traced.stages) - 1), extended
 
 
 def _find_trained(recipe: Recipe, traced: TracedPipeline) -> dict[str, VariableSpec]:

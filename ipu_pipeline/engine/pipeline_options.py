@@ -16,6 +16,7 @@ from ipu_pipeline.engine.programs.accumulation import Reduction
 from ipu_pipeline.engine.programs.gradient_maps import GradientMap
 from ipu_pipeline.engine.programs.recomputation import Recomputation
 from ipu_pipeline.engine.tracing import frames, stage_lists
+from ipu_pipeline.engine.tracing.captures import Captures
 from ipu_pipeline.engine.updates import optimizer_tracing
 
 __all__ = ["PipelineOptions", "check_positive"]
@@ -42,7 +43,8 @@ class PipelineOptions:
       trained: full names of the variables to train, or a function that returns them once the
         stages have been traced; None: all trainable ones.
       program_names: the names of the program that the pipeline is part of; by default its own.
-      describe_capture: the name of a value from outside the stages, for the error about it.
+      captures: which traced values from outside the stages and the optimizer may use, and takes them up.
+        They are further inputs of the pipeline, after those that are given. By default none may be used.
       gradient_map: returns, once the stages have been traced, None or a function of a gradient and its
         variable; it is applied to each micro-batch's gradients, before accumulation.
       recompute: "auto", "recompute_then_backpropagate" or "recompute_and_backpropagate_interleaved"
@@ -88,7 +90,7 @@ class PipelineOptions:
     donate: bool = False
     trained: Collection[str] | Callable[[], Collection[str] | None] | None = None
     program_names: frames.ProgramNames = field(default_factory=frames.ProgramNames)
-    describe_capture: Callable[[Any], str | None] | None = None
+    captures: Captures = field(default_factory=Captures)
     gradient_map: Callable[[], GradientMap | None] | None = None
     recompute: str | Recomputation | None = None
     offload: Collection[str | Offload] = ()

@@ -154,7 +154,10 @@ def step(
             else:
                 after = before + gradient.astype(before.dtype)
             accumulated[name] = after.astype(dtypes[name])
-    unflatten = traced.output_tree.unflatten
+
+    def unflatten(leaves: Sequence[Any]) -> Any:
+        return traced.output_tree.unflatten(leaves[: traced.output_tree.num_leaves])
+
     collected = [
         Collected(outputs, None if optimizer is None else loss, None)
         for outputs, loss in zip(all_outputs, losses, strict=True)

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+import contextlib
+import contextvars
+import itertools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import numpy as np
 
 from ipu_pipeline.engine.tracing.specs import is_of_numbers
 
-__all__ = ["Placeholder", "as_traced_inputs", "cast_exactly", "placeholder"]
+__all__ = [
+    "Placeholder",
+    "as_traced_inputs",
+    "cast_exactly",
+    "live_placeholders",
+    "placeholder",
+    "standing",
+]
 
 
 class Placeholder:
@@ -29,27 +41,33 @@ class Placeholder:
         """Shape and dtype, as JAX will have them."""
         return jax.ShapeDtypeStruct(self.shape, jax.dtypes.canonicalize_dtype(self.dtype))
 
-    def refuse_capture(self) -> NoReturn:
-        """Raises the error about using the placeholder itself as an array.
+    def traced(self) -> Any:
+        """What stands for its value in the function that is being compiled: it is then an input of that.
 
         Raises:
-          ValueError: always; a placeholder's value is what the compiled function gets in its place.
+          ValueError: nothing is being compiled, or the placeholder was made by the function itself.
         """
-        raise ValueError(
-            f"Trying to capture the tensor {self.name} ({self!r}). A placeholder has a value only as an "
-            "argument: give it to ipu_compiler.compile in `inputs`, and use what the function then gets. "
-            "To a pipeline's stages it goes through `inputs`."
-        )
+        known = _standing.get()
+        if known is None:
+            raise ValueError(
+                f"Trying to capture the tensor {self.name} ({self!r}) outside of a program. A placeholder "
+                "has a value only in a function that ipu_compiler.compile traces."
+            )
+        return known(self)
 
-    @property
-    def __jax_array__(self) -> NoReturn:
-        """JAX and NumPy look these two up when the placeholder itself is used as an array."""
-        self.refuse_capture()
+    def __jax_array__(self) -> Any:
+        """JAX calls it when the placeholder itself is used as an array."""
+        return self.traced()
 
-    @property
-    def __array__(self) -> NoReturn:
-        """See `__jax_array__`."""
-        self.refuse_capture()
+    def __array__(self, *arguments: Any, **options: Any) -> Any:
+        """NumPy calls it likewise; JAX then says that a traced value is no NumPy array."""
+        return np.asarray(self.traced(), *arguments, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        """What an array has, such as `astype`."""
+        if name.startswith("_") or not hasattr(jax.Array, name):
+            raise AttributeError(f"{self!r} has no attribute {name!r}")
+        return getattr(self.traced(), name)
 
     def check_value(self, value: Any) -> np.ndarray[Any, Any]:
         """A value that was fed, as an array of the placeholder's dtype.
@@ -68,19 +86,27 @@ class Placeholder:
         return cast_exactly(array, self.aval.dtype, f"The value fed to {self!r}")
 
 
-def _refuse(self: Placeholder, *arguments: Any) -> NoReturn:
-    del arguments
-    self.refuse_capture()
+def _forward(name: str) -> Callable[..., Any]:
+    def operator(self: Placeholder, *arguments: Any) -> Any:
+        return getattr(self.traced(), name)(*arguments)
+
+    return operator
 
 
-# Whatever a number or an array can do, a placeholder cannot: the error then names it.
+# Whatever an array can do, what stands for a placeholder's value does.
 _OPERATORS = """
     add sub mul matmul truediv floordiv mod divmod pow and or xor lshift rshift
     radd rsub rmul rmatmul rtruediv rfloordiv rmod rdivmod rpow rand ror rxor rlshift rrshift
     neg pos abs invert lt le gt ge bool int float complex index len iter getitem
 """
 for _operator in _OPERATORS.split():
-    setattr(Placeholder, f"__{_operator}__", _refuse)
+    setattr(Placeholder, f"__{_operator}__", _forward(f"__{_operator}__"))
+
+
+# So functions that JAX traces take them as arguments, and stages may return them.
+jax.tree_util.register_pytree_node(
+    Placeholder, lambda known: ((known.traced(),), None), lambda _nothing, values: values[0]
+)
 
 
 def cast_exactly(array: np.ndarray[Any, Any], dtype: Any, what: str) -> np.ndarray[Any, Any]:
@@ -122,7 +148,7 @@ def as_traced_inputs(inputs: Any, what: str = "inputs") -> tuple[list[Any], Any]
 
     Raises:
       TypeError: a leaf is no array.
-      ValueError: a leaf is a placeholder, or an integer that does not fit.
+      ValueError: an integer does not fit.
     """
     if inputs is None:
         inputs = []
@@ -135,8 +161,6 @@ def as_traced_inputs(inputs: Any, what: str = "inputs") -> tuple[list[Any], Any]
 def _as_array(what: str, leaf: Any) -> Any:
     if isinstance(leaf, jax.Array):  # traced values included
         return leaf
-    if isinstance(leaf, Placeholder):
-        leaf.refuse_capture()
     array = np.asarray(leaf)
     if array.dtype.kind in "OUSMm":
         raise TypeError(f"{what} must be an array; got {type(leaf).__name__}.")
@@ -144,6 +168,27 @@ def _as_array(what: str, leaf: Any) -> Any:
 
 
 _count = 0
+_live: weakref.WeakValueDictionary[int, Placeholder] = weakref.WeakValueDictionary()  # by order of making
+_numbers = itertools.count()
+_standing: contextvars.ContextVar[Callable[[Placeholder], Any] | None] = contextvars.ContextVar(
+    "standing", default=None
+)
+
+
+def live_placeholders() -> list[Placeholder]:
+    """All placeholders that there are, in the order in which they were made."""
+    found = [reference() for reference in _live.valuerefs()]
+    return [known for known in found if known is not None]
+
+
+@contextlib.contextmanager
+def standing(find: Callable[[Placeholder], Any]) -> Iterator[None]:
+    """For a `with` block, says what stands for the value of a placeholder."""
+    token = _standing.set(find)
+    try:
+        yield
+    finally:
+        _standing.reset(token)
 
 
 def placeholder(dtype: Any, shape: Any = None, name: str | None = None) -> Placeholder:
@@ -155,7 +200,9 @@ def placeholder(dtype: Any, shape: Any = None, name: str | None = None) -> Place
       name: what errors call it. None: Placeholder, Placeholder_1, ...
 
     Returns:
-      The placeholder, for `ipu_compiler.compile(fn, inputs=[...])` and as a key of `feed_dict`.
+      The placeholder. It is a key of `feed_dict`; `ipu_compiler.compile(fn, inputs=[...])` takes it as an
+      input, and functions that are compiled, stages and optimizer functions among them, may use it as an
+      array, which makes it an input, too.
 
     Raises:
       TypeError: the dtype is none, or not one of numbers or booleans.
@@ -172,4 +219,6 @@ def placeholder(dtype: Any, shape: Any = None, name: str | None = None) -> Place
     if name is None:
         name = "Placeholder" if _count == 0 else f"Placeholder_{_count}"
         _count += 1
-    return Placeholder(np.dtype(dtype), tuple(int(size) for size in shape), name)
+    made = Placeholder(np.dtype(dtype), tuple(int(size) for size in shape), name)
+    _live[next(_numbers)] = made
+    return made

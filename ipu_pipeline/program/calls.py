@@ -241,7 +241,8 @@ class ProgramBuilder:
       ipu_device: the number in `/device:IPU:<n>`.
       names: the names that the program gives out.
       inputs: what the function was given, as (value, name).
-      placeholders: the placeholders that the program is compiled for, each with what stands for it.
+      placeholders: all that there are, each with what stands for it where it is used as an array.
+      captured: those that were used so.
       calls: the pipelines and loops.
     """
 
@@ -249,6 +250,7 @@ class ProgramBuilder:
     names: frames.ProgramNames = field(default_factory=frames.ProgramNames)
     inputs: list[tuple[Any, str]] = field(default_factory=list)
     placeholders: dict[Placeholder, Any] = field(default_factory=dict)
+    captured: dict[Placeholder, None] = field(default_factory=dict)
     calls: list[Call] = field(default_factory=list)
 
     def add(
@@ -288,15 +290,23 @@ class ProgramBuilder:
         _marker, *values = run_call_p.bind(*operands, index=len(self.calls) - 1, results=avals)
         return values
 
-    def traced_input(self, placeholder: Placeholder) -> Any:
-        """The traced value that stands for one of the program's placeholders.
+    def capture(self, placeholder: Placeholder) -> Any:
+        """The traced value that stands for a placeholder, which is an input of the program from now on.
 
         Raises:
-          ValueError: the program is not compiled for it.
+          ValueError: it was made after compiling began.
         """
         if placeholder not in self.placeholders:
-            placeholder.refuse_capture()
+            raise ValueError(
+                f"Trying to capture the tensor {placeholder.name} ({placeholder!r}), which was made by the "
+                "function that is being compiled. Make placeholders before."
+            )
+        self.captured[placeholder] = None
         return self.placeholders[placeholder]
+
+    def is_captured_placeholder(self, value: Any) -> bool:
+        """Whether a traced value stands for a placeholder that was used as an array."""
+        return any(self.placeholders[known] is value for known in self.captured)
 
     def describe_input(self, value: Any) -> str | None:
         """The name of a value that the function was given."""

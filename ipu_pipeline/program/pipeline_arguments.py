@@ -370,7 +370,7 @@ def apply_mask(mask: Any, outputs: Any) -> tuple[Any, list[bool]]:
 
 def check_outfeed(call: PipelineCall) -> None:
     """Raises if there are outputs and no outfeed; warns if there is one and no outputs."""
-    avals = call.pipeline.traced.output_avals
+    avals = call.pipeline.traced.returned_avals
     if call.outfeed_queue is None and avals:
         described = ", ".join(f"{aval.dtype.name}{list(aval.shape)}" for aval in avals)
         raise ValueError(

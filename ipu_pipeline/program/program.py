@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ from ipu_pipeline.engine.planning.dispatch_plans import DispatchPlan
 from ipu_pipeline.engine.tracing import frames, hoisting
 from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.graph.operations import Operation
-from ipu_pipeline.graph.placeholders import Placeholder
+from ipu_pipeline.graph.placeholders import Placeholder, live_placeholders, standing
 from ipu_pipeline.program.calls import Call, PipelineCall, ProgramBuilder, building, run_call_p
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
 from ipu_pipeline.reports.placement_report import Placement
@@ -217,37 +216,26 @@ def build_program(
       ValueError: a pipeline or loop is called inside the body of another transformation.
     """
     builder = ProgramBuilder(ipu_device)
+    live = live_placeholders()
     result: list[Any] = []
 
     def traced(*arguments: Any) -> list[Any]:
         named = [value.name if isinstance(value, Placeholder) else "a constant" for value in inputs]
-        builder.inputs = list(zip(arguments, named, strict=True))
-        given = zip(inputs, arguments, strict=True)
-        builder.placeholders = {
-            value: argument for value, argument in given if isinstance(value, Placeholder)
-        }
+        given = arguments[: len(inputs)]
+        builder.inputs = list(zip(given, named, strict=True))
+        builder.placeholders = dict(zip(live, arguments[len(inputs) :], strict=True))
         frame = frames.Frame(builder.names, False, "the compiled function", is_stage=False)
-        with building(builder), frames.frame(frame):
-            leaves, tree = jax.tree.flatten(function(*arguments))
+        with building(builder), standing(builder.capture), frames.frame(frame):
+            leaves, tree = jax.tree.flatten(function(*given))
         result[:] = [tree, [isinstance(leaf, Operation) for leaf in leaves]]
         return [leaf for leaf in leaves if not isinstance(leaf, Operation)]
 
     avals = [
         value.aval if isinstance(value, Placeholder) else jax.ShapeDtypeStruct(value.shape, value.dtype)
-        for value in inputs
+        for value in (*inputs, *live)
     ]
-    try:
-        with jax_compat.fresh_trace():
-            closed_jaxpr = jax.make_jaxpr(traced)(*avals)
-    except TypeError as error:
-        # Most uses of a placeholder raise its own error; JAX's innermost functions look at types only.
-        if Placeholder.__name__ not in str(error):
-            raise
-        named = re.search(r"placeholder '([^']*)'", f"{error.__cause__}")
-        raise ValueError(
-            f"Trying to capture the tensor {named.group(1) if named else 'of a placeholder'}. Give "
-            "placeholders to ipu_compiler.compile in `inputs`, and use what the function gets for them."
-        ) from error
+    with jax_compat.fresh_trace():
+        closed_jaxpr = jax.make_jaxpr(traced)(*avals)
     reads: list[dict[VariableSpec, Any]] = [{}]  # one entry per segment
 
     def read(spec: VariableSpec) -> Any:
@@ -278,10 +266,12 @@ def build_program(
             queue.bind(element_tree, element_avals)
     tree, is_operation = result
     outputs = iter(flat.outputs)
+    num_given = len(inputs)
+    captured = dict(zip(live, flat.inputs[num_given:], strict=True))
     return Program(
         ipu_device,
-        inputs,
-        flat.inputs,
+        [*inputs, *builder.captured],
+        [*flat.inputs[:num_given], *(captured[known] for known in builder.captured)],
         _make_steps(flat, reads, builder.calls),
         tree,
         [None if operation else next(outputs) for operation in is_operation],

@@ -15,7 +15,6 @@ import numpy as np
 
 from ipu_pipeline.engine.loops.recording import current_recorder, record_enqueued
 from ipu_pipeline.graph.operations import Operation
-from ipu_pipeline.graph.placeholders import Placeholder
 
 __all__ = ["IPUOutfeedMode", "IPUOutfeedQueue", "OutfeedOperation"]
 
@@ -232,8 +231,6 @@ class IPUOutfeedQueue:
 
 
 def _as_array(leaf: Any) -> jax.Array:
-    if isinstance(leaf, Placeholder):
-        leaf.refuse_capture()
     try:
         return jnp.asarray(leaf)
     except TypeError as error:

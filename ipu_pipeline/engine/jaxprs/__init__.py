@@ -21,6 +21,7 @@ from ipu_pipeline.engine.jaxprs.flat import (
     lift_captures,
     map_atoms,
     substitute,
+    take_out_constants,
 )
 from ipu_pipeline.engine.jaxprs.slicing import any_equation, can_reduce, dependents, extract, reduce
 
@@ -46,4 +47,5 @@ __all__ = [
     "map_atoms",
     "reduce",
     "substitute",
+    "take_out_constants",
 ]

@@ -36,6 +36,7 @@ __all__ = [
     "make_program",
     "map_atoms",
     "substitute",
+    "take_out_constants",
 ]
 
 # jax.extend.core carries no type annotations, so to the type checker these are Any; the names are for
@@ -156,6 +157,24 @@ def lift_captures(closed_jaxpr: Any) -> tuple[Any, list[Any]]:
     kept = [(var, value) for var, value in constants if var not in captured]
     lifted = make_program(dict(kept), [*captured, *jaxpr.invars], jaxpr.eqns, jaxpr.outvars)
     return lifted.closed_jaxpr, list(captured.values())
+
+
+def take_out_constants(
+    flat: FlatJaxpr, find_number: Callable[[Any], int | None]
+) -> tuple[FlatJaxpr, dict[Var, int]]:
+    """A flat jaxpr with some of its constants as further inputs.
+
+    Args:
+      flat: the jaxpr.
+      find_number: a number for a constant's value that becomes an input, None for others.
+
+    Returns:
+      The jaxpr, and the numbers of these inputs.
+    """
+    found = {var: find_number(value) for var, value in flat.constants.items()}
+    numbers = {var: number for var, number in found.items() if number is not None}
+    kept = {var: value for var, value in flat.constants.items() if var not in numbers}
+    return FlatJaxpr([*flat.inputs, *numbers], flat.equations, flat.outputs, kept), numbers
 
 
 def close(flat: FlatJaxpr) -> Program:

@@ -61,7 +61,7 @@ def make_collecting(
     Raises:
       ValueError: something cannot be summed, or there is not one boolean per leaf.
     """
-    known = list(traced.output_avals)
+    known = list(traced.returned_avals)
     chosen = [bool(outputs)] * len(known)
     if callable(outputs):
         chosen = list(outputs(traced.output_tree.unflatten(known)))

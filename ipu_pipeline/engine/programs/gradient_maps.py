@@ -7,8 +7,8 @@ from typing import TypeAlias
 
 import jax
 
+from ipu_pipeline.engine.tracing.captures import Captures
 from ipu_pipeline.engine.tracing.specs import VariableSpec
-from ipu_pipeline.engine.tracing.stages import check_captures
 
 __all__ = ["GradientMap", "check_gradient_map"]
 
@@ -35,7 +35,7 @@ def check_gradient_map(gradient_map: GradientMap, trained: Iterable[VariableSpec
                 f"Trying to capture the tensor of a stage in {what}, which may only use its arguments, a "
                 "gradient and its variable."
             ) from error
-        check_captures(closed_jaxpr.consts, what, None)
+        Captures().check(closed_jaxpr.consts, what)
         results = closed_jaxpr.out_avals
         if len(results) != 1 or results[0].shape != spec.shape or results[0].dtype != spec.dtype:
             described = ", ".join(f"{aval.dtype.name}{list(aval.shape)}" for aval in results)

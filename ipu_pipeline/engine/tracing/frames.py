@@ -27,6 +27,7 @@ class ProgramNames:
       layer_counts: (scope, kind of layer) -> how many there are.
       key_counts: scope -> how many random keys were drawn in it.
       markers: serial numbers of the variables and keys that were found in traced functions.
+      reads: what was returned for variables, and these, by its identity; while functions are traced.
       holders: objects outside of the program that hold the values of its variables, by their identity:
         the object, which so stays alive, and the full name that stands for it.
     """
@@ -35,6 +36,7 @@ class ProgramNames:
     layer_counts: dict[tuple[str, str], int] = field(default_factory=dict)
     key_counts: dict[str, int] = field(default_factory=dict)
     markers: set[int] = field(default_factory=set)
+    reads: dict[int, tuple[object, VariableSpec]] = field(default_factory=dict)
     holders: dict[int, tuple[object, str]] = field(default_factory=dict)
 
     def name_of_holder(self, holder: object, full_name: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -18,6 +18,7 @@ from jax.extend import core as jex_core
 from ipu_pipeline.engine import jax_compat, jaxprs
 from ipu_pipeline.engine.jaxprs.shapes import describe
 from ipu_pipeline.engine.tracing import frames, hoisting
+from ipu_pipeline.engine.tracing.captures import Captures
 from ipu_pipeline.engine.tracing.checkpoints import check_marks
 from ipu_pipeline.engine.tracing.faults import Faults, describe_arguments, find_signature_fault
 from ipu_pipeline.engine.tracing.traced import Source, TracedPipeline, TracedStage, share_variables
@@ -25,7 +26,6 @@ from ipu_pipeline.engine.tracing.traced import Source, TracedPipeline, TracedSta
 __all__ = [
     "StageFunction",
     "as_arguments",
-    "check_captures",
     "check_signature",
     "trace",
 ]
@@ -60,7 +60,7 @@ def trace(
     loss: Callable[..., Any] | None,
     program_names: frames.ProgramNames,
     faults: Faults,
-    describe_capture: Callable[[Any], str | None] | None = None,
+    captures: Captures,
 ) -> TracedPipeline:
     """Traces all stages of a pipeline. It does not start a JAX backend.
 
@@ -73,10 +73,10 @@ def trace(
       program_names: the names of the program that the pipeline is part of.
       faults: takes up the faults with which tracing could go on. If there are any, the caller raises them,
         and what is returned is of use only for finding more.
-      describe_capture: the name of a value from outside the stages, for the error about capturing it.
+      captures: takes up the traced values from outside that the stages use.
 
     Returns:
-      The traced pipeline.
+      The traced pipeline. Its inputs end with what was captured.
 
     Raises:
       TypeError: a stage does not take what the one before returns, or parallel stages return tuples and
@@ -118,7 +118,8 @@ def trace(
                 loss if is_last else None,
                 frame,
                 faults,
-                describe_capture,
+                captures,
+                num_inputs,
             )
             if traced is None:
                 continue
@@ -146,7 +147,7 @@ def trace(
     return TracedPipeline(
         stages=tuple(stages),
         element=element,
-        inputs=tuple(inputs),
+        inputs=(*inputs, *map(jaxprs.aval_struct, captures.values)),
         output_tree=output_tree,
         outputs=tuple(output_leaves),
         output_avals=tuple(avals[source] for source in output_leaves),
@@ -154,6 +155,7 @@ def trace(
         loss_avals=() if loss_source is None else (avals[loss_source],),
         owners=owners,
         levels=tuple(levels),
+        num_captured=len(captures.values),
     )
 
 
@@ -197,7 +199,8 @@ def _trace_stage(
     loss: Callable[..., Any] | None,
     frame: frames.Frame,
     faults: Faults,
-    describe_capture: Callable[[Any], str | None] | None,
+    captures: Captures,
+    num_inputs: int,
 ) -> tuple[TracedStage, Any] | None:
     """The stage, and the structure of what it returns; None if a fault leaves that unknown."""
     try:
@@ -230,7 +233,7 @@ def _trace_stage(
         faults.add(frame.place, error, frame.given)
         return None
     with faults.collecting(frame.place):
-        check_captures(closed_jaxpr.consts, frame.place, describe_capture)
+        captures.check(closed_jaxpr.consts, frame.place, frame.names.reads)
     output_avals = tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in closed_jaxpr.out_avals)
     try:
         hoisted = hoisting.hoist(closed_jaxpr, frame.place, frame.names)
@@ -243,9 +246,10 @@ def _trace_stage(
         return TracedStage(frame.place, nothing, variables, (), False, (), own, output_avals), result_trees[
             0
         ]
-    flat = hoisted.flat
     num_first = len(hoisted.variables) + hoisted.uses_key
-    source_of = dict(zip(flat.inputs[num_first:], sources, strict=True))
+    source_of = dict(zip(hoisted.flat.inputs[num_first:], sources, strict=True))
+    flat, numbers = jaxprs.take_out_constants(hoisted.flat, captures.find_number)
+    source_of |= {var: Source("input", num_inputs + number) for var, number in numbers.items()}
     # A value that is passed twice is one input.
     first_with: dict[Source, Any] = {}
     for var, source in source_of.items():
@@ -311,29 +315,3 @@ def _check_loss(value: Any) -> None:
         )
     if not jnp.issubdtype(value.dtype, jnp.floating):
         raise ValueError(f"The loss must be a floating-point number, but it is {value.dtype.name}.")
-
-
-def check_captures(
-    constants: Iterable[Any], place: str, describe_capture: Callable[[Any], str | None] | None
-) -> None:
-    """Raises if a traced function uses a traced value from outside.
-
-    Args:
-      constants: the constants of the function's jaxpr.
-      place: what errors call it.
-      describe_capture: the name of a value, or None.
-
-    Raises:
-      ValueError: it does.
-    """
-    captured = [value for value in constants if jax_compat.is_traced(value)]
-    if captured:
-        known = [describe_capture(value) if describe_capture else None for value in captured]
-        described = ", ".join(
-            f"{name or 'a computed value'} ({describe(value)})"
-            for name, value in zip(known, captured, strict=True)
-        )
-        raise ValueError(
-            f"Trying to capture the tensor {described} in {place}, which may only use its arguments: "
-            "pass the value through `inputs` or the infeed, and on through the stages in between."
-        )

@@ -69,9 +69,10 @@ class TracedPipeline:
     Attributes:
       stages: in order.
       element: shapes and dtypes of a micro-batch, as it was given.
-      inputs: shapes and dtypes of the inputs that are constant during a step.
+      inputs: shapes and dtypes of the inputs that are constant during a step; what was captured comes last.
       output_tree: the structure of what the last stage returns.
-      outputs: where the leaves of that come from, the loss not among them.
+      outputs: where the leaves of that come from, the loss not among them; after them, what only the
+        optimizer reads.
       output_avals: their shapes and dtypes.
       loss: where the loss comes from; None without training.
       loss_avals: its shape and dtype; empty without training.
@@ -79,6 +80,7 @@ class TracedPipeline:
         variable all have it; only its owner assigns it.
       levels: the level of each stage, ascending from 0. Stages of one level are parallel: they take the
         same values, and what they return is concatenated.
+      num_captured: how many of the inputs were captured, not given.
     """
 
     stages: tuple[TracedStage, ...]
@@ -91,6 +93,31 @@ class TracedPipeline:
     loss_avals: tuple[jax.ShapeDtypeStruct, ...]
     owners: dict[str, int]
     levels: tuple[int, ...]
+    num_captured: int = 0
+
+    def with_captured(
+        self, captured: Sequence[jax.ShapeDtypeStruct], read: Sequence[int]
+    ) -> TracedPipeline:
+        """The pipeline with more inputs, some of which are outputs as well.
+
+        Args:
+          captured: shapes and dtypes of all that was captured; the stages' part ends `inputs` now.
+          read: which of these the optimizer reads.
+        """
+        given = self.inputs[: len(self.inputs) - self.num_captured]
+        first = len(jax.tree.leaves(given))
+        return dataclasses.replace(
+            self,
+            inputs=(*given, *captured),
+            num_captured=len(captured),
+            outputs=(*self.outputs, *(Source("input", first + number) for number in read)),
+            output_avals=(*self.output_avals, *(captured[number] for number in read)),
+        )
+
+    @property
+    def returned_avals(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shapes and dtypes of the leaves of what the last stage returns."""
+        return self.output_avals[: self.output_tree.num_leaves]
 
     @property
     def variables(self) -> dict[str, VariableSpec]:

@@ -84,6 +84,7 @@ def get_variable(
             current.faults.stand_ins[full_name] = spec
     current.note_variable(spec)
     value: jax.Array = read_variable_p.bind(spec=spec, serial=next(serial_numbers))
+    current.names.reads[id(value)] = value, spec
     return value
 
 

@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ipu_pipeline.engine import jax_compat, jaxprs
+from ipu_pipeline.engine import jaxprs
 from ipu_pipeline.engine.programs.accumulation import Reduction, count_dtype
 from ipu_pipeline.engine.tracing.specs import VariableSpec
-from ipu_pipeline.engine.tracing.stages import as_arguments, check_captures
+from ipu_pipeline.engine.tracing.stages import as_arguments
 from ipu_pipeline.engine.updates.loss_scaling import LossScale, LossScaled
 
 __all__ = [
@@ -26,7 +26,6 @@ __all__ = [
     "TracedOptimizer",
     "UpdateKind",
     "UpdateValue",
-    "check_optimizer_captures",
     "describe_other_optimizer",
     "lift_captures",
     "trace_optimizer",
@@ -222,40 +221,18 @@ def _divide(accumulator: jax.Array, count: jax.Array) -> jax.Array:
     return accumulator.astype(wide) / count.astype(wide)
 
 
-def check_optimizer_captures(
-    traced: TracedOptimizer, describe_capture: Callable[[Any], str | None] | None
-) -> None:
-    """Raises a ValueError if the optimizer uses a traced value from outside."""
-    for flat in (traced.init, traced.update):
-        check_captures(flat.constants.values(), "the optimizer", describe_capture)
-
-
-def lift_captures(traced: TracedOptimizer) -> tuple[TracedOptimizer, list[Any]]:
+def lift_captures(traced: TracedOptimizer, find_number: Callable[[Any], int | None]) -> TracedOptimizer:
     """The optimizer with the traced values that it captured as outputs of the last stage.
 
     Args:
-      traced: an optimizer that takes no outputs.
-
-    Returns:
-      The optimizer, whose OUTPUT values count what it captured; and that, in this order.
+      traced: the optimizer.
+      find_number: the position among these outputs of what it captured; None for other constants.
     """
-    captured: dict[int, int] = {}  # id of a traced value -> its number
-    values: list[Any] = []
     labels = dict(traced.labels)
 
     def lift(flat: jaxprs.FlatJaxpr) -> jaxprs.FlatJaxpr:
-        constants = {}
-        inputs = list(flat.inputs)
-        for var, value in flat.constants.items():
-            if not jax_compat.is_traced(value):
-                constants[var] = value
-                continue
-            if id(value) not in captured:
-                captured[id(value)] = len(values)
-                values.append(value)
-            labels[var] = UpdateValue(UpdateKind.OUTPUT, captured[id(value)])
-            inputs.append(var)
-        return jaxprs.FlatJaxpr(inputs, flat.equations, flat.outputs, constants)
+        lifted, numbers = jaxprs.take_out_constants(flat, find_number)
+        labels.update((var, UpdateValue(UpdateKind.OUTPUT, number)) for var, number in numbers.items())
+        return lifted
 
-    lifted = dataclasses.replace(traced, init=lift(traced.init), update=lift(traced.update), labels=labels)
-    return lifted, values
+    return dataclasses.replace(traced, init=lift(traced.init), update=lift(traced.update), labels=labels)

@@ -1,0 +1,91 @@
+"""Traced values from around a program that its functions capture: which they may, and what errors say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from ipu_pipeline.engine import jax_compat
+from ipu_pipeline.engine.jaxprs.shapes import describe
+from ipu_pipeline.engine.tracing.specs import VariableSpec
+
+__all__ = ["Captures"]
+
+
+class Captures:
+    """What the functions of one pipeline captured.
+
+    Attributes:
+      values: those traced values that may be captured and were, each once. The pipeline takes them as
+        inputs, after those that it was given.
+    """
+
+    def __init__(
+        self,
+        may_capture: Callable[[Any], bool] | None = None,
+        find_name: Callable[[Any], str | None] | None = None,
+    ) -> None:
+        """Nothing has been captured yet.
+
+        Args:
+          may_capture: whether a traced value is that of a placeholder, and may be captured; None: none may.
+          find_name: the name of a value that may not, for the error about it.
+        """
+        self._may_capture = may_capture
+        self._find_name = find_name
+        self.values: list[Any] = []
+
+    def find_number(self, value: Any) -> int | None:
+        """The position of a constant of a traced function among `values`; None if it is no traced value."""
+        if not jax_compat.is_traced(value):
+            return None
+        for number, known in enumerate(self.values):
+            if known is value:
+                return number
+        self.values.append(value)
+        return len(self.values) - 1
+
+    def check(
+        self,
+        constants: Iterable[Any],
+        place: str,
+        reads: Mapping[int, tuple[object, VariableSpec]] = MappingProxyType({}),
+    ) -> None:
+        """Raises if a traced function captured what it may not.
+
+        Args:
+          constants: the constants of the function's jaxpr.
+          place: what errors call it.
+          reads: what functions of the same program got for variables, see `frames.ProgramNames`.
+
+        Raises:
+          ValueError: it did.
+        """
+        allowed = self._may_capture
+        traced = [value for value in constants if jax_compat.is_traced(value)]
+        wrong = [value for value in traced if allowed is None or not allowed(value)]
+        for value in wrong:
+            if id(value) in reads:
+                raise ValueError(_describe_variable(reads[id(value)][1], place))
+        if wrong:
+            described = ", ".join(f"{self._describe(value)} ({describe(value)})" for value in wrong)
+            raise ValueError(
+                f"Trying to capture the tensor {described} in {place}, which may only use its arguments"
+                f"{'' if allowed is None else ' and placeholders'}: pass the value through `inputs` or the "
+                "infeed, and on through the stages in between."
+            )
+
+    def _describe(self, value: Any) -> str:
+        name = self._find_name(value) if self._find_name else None
+        return name or "a computed value"
+
+
+def _describe_variable(spec: VariableSpec, place: str) -> str:
+    scope, _separator, name = spec.name.rpartition("/")
+    return (
+        f"{place} uses the value of variable {spec.name} that another function got. Each stage asks for "
+        f"the variables that it uses: `with variable_scope({scope!r}, reuse=True): "
+        f"get_variable({name!r})`. The gradients of stages that share a variable are added. Or return the "
+        "value from the other stage, and pass it on."
+    )
