@@ -6,7 +6,6 @@ selects as many as the programs compiled so far need.
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import tempfile
@@ -18,12 +17,30 @@ from typing import Any
 
 import jax
 
+from ipu_pipeline.config_categories import (
+    CATEGORIES,
+    SETTINGS,
+    Category,
+    DeviceConnectionType,
+    ExecutionProfileType,
+    IPUModel,
+    MergeRemoteBuffersBehaviour,
+    SchedulingAlgorithm,
+    SelectionOrder,
+    StochasticRoundingBehaviour,
+    find_near,
+)
 from ipu_pipeline.engine import jax_compat
-from ipu_pipeline.utils import SelectionOrder
 
 __all__ = [
     "CACHE_DIR_VARIABLE",
+    "DeviceConnectionType",
+    "ExecutionProfileType",
     "IPUConfig",
+    "MergeRemoteBuffersBehaviour",
+    "SchedulingAlgorithm",
+    "SelectionOrder",
+    "StochasticRoundingBehaviour",
     "allows_recomputation",
     "devices_for",
     "enable_executable_cache",
@@ -68,12 +85,16 @@ class IPUConfig:
       select_ipus: instead of that, which ones: indices of JAX devices, in the order that
         `/device:IPU:0` has them.
       selection_order: a `utils.SelectionOrder`.
-      ipu_model: True makes CPU devices the IPUs, whatever accelerators there are.
+      ipu_model: True makes CPU devices the IPUs, whatever accelerators there are; it is
+        Graphcore's category of settings as well.
       auto_round_num_ipus: True takes the next power of two where the number is none, and leaves the
         rest idle.
       require_power_of_two: False allows any number.
       allow_recompute: True lets the stages of pipelines that train compute values again in their backward,
         instead of keeping them; see `pipelining_ops.RecomputationMode`.
+
+    Graphcore's other settings are known by their names (`config.floating_point_behaviour.esr`). They have
+    no effect: who sets one to something else than its default is told why, once.
 
     Example:
       config = IPUConfig()
@@ -84,7 +105,7 @@ class IPUConfig:
     auto_select_ipus: int | list[int] | None
     select_ipus: list[int] | None
     selection_order: SelectionOrder
-    ipu_model: bool
+    ipu_model: IPUModel
     auto_round_num_ipus: bool
     require_power_of_two: bool
     allow_recompute: bool
@@ -93,9 +114,15 @@ class IPUConfig:
         """Starts with nothing selected."""
         for name, value in _DEFAULTS.items():
             object.__setattr__(self, name, value)
+        for name in CATEGORIES:
+            object.__setattr__(self, name, IPUModel() if name == "ipu_model" else Category(name))
+        object.__setattr__(self, "_others", Category(""))
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Checks the name and the value."""
+        if name in SETTINGS:
+            setattr(self._others, name, value)
+            return
         if name not in _DEFAULTS:
             raise AttributeError(_describe_unknown(name))
         if name in ("auto_select_ipus", "select_ipus"):
@@ -105,14 +132,21 @@ class IPUConfig:
                 raise TypeError(f"IPUConfig.selection_order must be a utils.SelectionOrder; got {value!r}.")
         elif not isinstance(value, bool):
             raise TypeError(f"IPUConfig.{name} must be True or False; got {value!r}.")
+        elif name == "ipu_model":
+            value = self.ipu_model.with_used(value)
         object.__setattr__(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
-        """Only called for unknown names."""
+        """Only called for names that are no attributes of its own."""
+        if name in SETTINGS and "_others" in vars(self):
+            return getattr(self._others, name)
         raise AttributeError(_describe_unknown(name))
 
-    def configure_ipu_system(self) -> None:
+    def configure_ipu_system(self, device: str = "cpu") -> None:
         """Selects the devices. It starts JAX's backend, with enough virtual devices if that is a CPU.
+
+        Args:
+          device: the host's, in Graphcore's programs; only "cpu" and names of a CPU device.
 
         Raises:
           ValueError: nothing, or too much, is selected; the number of IPUs is not a power of two; or
@@ -120,6 +154,10 @@ class IPUConfig:
           RuntimeError: JAX's CPU backend is running already, with fewer devices.
         """
         global _system
+        if "cpu" not in str(device).lower():
+            raise ValueError(
+                f"configure_ipu_system: device is the host's, a CPU like 'cpu'; got {device!r}."
+            )
         if self.select_ipus is not None:
             if self.auto_select_ipus is not None:
                 raise ValueError(
@@ -127,14 +165,14 @@ class IPUConfig:
                     f"{self.auto_select_ipus} and {self.select_ipus}."
                 )
             self._check_power_of_two(len(self.select_ipus))
-            available = find_devices(max(self.select_ipus) + 1, self.ipu_model)
+            available = find_devices(max(self.select_ipus) + 1, bool(self.ipu_model))
             chosen = [[available[index] for index in self.select_ipus]]
         elif self.auto_select_ipus is None:
             raise ValueError("IPUConfig: auto_select_ipus must be set to a number of IPUs; it is None.")
         else:
             wanted = self.group_sizes
             reserved = [self._check_power_of_two(number) for number in wanted]
-            available = find_devices(sum(reserved), self.ipu_model)
+            available = find_devices(sum(reserved), bool(self.ipu_model))
             starts = [sum(reserved[:index]) for index in range(len(reserved))]
             chosen = [
                 available[start : start + number] for start, number in zip(starts, reserved, strict=True)
@@ -408,5 +446,5 @@ def _check_numbers(name: str, value: Any) -> None:
 
 
 def _describe_unknown(name: str) -> str:
-    near = difflib.get_close_matches(name, [*_DEFAULTS, "configure_ipu_system"], n=1, cutoff=0.0)
-    return f"IPUConfig has no attribute {name!r}. Did you mean {near[0]!r}?"
+    near = find_near(name, [*_DEFAULTS, *CATEGORIES, *SETTINGS, "configure_ipu_system"])
+    return f"IPUConfig has no attribute {name!r}.{near}"

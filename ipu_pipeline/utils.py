@@ -1,35 +1,254 @@
-"""Small things that scripts for IPUs expect under `ipu.utils`."""
+"""Small things that scripts for IPUs expect under `ipu.utils`.
+
+Names of Graphcore's that have nothing to do here are there, too: they warn, once, and say why.
+"""
 
 from __future__ import annotations
 
-import enum
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
-__all__ = ["SelectionOrder"]
+from ipu_pipeline import config
+from ipu_pipeline.config import IPUConfig, reset_ipu_configuration
+from ipu_pipeline.config_categories import (
+    DeviceConnectionType,
+    ExecutionProfileType,
+    SelectionOrder,
+    warn_once,
+)
+
+__all__ = [
+    "DeviceConnectionType",
+    "ExecutionProfileType",
+    "SelectionOrder",
+    "auto_select_ipus",
+    "configure_ipu_system",
+    "create_ipu_config",
+    "get_num_of_ipus_in_device",
+    "reset_ipu_configuration",
+    "reset_ipu_seed",
+    "running_on_ipu_model",
+    "select_ipus",
+    "set_recomputation_options",
+]
+
+# What it did, and why there is nothing to do. Those that took options as their first argument return them.
+_ON_HOST = (
+    "initial values are computed where a program first needs them, and no variable lives on IPUs before"
+)
+_OF_CONFIG = "set attributes of IPUConfig, which say themselves whether they have an effect"
+_EVENTS = "there is no event trace of Poplar's"
+WITHOUT_EFFECT = {
+    "move_variable_initialization_to_cpu": ("moved the initialization of variables to the host", _ON_HOST),
+    "export_dataset_to_file": (
+        "wrote a data set for Graphcore's stand-alone executables",
+        "there are none; Session.export writes a program that infers",
+    ),
+    "export_inputs_to_file": (
+        "wrote inputs for Graphcore's stand-alone executables",
+        "there are none; Session.export writes a program that infers",
+    ),
+    "use_synthetic_data_for": (
+        "had data made on the IPU",
+        "feed a data set of your own that repeats one element",
+    ),
+    "extract_all_events": ("read events of Poplar's", _EVENTS),
+    "extract_all_strings_from_event_trace": ("read events of Poplar's", _EVENTS),
+    "extract_all_types_from_event_trace": ("read events of Poplar's", _EVENTS),
+    "extract_compile_reports": ("read reports of Poplar's", _EVENTS),
+    "extract_execute_reports": ("read reports of Poplar's", _EVENTS),
+    "extract_poplar_serialized_graphs": ("read graphs of Poplar's", _EVENTS),
+    "set_compilation_options": ("gave options to Poplar", _OF_CONFIG),
+    "set_convolution_options": ("gave options to Poplar's convolutions", _OF_CONFIG),
+    "set_experimental_multi_replica_distribution_options": ("distributed replicas", _OF_CONFIG),
+    "set_floating_point_behaviour_options": ("chose how IPUs rounded and overflowed", _OF_CONFIG),
+    "set_gcl_options": ("gave options to Graphcore's collectives", _OF_CONFIG),
+    "set_io_tiles_options": ("reserved tiles for input and output", _OF_CONFIG),
+    "set_ipu_connection_type": ("chose when to attach to IPUs", _OF_CONFIG),
+    "set_ipu_model_options": ("set up the simulated IPU", _OF_CONFIG),
+    "set_matmul_options": ("gave options to Poplar's matrix products", _OF_CONFIG),
+    "set_norm_options": ("chose how normalizations computed variances", _OF_CONFIG),
+    "set_optimization_options": ("chose optimizations of the graph", _OF_CONFIG),
+    "set_pooling_options": ("gave options to Poplar's pooling", _OF_CONFIG),
+    "set_serialization_options": ("chose where executables were written", _OF_CONFIG),
+    "set_transfer_options": ("chose who rearranged what is copied", _OF_CONFIG),
+    "set_verification_options": ("encrypted transfers", _OF_CONFIG),
+}
 
 
-class SelectionOrder(enum.Enum):
-    """The order in which stages take the devices, seen as a ladder whose rungs are 0-1, 2-3, 4-5, ...
+def __getattr__(name: str) -> Any:
+    if name not in WITHOUT_EFFECT:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _without_effect(name)
 
-    AUTO and ZIGZAG: 0, 1, 2, 3, ... SNAKE: 0, 1, 3, 2, 4, 5, 7, 6, ..., so that neighbours in a
-    pipeline are neighbours on the ladder. HOOF: up one side, 0, 2, 4, ..., and down the other,
-    ..., 5, 3, 1, so that the last is a neighbour of the first.
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *WITHOUT_EFFECT])
+
+
+def _without_effect(name: str) -> Callable[..., Any]:
+    did, reason = WITHOUT_EFFECT[name]
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        warn_once(f"utils.{name}", f"ipu.utils.{name} has no effect. It {did}: {reason}.")
+        if name.startswith("set_"):
+            return args[0] if args else kwargs.get("opts")
+        return [] if name.startswith("extract_") else None
+
+    function.__name__ = function.__qualname__ = name
+    function.__doc__ = f"Warns, once: it {did}; {reason}."
+    return function
+
+
+def create_ipu_config(**options: Any) -> IPUConfig:
+    """An `IPUConfig`, which scripts before SDK 2.1 made by this function.
+
+    Args:
+      **options: `selection_order`; what else there was, was for Poplar's profiles, and warns.
     """
+    made = IPUConfig()
+    if (order := options.pop("selection_order", None)) is not None:
+        made.selection_order = order
+    for name in options:
+        warn_once(
+            f"create_ipu_config.{name}",
+            f"create_ipu_config: {name} has no effect: it was for Poplar's compiler and profiles.",
+        )
+    return made
 
-    AUTO = enum.auto()
-    ZIGZAG = enum.auto()
-    SNAKE = enum.auto()
-    HOOF = enum.auto()
 
-    def permute(self, num_devices: int) -> tuple[int, ...]:
-        """The devices' indices in this order."""
-        indices = list(range(num_devices))
-        if self is SelectionOrder.SNAKE:
-            rungs = [indices[start : start + 2] for start in range(0, num_devices, 2)]
-            return tuple(
-                index
-                for number, rung in enumerate(rungs)
-                for index in (reversed(rung) if number % 2 else rung)
-            )
-        if self is SelectionOrder.HOOF:
-            return (*indices[::2], *reversed(indices[1::2]))
-        return tuple(indices)
+def auto_select_ipus(opts: IPUConfig, num_ipus: int | Sequence[int]) -> IPUConfig:
+    """Sets `IPUConfig.auto_select_ipus`, and returns the configuration."""
+    opts.auto_select_ipus = num_ipus if isinstance(num_ipus, int) else list(num_ipus)
+    return opts
+
+
+def select_ipus(opts: IPUConfig, indices: Sequence[int]) -> IPUConfig:
+    """Sets `IPUConfig.select_ipus`, and returns the configuration."""
+    opts.select_ipus = list(indices)
+    return opts
+
+
+def set_recomputation_options(opts: IPUConfig, allow_recompute: bool = True, **options: Any) -> IPUConfig:
+    """Sets `IPUConfig.allow_recompute`, and returns the configuration.
+
+    Args:
+      opts: the configuration.
+      allow_recompute: the value.
+      **options: what else there was: it warns.
+    """
+    opts.allow_recompute = allow_recompute
+    for name in options:
+        warn_once(f"recomputation.{name}", f"set_recomputation_options: {name} has no effect.")
+    return opts
+
+
+def configure_ipu_system(config: IPUConfig, device: str = "cpu", reset_configuration: bool = True) -> None:
+    """As `IPUConfig.configure_ipu_system`.
+
+    Args:
+      config: what to configure.
+      device: the host's.
+      reset_configuration: False refuses to replace another configuration.
+
+    Raises:
+      RuntimeError: `reset_configuration` is False, and devices are selected.
+      Others: as that.
+    """
+    if not isinstance(config, IPUConfig):
+        raise TypeError(f"configure_ipu_system: config must be an IPUConfig; got {type(config).__name__}.")
+    if not reset_configuration and _is_selected():
+        raise RuntimeError(
+            "configure_ipu_system: devices have been selected already, and reset_configuration is False. "
+            "Call reset_ipu_configuration() before."
+        )
+    config.configure_ipu_system(device)
+
+
+def _is_selected() -> bool:
+    return config.is_selected()
+
+
+def get_num_of_ipus_in_device(ipu_device: str, device: str = "cpu") -> int:
+    """How many IPUs a device such as "/device:IPU:0" has; 0 if none were selected.
+
+    Args:
+      ipu_device: the device's name.
+      device: the host's.
+
+    Raises:
+      ValueError: the name is not that of an IPU device.
+    """
+    del device
+    start, _separator, number = ipu_device.rpartition(":")
+    if not start.lower().endswith("device:ipu") or not number.isdigit():
+        raise ValueError(f'ipu_device must be like "/device:IPU:0"; got {ipu_device!r}.')
+    return len(config.selected_devices(int(number)))
+
+
+def running_on_ipu_model() -> bool:
+    """Whether the IPUs that were selected are virtual, devices of the CPU."""
+    return any(device.platform == "cpu" for device in config.selected_devices(0))
+
+
+class Seeded(Protocol):
+    """What `reset_ipu_seed` reaches: a session."""
+
+    def reset_seed(self, seed: int) -> None:
+        """Has random numbers depend on another seed from now on."""
+
+
+_seed = 0
+_seeded: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def reset_ipu_seed(
+    seed: int,
+    device: str = "/device:IPU:0",
+    cpu_device: str = "cpu",
+    experimental_identical_replicas: bool = False,
+) -> None:
+    """Sets the seed of sessions that are made later without one, and of those that are open.
+
+    Random numbers of an open session then depend on the new seed, and on how often its programs have run,
+    as always. Variables that exist keep their values.
+
+    Args:
+      seed: an integer of 64 bits.
+      device: an IPU device; all have the same seed.
+      cpu_device: the host's.
+      experimental_identical_replicas: whether replicas draw the same numbers; there is one.
+
+    Raises:
+      TypeError, ValueError: the seed is none.
+    """
+    global _seed
+    del device, cpu_device, experimental_identical_replicas
+    check_seed(seed, "reset_ipu_seed")
+    _seed = int(seed)
+    for session in list(_seeded):
+        session.reset_seed(_seed)
+
+
+def check_seed(seed: Any, what: str) -> None:
+    """Raises if something is no seed.
+
+    Args:
+      seed: the value.
+      what: what the error calls the function that was given it.
+
+    Raises:
+      TypeError: it is no integer.
+      ValueError: it does not fit 64 bits.
+    """
+    if isinstance(seed, bool) or not hasattr(type(seed), "__index__"):
+        raise TypeError(f"{what}: seed must be an integer; got {seed!r}.")
+    if not -(2**63) <= seed < 2**63:
+        raise ValueError(f"{what}: seed must fit 64 bits; got {seed}.")
+
+
+def take_seed(session: Seeded, seed: int | None) -> int:
+    """The seed of a session that is being made; `reset_ipu_seed` reaches it from now on."""
+    _seeded.add(session)
+    return _seed if seed is None else int(seed)

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ipu_pipeline import config, interrupts
+from ipu_pipeline import config, interrupts, utils
 from ipu_pipeline.checkpointing import checkpoints
 from ipu_pipeline.checkpointing.snapshots import Snapshot
 from ipu_pipeline.engine.devices.rows import keep
@@ -48,22 +48,20 @@ class Session:
           losses = session.run(outfeed_queue.dequeue())
     """
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int | None = None) -> None:
         """Makes an empty session. It does not start JAX's backend.
 
         Args:
-          seed: initial values and random keys depend on it.
+          seed: initial values and random keys depend on it. None: that of `utils.reset_ipu_seed`, or 0.
 
         Raises:
           TypeError: the seed is not an integer.
           ValueError: it does not fit 64 bits.
         """
-        if not isinstance(seed, (int, np.integer)) or isinstance(seed, bool):
-            raise TypeError(f"Session: seed must be an integer; got {seed!r}.")
-        if not -(2**63) <= seed < 2**63:
-            raise ValueError(f"Session: seed must fit 64 bits; got {seed}.")
+        if seed is not None:
+            utils.check_seed(seed, "Session")
         config.enable_executable_cache_of_environment()
-        self._store = Store(int(seed))
+        self._store = Store(utils.take_seed(self, seed))
         self._resumption = Resumption()
         self._limit = Limit()  # of the run, see `run_part`
         self._infeeds: dict[IPUInfeedQueue, object] = {}
@@ -102,6 +100,11 @@ class Session:
     def seed(self) -> int:
         """The seed."""
         return self._store.seed
+
+    def reset_seed(self, seed: int) -> None:
+        """Has random numbers depend on another seed from now on; see `utils.reset_ipu_seed`."""
+        with self._lock:
+            self._store.reset_seed(seed)
 
     @property
     def variables(self) -> dict[str, np.ndarray[Any, Any]]:

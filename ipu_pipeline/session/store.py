@@ -52,6 +52,10 @@ class Store:
             set()
         )  # full names that were loaded, and that no program is known to have
 
+    def reset_seed(self, seed: int) -> None:
+        """Takes another seed, for random numbers and for variables that do not exist yet."""
+        self.seed, self._key = seed, None
+
     @property
     def key(self) -> Any:
         """The random key that all others are folded from; starts JAX's backend."""

@@ -58,7 +58,7 @@ FLOORS = (
     ),
     _beside(
         "front: ground",
-        "errors utils config gradient_accumulation interrupts scopes ipu_run_config",
+        "errors config_categories config utils gradient_accumulation interrupts scopes ipu_run_config",
         "What is configured, and where operations go",
     ),
     _folder("reports"),
