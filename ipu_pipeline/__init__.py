@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ipu_pipeline import (
         config,
+        embedding_ops,
         errors,
+        functional_ops,
         gradient_accumulation,
         ipu_compiler,
         ipu_infeed_queue,
@@ -21,31 +23,44 @@ if TYPE_CHECKING:
         ipu_session_run_hooks,
         layers,
         loops,
+        nn_ops,
+        normalization_ops,
+        ops,
         optimizers,
         pipelining_ops,
+        rand_ops,
         scopes,
         utils,
     )
     from ipu_pipeline.config import set_num_devices
     from ipu_pipeline.engine.tracing.keys import next_rng_key
-    from ipu_pipeline.engine.tracing.scopes import variable_scope
+    from ipu_pipeline.engine.tracing.variable_scopes import AUTO_REUSE, get_variable_scope, variable_scope
     from ipu_pipeline.engine.tracing.variables import assign, get_variable
     from ipu_pipeline.estimator.programs import ModeKeys
+    from ipu_pipeline.functional_ops import outlined_function
     from ipu_pipeline.graph.operations import global_variables_initializer
     from ipu_pipeline.graph.placeholders import placeholder
+    from ipu_pipeline.program.registry import global_variables, trainable_variables
     from ipu_pipeline.session.loaded_program import load_program
+    from ipu_pipeline.session.saver import Saver, latest_checkpoint
     from ipu_pipeline.session.session import Session
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AUTO_REUSE",
     "ModeKeys",
+    "Saver",
     "Session",
     "__version__",
     "assign",
     "config",
+    "embedding_ops",
     "errors",
+    "functional_ops",
     "get_variable",
+    "get_variable_scope",
+    "global_variables",
     "global_variables_initializer",
     "gradient_accumulation",
     "ipu_compiler",
@@ -54,30 +69,44 @@ __all__ = [
     "ipu_pipeline_estimator",
     "ipu_run_config",
     "ipu_session_run_hooks",
+    "latest_checkpoint",
     "layers",
     "load_program",
     "loops",
     "next_rng_key",
+    "nn_ops",
+    "normalization_ops",
+    "ops",
     "optimizers",
+    "outlined_function",
     "pipelining_ops",
     "placeholder",
+    "rand_ops",
     "scopes",
     "set_num_devices",
+    "trainable_variables",
     "utils",
     "variable_scope",
 ]
 
 _HOMES = {  # of what is not a module itself
+    "trainable_variables": "program.registry",
+    "outlined_function": "functional_ops",
+    "latest_checkpoint": "session.saver",
+    "global_variables": "program.registry",
+    "Saver": "session.saver",
+    "AUTO_REUSE": "engine.tracing.variable_scopes",
     "ModeKeys": "estimator.programs",
     "Session": "session.session",
     "assign": "engine.tracing.variables",
     "get_variable": "engine.tracing.variables",
+    "get_variable_scope": "engine.tracing.variable_scopes",
     "global_variables_initializer": "graph.operations",
     "load_program": "session.loaded_program",
     "next_rng_key": "engine.tracing.keys",
     "placeholder": "graph.placeholders",
     "set_num_devices": "config",
-    "variable_scope": "engine.tracing.scopes",
+    "variable_scope": "engine.tracing.variable_scopes",
 }
 
 

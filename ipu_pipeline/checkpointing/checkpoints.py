@@ -284,12 +284,22 @@ class CheckpointSeries:
             for left in self.directory.glob(pattern):
                 shutil.rmtree(left, ignore_errors=True)
         write_checkpoint(path, snapshot)
+        self.delete_old(step)
+        return path
+
+    def delete_old(self, newest: int) -> None:
+        """Deletes the oldest checkpoints beyond the number that is kept, but never that of a step.
+
+        Args:
+          newest: the step.
+        """
         for old in self.steps()[: -self._max_to_keep] if self._max_to_keep is not None else ():
+            if old == newest:  # numbered below others that were there
+                continue
             try:
                 _delete(self.path(old))
             except OSError as error:
                 _logger.error("The checkpoint %s could not be deleted: %s.", self.path(old), error)
-        return path
 
     def amend(self, step: int, extra: dict[str, Any]) -> None:
         """Replaces what else belongs to a checkpoint, see `Snapshot.extra`; it stays complete meanwhile."""

@@ -11,8 +11,8 @@ from ipu_pipeline.engine.schedules.checking import Timetable
 from ipu_pipeline.engine.state import PipelineState, StepOutputs
 from ipu_pipeline.engine.tracing.checkpoints import recomputation_checkpoint
 from ipu_pipeline.engine.tracing.keys import next_rng_key
-from ipu_pipeline.engine.tracing.scopes import variable_scope
 from ipu_pipeline.engine.tracing.stage_lists import Stage
+from ipu_pipeline.engine.tracing.variable_scopes import variable_scope
 from ipu_pipeline.engine.tracing.variables import assign, get_variable
 
 __all__ = [

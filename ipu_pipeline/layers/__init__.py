@@ -5,22 +5,26 @@ Arguments, defaults and variable names are those of Keras, with channels last. T
 """
 
 from ipu_pipeline.layers.base import Layer
-from ipu_pipeline.layers.convolutional import Conv2D
+from ipu_pipeline.layers.convolutional import Conv1D, Conv2D, Conv2DTranspose, DepthwiseConv2D
 from ipu_pipeline.layers.core import Activation, Dense, Dropout, Embedding, Flatten
 from ipu_pipeline.layers.flax_adapter import Flax
 from ipu_pipeline.layers.normalization import BatchNormalization, GroupNormalization, LayerNormalization
-from ipu_pipeline.layers.pooling import AveragePooling2D, MaxPooling2D
+from ipu_pipeline.layers.pooling import AveragePooling2D, GlobalAveragePooling2D, MaxPooling2D
 
 __all__ = [
     "Activation",
     "AveragePooling2D",
     "BatchNormalization",
+    "Conv1D",
     "Conv2D",
+    "Conv2DTranspose",
     "Dense",
+    "DepthwiseConv2D",
     "Dropout",
     "Embedding",
     "Flatten",
     "Flax",
+    "GlobalAveragePooling2D",
     "GroupNormalization",
     "Layer",
     "LayerNormalization",

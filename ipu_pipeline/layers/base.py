@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ipu_pipeline.engine.tracing import frames, scopes
+from ipu_pipeline.engine.tracing.initializers import find_initializer
 
 __all__ = [
     "ActivationFunction",
@@ -41,27 +42,6 @@ _ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
     "softplus": jax.nn.softplus,
     "swish": jax.nn.silu,
     "tanh": jnp.tanh,
-}
-
-
-def _random_uniform(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    return jax.random.uniform(key, shape, dtype, -0.05, 0.05)
-
-
-_INITIALIZERS: dict[str, Callable[[], Any]] = {
-    "glorot_normal": jax.nn.initializers.glorot_normal,
-    "glorot_uniform": jax.nn.initializers.glorot_uniform,
-    "he_normal": jax.nn.initializers.he_normal,
-    "he_uniform": jax.nn.initializers.he_uniform,
-    "lecun_normal": jax.nn.initializers.lecun_normal,
-    "lecun_uniform": jax.nn.initializers.lecun_uniform,
-    "normal": lambda: jax.nn.initializers.normal(0.05),
-    "ones": lambda: jax.nn.initializers.ones,
-    "orthogonal": jax.nn.initializers.orthogonal,
-    "random_normal": lambda: jax.nn.initializers.normal(0.05),
-    "random_uniform": lambda: _random_uniform,
-    "uniform": lambda: _random_uniform,
-    "zeros": lambda: jax.nn.initializers.zeros,
 }
 
 
@@ -194,19 +174,3 @@ def find_activation(activation: ActivationFunction) -> Callable[[Any], Any]:
             "function."
         )
     return _ACTIVATIONS[activation]
-
-
-def find_initializer(initializer: Any) -> Any:
-    """The initializer of that name; what is not a string is left to `get_variable`.
-
-    Raises:
-      ValueError: there is no initializer of that name.
-    """
-    if not isinstance(initializer, str):
-        return initializer
-    if initializer not in _INITIALIZERS:
-        raise ValueError(
-            f"There is no initializer {initializer!r}; there are {', '.join(_INITIALIZERS)}, or give a "
-            "function or an array."
-        )
-    return _INITIALIZERS[initializer]()

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ipu_pipeline.layers import spatial
-from ipu_pipeline.layers.base import Layer, at_least_float32
+from ipu_pipeline.layers.base import Layer, at_least_float32, check_flag
 
-__all__ = ["AveragePooling2D", "MaxPooling2D"]
+__all__ = ["AveragePooling2D", "GlobalAveragePooling2D", "MaxPooling2D"]
 
 
 class _Pooling2D(Layer):
@@ -107,3 +107,32 @@ class AveragePooling2D(_Pooling2D):
             ones = jnp.ones((1, *inputs.shape[1:3], 1), wide.dtype)
             means = sums / self._reduce(ones, 0, jax.lax.add)
         return means.astype(inputs.dtype)
+
+
+class GlobalAveragePooling2D(Layer):
+    """The mean over height and width of [batch, height, width, channels]. Sums are at least in float32."""
+
+    kind = "global_average_pooling2d"
+
+    def __init__(
+        self, data_format: str | None = None, keepdims: bool = False, *, name: str | None = None
+    ) -> None:
+        """Describes the layer; it has no variables and keeps the dtype, a floating-point one.
+
+        Args:
+          data_format: only "channels_last", which None stands for.
+          keepdims: whether outputs are [batch, 1, 1, channels], and not [batch, channels].
+          name: the layer's scope.
+
+        Raises:
+          ValueError: the data_format is another one.
+        """
+        super().__init__(name)
+        spatial.check_data_format("GlobalAveragePooling2D", data_format)
+        self.keepdims = check_flag("GlobalAveragePooling2D", "keepdims", keepdims)
+
+    def _apply(self, inputs: jax.Array) -> jax.Array:
+        self._check_floating(inputs)
+        spatial.check_images(self._full_name(), inputs, (1, 1), "valid")
+        wide = inputs.astype(at_least_float32(inputs.dtype))
+        return jnp.mean(wide, (1, 2), keepdims=self.keepdims).astype(inputs.dtype)

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
-__all__ = ["Pair", "check_data_format", "check_images", "find_padding", "find_pair"]
+__all__ = ["Pair", "check_data_format", "check_images", "find_one", "find_padding", "find_pair"]
 
 Pair: TypeAlias = int | Sequence[int]
 
@@ -34,6 +34,25 @@ def find_pair(layer: str, argument: str, value: Any) -> tuple[int, int]:
             f"{value!r}."
         )
     return int(sizes[0]), int(sizes[1])
+
+
+def find_one(layer: str, argument: str, value: Any) -> int:
+    """The size along one axis.
+
+    Args:
+      layer: the class of the layer, for the error.
+      argument: what the argument is called.
+      value: a positive integer, or one in a sequence.
+
+    Raises:
+      ValueError: it is something else.
+    """
+    sizes = tuple(value) if isinstance(value, Sequence) else (value,)
+    if len(sizes) != 1 or isinstance(sizes[0], bool) or not isinstance(sizes[0], (int, np.integer)):
+        raise ValueError(f"{layer}: {argument} must be a positive integer; got {value!r}.")
+    if sizes[0] < 1:
+        raise ValueError(f"{layer}: {argument} must be a positive integer; got {value!r}.")
+    return int(sizes[0])
 
 
 def find_padding(layer: str, padding: Any) -> str:

@@ -6,9 +6,11 @@ import itertools
 import weakref
 
 from ipu_pipeline import config
+from ipu_pipeline.engine.tracing.specs import VariableSpec
+from ipu_pipeline.program.calls import current_builder
 from ipu_pipeline.program.program import Program
 
-__all__ = ["compiled_programs", "register", "reserve_ipus"]
+__all__ = ["compiled_programs", "global_variables", "register", "reserve_ipus", "trainable_variables"]
 
 _programs: weakref.WeakValueDictionary[int, Program] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
@@ -22,6 +24,27 @@ def register(program: Program) -> None:
 def compiled_programs() -> list[Program]:
     """The programs that are still in use, in the order in which they were compiled."""
     return [program for _number, program in sorted(_programs.items())]
+
+
+def global_variables() -> list[VariableSpec]:
+    """What is known of all variables: `name` (the full one), `shape`, `dtype`, `trainable`.
+
+    In a function that is being compiled, those that it has asked for so far; elsewhere those of all
+    compiled programs that are still in use. In the order in which they were asked for first.
+    """
+    builder = current_builder()
+    if builder is not None:
+        return list(builder.names.variables.values())
+    found: dict[str, VariableSpec] = {}
+    for program in compiled_programs():
+        for name, spec in program.variables.items():
+            found.setdefault(name, spec)
+    return list(found.values())
+
+
+def trainable_variables() -> list[VariableSpec]:
+    """Those of `global_variables` that pipelines with an optimizer train."""
+    return [spec for spec in global_variables() if spec.trainable]
 
 
 def reserve_ipus(ipu_device: int, number: int) -> None:

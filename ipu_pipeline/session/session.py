@@ -113,6 +113,11 @@ class Session:
         with store.lock:
             return {name: np.array(value) for name, value in sorted(store.state.variables.items())}
 
+    def most_updates(self) -> int:
+        """How many weight updates the pipeline or loop with the most has done."""
+        records = self._store.state.pipelines.values()
+        return max((record.update_count for record in records), default=0)
+
     def variable_value(self, name: str) -> np.ndarray[Any, Any]:
         """A copy of a variable's value.
 

@@ -74,7 +74,8 @@ FLOORS = (
     _folder("layers"),
     _beside(
         "TF1 modules",
-        "loops pipelining_ops ipu_compiler ipu_infeed_queue ipu_outfeed_queue",
+        "loops pipelining_ops ipu_compiler ipu_infeed_queue ipu_outfeed_queue normalization_ops nn_ops "
+        "embedding_ops rand_ops functional_ops ops",
         "Graphcore's names",
     ),
     _folder("estimator"),

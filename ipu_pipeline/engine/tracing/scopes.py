@@ -1,39 +1,75 @@
-"""Variable scopes: what stands before the names of the variables that are asked for within them."""
+"""Variable scopes: what stands before the names of the variables that are asked for within them.
+
+They also carry what `get_variable` takes where it is not told: a dtype, an initializer, and functions
+that ask in its place.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 import hashlib
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    pass
-
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 __all__ = [
+    "Scope",
     "absolute_scope",
+    "current",
     "current_scope",
     "failed_scope",
     "hash_name",
     "is_reusing",
     "join",
-    "variable_scope",
+    "opened",
+    "start_reusing",
 ]
 
 _SCOPE_ATTRIBUTE = "_ipu_pipeline_scope"  # of an error
-_scope: contextvars.ContextVar[tuple[str, bool]] = contextvars.ContextVar("scope", default=("", False))
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What a scope says to the variables that are asked for within it.
+
+    Attributes:
+      name: its full name, without a slash at the end; "" outside of all.
+      reuse: whether it, or one around it, was opened with `reuse=True`.
+      dtype: of variables that are asked for without one; None: float32.
+      initializer: likewise; None: that of `get_variable`.
+      custom_getters: of it and those around it, the outermost first.
+    """
+
+    name: str = ""
+    reuse: bool = False
+    dtype: Any = None
+    initializer: Any = None
+    custom_getters: tuple[Callable[..., Any], ...] = ()
+
+
+_scope: contextvars.ContextVar[Scope] = contextvars.ContextVar("scope", default=Scope())  # noqa: B039  # frozen
+
+
+def current() -> Scope:
+    """The innermost scope."""
+    return _scope.get()
 
 
 def current_scope() -> str:
     """The full name of the innermost variable scope, without a slash at the end; "" outside of all."""
-    return _scope.get()[0]
+    return _scope.get().name
 
 
 def is_reusing() -> bool:
     """Whether the innermost scope, or one around it, was opened with `reuse=True`."""
-    return _scope.get()[1]
+    return _scope.get().reuse
+
+
+def start_reusing() -> None:
+    """Lets the innermost scope share variables from here on, until its block ends."""
+    _scope.set(dataclasses.replace(_scope.get(), reuse=True))
 
 
 def join(scope: str, name: str) -> str:
@@ -42,59 +78,21 @@ def join(scope: str, name: str) -> str:
 
 
 @contextlib.contextmanager
-def variable_scope(name: str, reuse: bool | None = None, use_resource: bool = True) -> Iterator[str]:
-    """Puts `name/` before the names of the variables that are asked for within the `with` block.
-
-    Scopes nest. A scope may be opened again, but a variable that exists already may only be asked for
-    again with `reuse=True`, which inner scopes inherit; one that does not exist yet is then created.
-
-    Args:
-      name: one or more names joined by "/".
-      reuse: True lets the block share variables that exist; None or False leaves that to the scopes
-        around it.
-      use_resource: only True is possible; there for TensorFlow 1 code.
-
-    Yields:
-      The scope's full name.
-
-    Raises:
-      ValueError: the name is empty or has an empty part, or `use_resource` is False.
-
-    Example:
-      with variable_scope("encoder"):
-          kernel = get_variable("kernel", (4, 4))  # encoder/kernel
-    """
-    if not isinstance(name, str) or not all(name.split("/")):
-        raise ValueError(
-            f"variable_scope: name must be a non-empty string without empty parts; got {name!r}."
-        )
-    if not use_resource:
-        raise ValueError(
-            "variable_scope: use_resource must be True; variables here are always resource variables."
-        )
-    scope, reusing = _scope.get()
-    full_name = join(scope, name)
-    token = _scope.set((full_name, reusing or bool(reuse)))
-    try:
-        yield full_name
-    except BaseException as error:
-        _record_scope(error, full_name)
-        raise
-    finally:
-        _scope.reset(token)
-
-
-@contextlib.contextmanager
-def absolute_scope(full_name: str, reuse: bool) -> Iterator[None]:
-    """A variable scope by its full name, wherever it is opened."""
-    token = _scope.set((full_name, reuse or is_reusing()))
+def opened(scope: Scope) -> Iterator[None]:
+    """Makes a scope the innermost one for a `with` block."""
+    token = _scope.set(scope)
     try:
         yield
     except BaseException as error:
-        _record_scope(error, full_name)
+        _record_scope(error, scope.name)
         raise
     finally:
         _scope.reset(token)
+
+
+def absolute_scope(full_name: str, reuse: bool) -> contextlib.AbstractContextManager[None]:
+    """A variable scope by its full name, wherever it is opened."""
+    return opened(dataclasses.replace(_scope.get(), name=full_name, reuse=reuse or is_reusing()))
 
 
 def failed_scope(error: BaseException) -> str:

@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 import jax
 
 from ipu_pipeline.engine.jaxprs.shapes import as_shape
-from ipu_pipeline.engine.tracing import scopes
 from ipu_pipeline.engine.tracing.stages import StageFunction
+from ipu_pipeline.engine.tracing.variable_scopes import variable_scope
 from ipu_pipeline.engine.tracing.variables import get_variable
 
 __all__ = ["Mapping", "Stage", "StageEntry", "as_level", "flatten_stages"]
@@ -67,7 +67,7 @@ class Stage:
             return initialize
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            with scopes.variable_scope(scope):
+            with variable_scope(scope):
                 leaves = [
                     get_variable(
                         jax.tree_util.keystr(path, simple=True, separator="/") or "parameter",

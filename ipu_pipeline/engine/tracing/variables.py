@@ -6,6 +6,9 @@ the function (`stages`) turns the markers into inputs and outputs. A function is
 
 from __future__ import annotations
 
+import functools
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,6 +18,7 @@ from jax.extend import core as jex_core
 
 from ipu_pipeline.engine import jax_compat
 from ipu_pipeline.engine.tracing import frames, scopes
+from ipu_pipeline.engine.tracing.initializers import find_initializer
 from ipu_pipeline.engine.tracing.specs import VariableSpec, make_spec, serial_numbers
 
 __all__ = ["assign", "assign_variable_p", "get_variable", "read_variable_p"]
@@ -38,35 +42,78 @@ def _assign_abstract(value: Any, *, spec: VariableSpec) -> Any:
 def get_variable(
     name: str,
     shape: tuple[int, ...] | list[int] | None = None,
-    dtype: Any = jnp.float32,
+    dtype: Any = None,
     initializer: Any = None,
     trainable: bool = True,
+    *,
+    regularizer: Any = None,
+    use_resource: bool | None = True,
 ) -> jax.Array:
     """The value of a variable in the function being traced.
 
     Args:
       name: the name within the current scope.
       shape: its shape; None if `initializer` is an array, or if the variable exists.
-      dtype: its dtype.
-      initializer: `init(key, shape, dtype)` as in `jax.nn.initializers`, or a constant array or scalar.
-        None: Glorot uniform for floating-point variables of rank 2 and more, zeros for others.
+      dtype: its dtype; None: that of the scope, by default float32.
+      initializer: `init(key, shape, dtype)` as in `jax.nn.initializers`, its name in Keras
+        ("glorot_uniform"), or a constant array or scalar. None: that of the scope, by default Glorot
+        uniform for floating-point variables of rank 2 and more, zeros for others.
       trainable: whether a pipeline with an optimizer trains it. Integers and booleans are never trained.
+      regularizer: warns: TensorFlow 1 collects what it gives, for programs that add it to their loss. Add
+        it where the loss is computed, or use `optax.add_decayed_weights`.
+      use_resource: only True (or None) is possible; there for TensorFlow 1 code.
 
     Returns:
       The value, a traced array of that shape and dtype. Within a stage, after `assign`, the new value.
 
     Raises:
-      ValueError: the name, shape, dtype or initializer is not usable; or the variable exists, and
-        neither its scope nor one around it was opened with `reuse=True`; or it exists with another
-        shape or dtype.
+      ValueError: the name, shape, dtype or initializer is not usable, or `use_resource` is False; or the
+        variable exists, and neither its scope nor one around it was opened with `reuse=True`; or it
+        exists with another shape or dtype.
       RuntimeError: nothing is being traced.
     """
-    current = frames.current_frame("get_variable")
+    frames.current_frame("get_variable")
     if not isinstance(name, str) or not all(name.split("/")):
         raise ValueError(
             f"get_variable: name must be a non-empty string without empty parts; got {name!r}."
         )
-    full_name = scopes.join(scopes.current_scope(), name)
+    if use_resource not in (None, True):
+        raise ValueError(
+            "get_variable: use_resource must be True; variables here are always resource variables."
+        )
+    if regularizer is not None:
+        warnings.warn(
+            f"The regularizer of variable {name!r} has no effect: TensorFlow 1 collects what it gives, for "
+            "programs that add it to their loss. Add it where the loss is computed, or use "
+            "optax.add_decayed_weights.",
+            stacklevel=2,
+        )
+    scope = scopes.current()
+    getter: Callable[..., Any] = _get
+    for custom_getter in scope.custom_getters:
+        getter = functools.partial(custom_getter, getter)
+    value: jax.Array = getter(
+        scopes.join(scope.name, name),
+        shape=shape,
+        dtype=(jnp.float32 if scope.dtype is None else scope.dtype) if dtype is None else dtype,
+        initializer=scope.initializer if initializer is None else find_initializer(initializer),
+        regularizer=None,
+        trainable=trainable,
+    )
+    return value
+
+
+def _get(
+    full_name: str,
+    shape: Any = None,
+    dtype: Any = jnp.float32,
+    initializer: Any = None,
+    regularizer: Any = None,
+    trainable: bool = True,
+) -> jax.Array:
+    """The value of a variable, after what scopes say to it; custom getters call it."""
+    del regularizer  # of which `get_variable` has warned
+    current = frames.current_frame("get_variable")
     existing = current.names.variables.get(full_name)
     if existing is None:
         spec = make_spec(full_name, shape, dtype, initializer, trainable)

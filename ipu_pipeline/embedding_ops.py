@@ -1,0 +1,55 @@
+"""Rows of a table by their numbers, as Graphcore's `ipu.embedding_ops` has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ipu_pipeline.config_categories import warn_once
+
+__all__ = ["embedding_lookup"]
+
+
+def embedding_lookup(
+    params: Any,
+    ids: Any,
+    name: str | None = None,
+    serialization_factor: int = 1,
+    indices_are_sorted: bool = False,
+) -> jax.Array:
+    """The rows of a table.
+
+    Args:
+      params: [rows, ...], the table.
+      ids: integers of any shape, each from 0 and less than the number of rows. Beyond, what comes is
+        undefined.
+      name: of an operation in TensorFlow; nothing is called so here.
+      serialization_factor: into how many parts IPUs cut the lookup to save memory; above 1 warns.
+      indices_are_sorted: whether the numbers ascend, which XLA may use.
+
+    Returns:
+      [*ids.shape, *params.shape[1:]].
+
+    Raises:
+      TypeError: the numbers are no integers.
+      ValueError: the factor does not divide the number of rows.
+    """
+    del name
+    params, ids = jnp.asarray(params), jnp.asarray(ids)
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise TypeError(f"embedding_lookup: ids must be integers; got {ids.dtype.name}.")
+    if params.ndim < 1:
+        raise ValueError("embedding_lookup: params must be a table, [rows, ...]; got a scalar.")
+    if serialization_factor < 1 or params.shape[0] % serialization_factor:
+        raise ValueError(
+            f"embedding_lookup: serialization_factor must divide the {params.shape[0]} rows; got "
+            f"{serialization_factor}."
+        )
+    if serialization_factor > 1:
+        warn_once(
+            "embedding_lookup.serialization_factor",
+            "embedding_lookup: serialization_factor has no effect: XLA looks rows up where they are.",
+        )
+    return jnp.take(params, ids, axis=0, mode="clip", indices_are_sorted=indices_are_sorted)

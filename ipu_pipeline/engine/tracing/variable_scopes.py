@@ -1,0 +1,138 @@
+"""`variable_scope`: opens a scope for variables, as TensorFlow 1 does."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from ipu_pipeline.engine.tracing import frames, scopes
+from ipu_pipeline.engine.tracing.initializers import find_initializer
+from ipu_pipeline.engine.tracing.specs import is_of_numbers
+
+__all__ = ["AUTO_REUSE", "VariableScope", "get_variable_scope", "variable_scope"]
+
+
+class _Reuse(enum.Enum):
+    AUTO_REUSE = 1
+
+
+AUTO_REUSE = _Reuse.AUTO_REUSE  # which True means, too
+
+
+class VariableScope(str):
+    """A scope's full name. `variable_scope` takes it to open the scope again, from wherever it is."""
+
+    __slots__ = ()
+
+    @property
+    def name(self) -> str:
+        """The full name."""
+        return str(self)
+
+    def reuse_variables(self) -> None:
+        """Lets the rest of the scope's block share variables that exist.
+
+        Raises:
+          RuntimeError: the scope is not the innermost one.
+        """
+        if scopes.current_scope() != self:
+            raise RuntimeError(
+                f"reuse_variables: the scope {self.name!r} is not the innermost one, which is "
+                f"{scopes.current_scope()!r}. Call it within its own block."
+            )
+        scopes.start_reusing()
+
+
+def get_variable_scope() -> VariableScope:
+    """The innermost variable scope; its name is "" outside of all."""
+    return VariableScope(scopes.current_scope())
+
+
+@contextlib.contextmanager
+def variable_scope(
+    name: str | VariableScope | None = None,
+    default_name: str | None = None,
+    *,
+    initializer: Any = None,
+    custom_getter: Callable[..., Any] | None = None,
+    reuse: Any = None,
+    dtype: Any = None,
+    use_resource: bool | None = True,
+) -> Iterator[VariableScope]:
+    """Puts `name/` before the names of the variables that are asked for within the `with` block.
+
+    Scopes nest. A scope may be opened again, but a variable that exists already may only be asked for
+    again with `reuse=True`, which inner scopes inherit; one that does not exist yet is then created.
+
+    Args:
+      name: one or more names joined by "/"; or what another `variable_scope` gave, which is opened again as
+        it is. None: `default_name`.
+      default_name: where there is no `name`: it, or with `_1`, `_2`, ... the first that is new in the scope
+        around.
+      initializer: of variables within that are asked for without one, see `get_variable`.
+      custom_getter: is called in place of `get_variable` within, as
+        `custom_getter(getter, full_name, shape=, dtype=, initializer=, regularizer=, trainable=)`, and
+        gives what that gives. `getter` takes the same, but for itself, and makes or finds the variable.
+        An inner scope's is called first, with the outer's as its getter.
+      reuse: True or `AUTO_REUSE` lets the block share variables that exist; None or False leaves that to
+        the scopes around it.
+      dtype: of variables within that are asked for without one.
+      use_resource: only True (or None) is possible; there for TensorFlow 1 code.
+
+    Yields:
+      The scope.
+
+    Raises:
+      TypeError: `custom_getter` cannot be called, or the dtype is none of numbers.
+      ValueError: the name is empty or has an empty part, `reuse` is something else, there is no
+        initializer of that name, or `use_resource` is False.
+      RuntimeError: `default_name` is used, and nothing is being traced.
+
+    Example:
+      with variable_scope("encoder"):
+          kernel = get_variable("kernel", (4, 4))  # encoder/kernel
+    """
+    if reuse not in (None, True, False, AUTO_REUSE):
+        raise ValueError(f"variable_scope: reuse must be True, AUTO_REUSE, False or None; got {reuse!r}.")
+    if use_resource not in (None, True):
+        raise ValueError(
+            "variable_scope: use_resource must be True; variables here are always resource variables."
+        )
+    if custom_getter is not None and not callable(custom_getter):
+        raise TypeError(f"variable_scope: custom_getter must be a function; got {custom_getter!r}.")
+    if dtype is not None and not is_of_numbers(np.dtype(dtype)):
+        raise TypeError(f"variable_scope: dtype must be one of numbers or booleans; got {dtype!r}.")
+    around = scopes.current()
+    scope = dataclasses.replace(
+        around,
+        name=_full_name(around.name, name, default_name),
+        reuse=around.reuse or bool(reuse),
+        dtype=around.dtype if dtype is None else dtype,
+        initializer=around.initializer if initializer is None else find_initializer(initializer),
+        custom_getters=(*around.custom_getters, *([] if custom_getter is None else [custom_getter])),
+    )
+    with scopes.opened(scope):
+        yield VariableScope(scope.name)
+
+
+def _full_name(around: str, name: Any, default_name: Any) -> str:
+    if isinstance(name, VariableScope):
+        return str(name)
+    if name is None and default_name is not None:
+        _check("default_name", default_name)
+        known = frames.current_frame("variable_scope with a default_name").names
+        return scopes.join(around, known.layer_name(around, default_name))
+    _check("name", name)
+    return scopes.join(around, name)
+
+
+def _check(argument: str, name: Any) -> None:
+    if not isinstance(name, str) or not all(name.split("/")):
+        raise ValueError(
+            f"variable_scope: {argument} must be a non-empty string without empty parts; got {name!r}."
+        )

@@ -1,0 +1,55 @@
+"""`outlined_function`: what it did on IPUs, XLA and JAX do by themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, overload
+
+__all__ = ["outlined_function"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+@overload
+def outlined_function(
+    func: Function,
+    unique_sharding: bool = ...,
+    keep_input_layouts: bool | None = ...,
+    name: str | None = ...,
+) -> Function: ...
+
+
+@overload
+def outlined_function(
+    func: None = ...,
+    unique_sharding: bool = ...,
+    keep_input_layouts: bool | None = ...,
+    name: str | None = ...,
+) -> Callable[[Function], Function]: ...
+
+
+def outlined_function(
+    func: Any = None,
+    unique_sharding: bool = False,
+    keep_input_layouts: bool | None = None,
+    name: str | None = None,
+) -> Any:
+    """Returns the function as it is. On IPUs its code was there once, for all the places that call it.
+
+    What it computes is the same without that. `jax.jit` around a function has JAX trace it once.
+
+    Args:
+      func: a function; None: the result is a decorator.
+      unique_sharding: for IPUs.
+      keep_input_layouts: for IPUs.
+      name: for IPUs.
+
+    Raises:
+      TypeError: it cannot be called.
+    """
+    if func is None:
+        return outlined_function
+    if not callable(func):
+        raise TypeError(f"outlined_function: func must be a function; got {func!r}.")
+    del unique_sharding, keep_input_layouts, name
+    return func

@@ -1,0 +1,32 @@
+"""Activations as functions, as Graphcore's `ipu.nn_ops` has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+__all__ = ["gelu", "hard_sigmoid"]
+
+
+def gelu(x: Any, approximate: bool = True) -> jax.Array:
+    """GELU: x times the normal distribution's probability of less than x (arXiv:1606.08415).
+
+    Args:
+      x: floating-point numbers, of any shape.
+      approximate: True, as on IPUs: by tanh; False: by erf, as in `layers.Activation("gelu")`.
+    """
+    return jax.nn.gelu(jnp.asarray(x), approximate=approximate)
+
+
+def hard_sigmoid(x: Any, name: str | None = None) -> jax.Array:
+    """0.2 x + 0.5 between 0 and 1, as in Keras.
+
+    Args:
+      x: floating-point numbers, of any shape.
+      name: of an operation in TensorFlow; nothing is called so here.
+    """
+    del name
+    x = jnp.asarray(x)
+    return jnp.clip(x * jnp.asarray(0.2, x.dtype) + jnp.asarray(0.5, x.dtype), 0, 1)

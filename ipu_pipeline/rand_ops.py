@@ -1,0 +1,75 @@
+"""Random numbers, as Graphcore's `ipu.rand_ops` has them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ipu_pipeline.engine.tracing.keys import next_rng_key
+
+__all__ = ["dropout"]
+
+
+def dropout(
+    x: Any,
+    rate: float = 0.5,
+    noise_shape: Sequence[int | None] | None = None,
+    seed: Any = None,
+    name: str | None = None,
+) -> jax.Array:
+    """Sets elements to 0 with the probability `rate`, and divides the others by `1 - rate`.
+
+    It does so in every program: leave it out where a program infers, or use `layers.Dropout`.
+
+    Args:
+      x: floating-point numbers.
+      rate: from 0, less than 1.
+      noise_shape: of what is drawn, which is broadcast to the inputs: 1 where elements share a draw, None
+        for the size of the inputs.
+      seed: None: a key of the stage's, another one for each micro-batch. Or one or two integers, traced or
+        not: the same ones draw the same.
+      name: of an operation in TensorFlow; nothing is called so here.
+
+    Returns:
+      The shape and dtype of the inputs.
+
+    Raises:
+      RuntimeError: `seed` is None, and no stage is being traced.
+      TypeError: the inputs are no floating-point numbers.
+      ValueError: the rate, noise_shape or seed is not usable.
+    """
+    del name
+    x = jnp.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"dropout: x must be floating-point numbers; got {x.dtype.name}.")
+    if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 <= rate < 1:
+        raise ValueError(f"dropout: rate must be a number from 0 and less than 1; got {rate!r}.")
+    shape = x.shape
+    if noise_shape is not None:
+        given = tuple(noise_shape)
+        if len(given) != x.ndim or any(
+            size not in (None, 1, whole) for size, whole in zip(given, x.shape, strict=True)
+        ):
+            raise ValueError(
+                f"dropout: noise_shape must have 1, None or the size of each axis of x; got "
+                f"{noise_shape!r} for shape {x.shape}."
+            )
+        shape = tuple(whole if size is None else size for size, whole in zip(given, x.shape, strict=True))
+    if rate == 0:
+        return x
+    key = next_rng_key() if seed is None else _key_of(seed)
+    is_kept = jax.random.bernoulli(key, 1 - rate, shape)
+    return jnp.where(is_kept, x / jnp.asarray(1 - rate, x.dtype), jnp.zeros_like(x))
+
+
+def _key_of(seed: Any) -> jax.Array:
+    numbers = jnp.atleast_1d(jnp.asarray(seed))
+    if numbers.ndim != 1 or numbers.size > 2 or not jnp.issubdtype(numbers.dtype, jnp.integer):
+        raise ValueError(f"dropout: seed must be one or two integers; got {seed!r}.")
+    key = jax.random.key(0)
+    for number in range(numbers.size):
+        key = jax.random.fold_in(key, numbers[number].astype(jnp.uint32))
+    return key
