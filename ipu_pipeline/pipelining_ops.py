@@ -19,6 +19,7 @@ from ipu_pipeline.gradient_accumulation import GradientAccumulationReductionMeth
 from ipu_pipeline.graph.operations import Operation
 from ipu_pipeline.graph.placeholders import Placeholder, as_traced_inputs
 from ipu_pipeline.program.calls import PipelineCall, current_builder
+from ipu_pipeline.program.loss_weights import at_least_float32_for_weights
 from ipu_pipeline.program.optimizer_functions import (
     LossAndTransformation,
     OptimizerFunction,
@@ -266,7 +267,7 @@ def pipeline(
         program_names=builder.names,
         captures=captures,
         gradient_map=None if optimizer is None else optimizer.gradient_map,
-        accumulator_dtype=accumulator_dtype,
+        accumulator_dtype=at_least_float32_for_weights(accumulator_dtype),
         # The configuration of the run decides; if it is this one, the programs need not be built again.
         recompute=recompute if config.allows_recomputation() and not is_inference else None,
         offload=offload,

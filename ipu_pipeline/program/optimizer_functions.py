@@ -13,6 +13,7 @@ from ipu_pipeline.engine.tracing import frames
 from ipu_pipeline.engine.tracing.stages import check_signature
 from ipu_pipeline.engine.updates.optimizer_tracing import describe_other_optimizer
 from ipu_pipeline.optimizers import unwrap
+from ipu_pipeline.program.loss_weights import WEIGHT, divide_by_weight, weigh
 
 __all__ = ["LossAndTransformation", "OptimizerFunction", "OptimizerFunctionOutput"]
 
@@ -30,6 +31,10 @@ class OptimizerFunctionOutput:
       compute_gradients_kwargs: {"var_list": names} likewise.
       apply_gradients_args: only empty, since Optax takes extra arguments by keyword.
       apply_gradients_kwargs: extra arguments of the optimizer's `update`.
+      loss_weight: None, or a number: what the loss is a sum over, such as tokens. The gradients of all
+        micro-batches of a weight update are then divided by the sum of their weights, whatever the
+        reduction, so that they are those of one large batch: with lengths that differ, the mean of the
+        micro-batches' means would not be. Where that sum is 0, gradients are 0.
 
     Raises:
       TypeError: a field has not its type, or an argument is given by position that has none.
@@ -43,6 +48,7 @@ class OptimizerFunctionOutput:
     compute_gradients_kwargs: dict[str, Any] | None = None
     apply_gradients_args: Sequence[Any] | None = None
     apply_gradients_kwargs: dict[str, Any] | None = None
+    loss_weight: Any = None
 
     def __post_init__(self) -> None:
         """Checks the fields."""
@@ -78,6 +84,11 @@ class OptimizerFunctionOutput:
         if self.var_list is not None and len(self.var_list) == 0:
             raise ValueError("No variables to optimize: var_list is empty; None trains all.")
         unwrapped = unwrap(self.opt)
+        if self.loss_weight is not None and unwrapped.gradient_map is not None:
+            raise ValueError(
+                "OptimizerFunctionOutput: loss_weight and a MapGradientOptimizer do not go together: "
+                "gradients are divided by the weights after they were accumulated, and mapped before."
+            )
         if not isinstance(unwrapped.transformation, optax.GradientTransformation):
             raise TypeError(
                 "OptimizerFunctionOutput: opt must be an optax.GradientTransformation, for example "
@@ -113,7 +124,11 @@ class LossAndTransformation:
         output = self._call(*args, **kwargs)
         self._var_list = output.var_list
         self._gradient_map = unwrap(output.opt).gradient_map
-        return output.loss
+        if output.loss_weight is None:
+            return output.loss
+        if self._var_list is not None:
+            self._var_list = [*self._var_list, WEIGHT]
+        return weigh(output.loss, output.loss_weight)
 
     def transformation(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         """The Optax transformation and extra arguments of its `update`, likewise."""
@@ -121,7 +136,10 @@ class LossAndTransformation:
         frame = frames.Frame(frames.ProgramNames(), True, "the optimizer_function", is_stage=True)
         with frames.frame(frame):
             output = self._call(*args, **kwargs)
-        return unwrap(output.opt).transformation, dict(output.apply_gradients_kwargs or {})
+        transformation = unwrap(output.opt).transformation
+        if output.loss_weight is not None:
+            transformation = divide_by_weight(transformation)
+        return transformation, dict(output.apply_gradients_kwargs or {})
 
     def trained(self) -> Sequence[str] | None:
         """The variables to train, once the loss has been traced; None: all."""

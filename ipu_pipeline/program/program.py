@@ -162,9 +162,8 @@ class Program:
             for argument in arguments:
                 if isinstance(argument, Placeholder):
                     raise ValueError(
-                        f"export: something is computed from {argument!r} before the pipeline. Give "
-                        "its value "
-                        "in `inputs`, or compute it in a stage."
+                        f"export: something is computed from {argument!r} before the pipeline. Give its "
+                        "value in `inputs`, or compute it in a stage."
                     )
             values.update(zip(step.results, step.function(*map(np.asarray, arguments)), strict=True))
         raise AssertionError("the call is one of the steps")
