@@ -225,6 +225,7 @@ def test_equal_arguments_that_are_no_tensors():
         executor(x, np.array([1, np.nan]), b=1.0, a=x)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("is_narrow", [False, True], ids=["narrow input", "narrow layer"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
@@ -278,9 +279,9 @@ def test_losses_that_are_made_of_other_operations(loss):
     "make",
     [
         lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-        lambda p: torch.optim.SGD(p, lr=0.1),
+        pytest.param(lambda p: torch.optim.SGD(p, lr=0.1), marks=pytest.mark.thorough),
         lambda p: torch.optim.Adam(p, lr=0.1),
-        lambda p: torch.optim.AdamW(p, lr=0.1),
+        pytest.param(lambda p: torch.optim.AdamW(p, lr=0.1), marks=pytest.mark.thorough),
         lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.5, centered=True),
     ],
 )
