@@ -85,10 +85,8 @@ class IPUConfig:
       select_ipus: instead of that, which ones: indices of JAX devices, in the order that
         `/device:IPU:0` has them.
       selection_order: a `utils.SelectionOrder`.
-      ipu_model: True makes CPU devices the IPUs, whatever accelerators there are; it is
-        Graphcore's category of settings as well.
-      auto_round_num_ipus: True takes the next power of two where the number is none, and leaves the
-        rest idle.
+      ipu_model: True makes CPU devices the IPUs; it is Graphcore's category of settings as well.
+      auto_round_num_ipus: True takes the next power of two where the number is none; the rest is idle.
       require_power_of_two: False allows any number.
       allow_recompute: True lets the stages of pipelines that train compute values again in their backward,
         instead of keeping them; see `pipelining_ops.RecomputationMode`.
@@ -123,6 +121,8 @@ class IPUConfig:
         if name in SETTINGS:
             setattr(self._others, name, value)
             return
+        if name in CATEGORIES and name != "ipu_model":
+            raise TypeError(f"IPUConfig.{name} is a category: set what it has. Got {value!r}.")
         if name not in _DEFAULTS:
             raise AttributeError(_describe_unknown(name))
         if name in ("auto_select_ipus", "select_ipus"):
@@ -130,10 +130,10 @@ class IPUConfig:
         elif name == "selection_order":
             if not isinstance(value, SelectionOrder):
                 raise TypeError(f"IPUConfig.selection_order must be a utils.SelectionOrder; got {value!r}.")
-        elif not isinstance(value, bool):
+        elif not isinstance(value, (bool, IPUModel) if name == "ipu_model" else bool):
             raise TypeError(f"IPUConfig.{name} must be True or False; got {value!r}.")
         elif name == "ipu_model":
-            value = self.ipu_model.with_used(value)
+            value = (value if isinstance(value, IPUModel) else self.ipu_model).with_used(bool(value))
         object.__setattr__(self, name, value)
 
     def __getattr__(self, name: str) -> Any:

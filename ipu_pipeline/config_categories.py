@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import difflib
 import enum
+import operator
 import sys
 import warnings
 from collections.abc import Mapping
@@ -257,6 +258,9 @@ class _Noticed(dict[Any, Any]):
         if self:
             _notice(self._name)
 
+    def __reduce__(self) -> Any:
+        return _Noticed, (self._name, dict(self))
+
     def __deepcopy__(self, memo: dict[int, Any]) -> _Noticed:
         return _Noticed(self._name, copy.deepcopy(dict(self), memo))
 
@@ -298,6 +302,8 @@ class Category:
         setting = SETTINGS[full_name]
         if isinstance(setting.default, StochasticRoundingBehaviour) and isinstance(value, bool):
             value = StochasticRoundingBehaviour.from_bool(value)
+        if int in setting.types and hasattr(type(value), "__index__") and not isinstance(value, bool):
+            value = operator.index(value)  # NumPy's integers
         is_number = isinstance(value, bool) and bool not in setting.types
         if is_number or not isinstance(value, setting.types):
             kinds = " or ".join(kind.__name__ for kind in setting.types)

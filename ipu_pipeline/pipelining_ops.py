@@ -297,4 +297,5 @@ def pipeline(
     check_outfeed(call)
     check_recomputation_checkpoints(call)
     builder.add(call, [*([count] if has_count_operand else []), *input_leaves, *captures.values])
+    captures.values.clear()  # traced values, which nobody needs any more
     return Operation(call.name)

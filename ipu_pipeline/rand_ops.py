@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ipu_pipeline.engine.tracing.keys import next_rng_key
 
@@ -45,9 +46,9 @@ def dropout(
     x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"dropout: x must be floating-point numbers; got {x.dtype.name}.")
-    if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 <= rate < 1:
+    if isinstance(rate, bool) or not isinstance(rate, (int, float, np.floating)) or not 0 <= rate < 1:
         raise ValueError(f"dropout: rate must be a number from 0 and less than 1; got {rate!r}.")
-    shape = x.shape
+    rate, shape = float(rate), x.shape
     if noise_shape is not None:
         given = tuple(noise_shape)
         if len(given) != x.ndim or any(
@@ -66,10 +67,11 @@ def dropout(
 
 
 def _key_of(seed: Any) -> jax.Array:
-    numbers = jnp.atleast_1d(jnp.asarray(seed))
-    if numbers.ndim != 1 or numbers.size > 2 or not jnp.issubdtype(numbers.dtype, jnp.integer):
+    given = jnp.atleast_1d(seed) if isinstance(seed, jax.Array) else np.atleast_1d(np.asarray(seed))
+    if given.ndim != 1 or given.size > 2 or not jnp.issubdtype(given.dtype, jnp.integer):
         raise ValueError(f"dropout: seed must be one or two integers; got {seed!r}.")
     key = jax.random.key(0)
-    for number in range(numbers.size):
-        key = jax.random.fold_in(key, numbers[number].astype(jnp.uint32))
+    for number in range(given.size):
+        low = given[number] & 0xFFFFFFFF if given.dtype.itemsize > 4 else given[number]
+        key = jax.random.fold_in(key, low.astype(np.uint32))
     return key

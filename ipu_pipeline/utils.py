@@ -5,6 +5,7 @@ Names of Graphcore's that have nothing to do here are there, too: they warn, onc
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -201,6 +202,7 @@ class Seeded(Protocol):
 
 _seed = 0
 _seeded: weakref.WeakSet[Any] = weakref.WeakSet()
+_seeding = threading.Lock()
 
 
 def reset_ipu_seed(
@@ -227,8 +229,9 @@ def reset_ipu_seed(
     del device, cpu_device, experimental_identical_replicas
     check_seed(seed, "reset_ipu_seed")
     _seed = int(seed)
-    for session in list(_seeded):
-        session.reset_seed(_seed)
+    with _seeding:
+        for session in list(_seeded):
+            session.reset_seed(_seed)
 
 
 def check_seed(seed: Any, what: str) -> None:
@@ -248,7 +251,12 @@ def check_seed(seed: Any, what: str) -> None:
         raise ValueError(f"{what}: seed must fit 64 bits; got {seed}.")
 
 
-def take_seed(session: Seeded, seed: int | None) -> int:
-    """The seed of a session that is being made; `reset_ipu_seed` reaches it from now on."""
-    _seeded.add(session)
-    return _seed if seed is None else int(seed)
+def current_seed() -> int:
+    """The seed of a session that is made without one."""
+    return _seed
+
+
+def reach(session: Seeded) -> None:
+    """Has `reset_ipu_seed` reach a session."""
+    with _seeding:
+        _seeded.add(session)

@@ -1,6 +1,7 @@
 """Graphcore's settings and functions that have nothing to do here: known, and each warns once."""
 
 import copy
+import pickle
 import warnings
 
 import jax
@@ -187,6 +188,21 @@ def test_the_seed():
             ipu.utils.reset_ipu_seed(wrong)
     with pytest.raises(ValueError, match="must fit 64 bits"):
         ipu.utils.reset_ipu_seed(2**63)
+
+
+def test_kinds_of_values():
+    config, other = IPUConfig(), IPUConfig()
+    with pytest.warns(UserWarning, match="num_io_tiles has no effect"):
+        config.io_tiles.num_io_tiles = np.int64(32)
+    assert config.io_tiles.num_io_tiles == 32
+    with pytest.raises(TypeError, match="IPUConfig.optimizations is a category: set what it has"):
+        config.optimizations = 3
+    other.ipu_model = True
+    config.ipu_model = other.ipu_model
+    assert config.ipu_model
+    with pytest.warns(UserWarning, match="compilation_poplar_options has no effect"):
+        config.compilation_poplar_options = {"a": "b"}
+    assert pickle.loads(pickle.dumps(config)).compilation_poplar_options == {"a": "b"}
 
 
 def test_nothing_warns_by_itself():

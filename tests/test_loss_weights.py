@@ -43,7 +43,9 @@ def expected(dtype, make_optimizer, num_updates=2):
 
 
 class Model:
-    def __init__(self, dtype, make_optimizer, mapping, var_list=None, weigh=jnp.sum, **options):
+    def __init__(
+        self, dtype, make_optimizer, mapping, var_list=None, weigh=jnp.sum, is_weighted=True, **options
+    ):
         self.infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(lambda: iter(rows(dtype)))
         self.outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
 
@@ -59,7 +61,10 @@ class Model:
         def optimizer_function(loss, weight):
             kwargs = None if var_list is None else {"var_list": var_list}
             return OptimizerFunctionOutput(
-                make_optimizer(), loss, compute_gradients_kwargs=kwargs, loss_weight=weight
+                make_optimizer(),
+                loss,
+                compute_gradients_kwargs=kwargs,
+                loss_weight=weight if is_weighted else None,
             )
 
         self.compiled = front.compile_program(
@@ -80,7 +85,9 @@ class Model:
             session.run(self.infeed.initializer)
             session.run(self.compiled)
             variables = session.variables
-            assert variables.pop("_loss_weight") == 0
+            assert (
+                {*variables} == {"a", "b"} == {spec.name for spec in ipu.trainable_variables()} & {"a", "b"}
+            )
             return variables, session.run(self.outfeed.dequeue())
 
 
@@ -142,3 +149,37 @@ def test_wrong_weights():
     mapped = lambda: MapGradientOptimizer(optax.sgd(0.1), lambda gradient, variable: gradient)  # noqa: E731
     with pytest.raises(ValueError, match="loss_weight and a MapGradientOptimizer do not go together"):
         Model(np.float32, mapped, [0, 1, 2])
+
+
+def test_checkpoints_are_those_without_weights(tmp_path):
+    weighted = Model(np.float32, lambda: optax.sgd(0.1), [0, 1, 2])
+    with ipu.Session() as session:
+        session.run(weighted.infeed.initializer)
+        session.run(weighted.compiled)
+        session.save(tmp_path / "a")
+        expected = session.variables
+    del weighted
+    plain = Model(np.float32, lambda: optax.sgd(0.1), [0, 1, 2], is_weighted=False)
+    with ipu.Session() as session:
+        session.restore(tmp_path / "a", infeeds=False)
+        models.assert_trees_close(session.variables, expected, 0)
+        session.run(plain.infeed.initializer)
+        session.run(plain.compiled)
+        session.save(tmp_path / "b")
+        later = session.variables
+    del plain
+    weighted = Model(np.float32, lambda: optax.sgd(0.1), [0, 1, 2])
+    with ipu.Session() as session:
+        session.restore(tmp_path / "b", infeeds=False)
+        models.assert_trees_close(session.variables, later, 0)
+        session.run(weighted.infeed.initializer)
+        session.run(weighted.compiled)
+
+
+def test_losses_of_two_dtypes_in_one_session():
+    with jax.enable_x64(True), ipu.Session() as session:
+        for dtype, scope in ((np.float32, "narrow"), (np.float64, "wide")):
+            with ipu.variable_scope(scope):
+                model = Model(dtype, lambda: optax.sgd(0.1), [0, 1, 2], name=scope)
+            session.run(model.infeed.initializer)
+            session.run(model.compiled)

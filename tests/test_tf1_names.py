@@ -1,5 +1,7 @@
 """Names that programs for TensorFlow 1 on IPUs use: scopes, variables, savers, functions of `ipu.ops`."""
 
+import threading
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -375,3 +377,85 @@ def test_outlined_functions():
         ipu.outlined_function(3)
     assert ipu.ops.pipelining_ops is ipu.pipelining_ops
     assert ipu.ops.functional_ops.outlined_function is ipu.outlined_function
+
+
+# What a reviewer found
+
+
+def test_scopes_end_with_the_function_that_they_are_in():
+    def reusing():
+        value = ipu.get_variable("w", (2,))
+        ipu.get_variable_scope().reuse_variables()
+        return value + ipu.get_variable("w", (2,))
+
+    outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
+    with pytest.raises(ValueError, match="w already exists"):
+        front.compile_program(
+            lambda: pipeline(
+                [reusing, lambda x: x + ipu.get_variable("w", (2,))],
+                gradient_accumulation_count=1,
+                outfeed_queue=outfeed,
+            )
+        )
+    with pytest.raises(ValueError, match="z already exists"):
+        front.compile_program(lambda: ipu.get_variable("z", (2,)) + ipu.get_variable("z", (2,)))
+    with pytest.raises(RuntimeError, match="outside of a program"):
+        ipu.get_variable_scope().reuse_variables()
+
+
+def test_a_scope_that_is_opened_again_says_what_it_said():
+    def function():
+        with ipu.variable_scope("a", initializer=7.0, dtype=jnp.float16) as scope:
+            pass
+        with ipu.variable_scope("b", initializer=1.0), ipu.variable_scope(scope):
+            first = ipu.get_variable("w", (2,))
+        with ipu.variable_scope("block"):
+            second = ipu.get_variable("w", (2,))
+        with ipu.variable_scope(None, default_name="block") as scope:
+            assert scope == "block_1"
+        return first, second
+
+    with ipu.Session() as session:
+        first, _second = session.run(front.compile_program(function))
+    assert (first.dtype, first.tolist()) == (np.float16, [7, 7])
+
+
+def test_a_saver_deletes_only_checkpoints(tmp_path):
+    (tmp_path / "2020").mkdir()
+    (tmp_path / "2020" / "photo").write_text("x")
+    with ipu.Session() as session:
+        session.run(Trained().compiled)
+        ipu.Saver(1).save(session, tmp_path, np.int64(3000))
+        ipu.Saver(1).save(session, tmp_path, 3001)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["2020", "3001"]
+
+
+def test_seeds_beside_sessions_and_data_sets():
+    def rows():
+        while True:
+            ipu.utils.reset_ipu_seed(0)
+            yield np.ones(2, np.float32)
+
+    infeed, outfeed = ipu.ipu_infeed_queue.IPUInfeedQueue(rows), ipu.ipu_outfeed_queue.IPUOutfeedQueue()
+    compiled = front.compile_program(
+        lambda: pipeline(
+            [lambda x: x], gradient_accumulation_count=2, infeed_queue=infeed, outfeed_queue=outfeed
+        )
+    )
+    with ipu.Session() as session:
+        session.run(infeed.initializer)
+        session.run(compiled)
+    stopped = threading.Event()
+
+    def make():
+        while not stopped.is_set():
+            ipu.Session()
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    try:
+        for _time in range(200):
+            ipu.utils.reset_ipu_seed(0)
+    finally:
+        stopped.set()
+        thread.join()

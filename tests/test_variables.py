@@ -95,7 +95,6 @@ def test_initial_values():
         (("v", (-1,)), {}, "non-negative integers"),
         (("v", (None, 2)), {}, "non-negative integers"),
         (("v", (), "text"), {}, "'text' is not a dtype"),
-        (("v", (), None), {}, "None is not a dtype of numbers"),
         (("v", (), object), {}, "'object'> is not a dtype of numbers"),
         (("v", (), "float64"), {}, "jax_enable_x64"),
         (("v", (3,)), {"initializer": [1.0, 2.0]}, r"array of shape \(2,\), but shape=\(3,\)"),

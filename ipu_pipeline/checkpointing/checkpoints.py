@@ -294,12 +294,16 @@ class CheckpointSeries:
           newest: the step.
         """
         for old in self.steps()[: -self._max_to_keep] if self._max_to_keep is not None else ():
-            if old == newest:  # numbered below others that were there
+            if old == newest or not self._is_checkpoint(old):  # numbered below others; or somebody's folder
                 continue
             try:
                 _delete(self.path(old))
             except OSError as error:
                 _logger.error("The checkpoint %s could not be deleted: %s.", self.path(old), error)
+
+    def _is_checkpoint(self, step: int) -> bool:
+        path = self.path(step)
+        return (path / DOCUMENT).exists() or {entry.name for entry in path.iterdir()} <= _PARTS
 
     def amend(self, step: int, extra: dict[str, Any]) -> None:
         """Replaces what else belongs to a checkpoint, see `Snapshot.extra`; it stays complete meanwhile."""

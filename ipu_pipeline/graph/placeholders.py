@@ -63,11 +63,35 @@ class Placeholder:
         """NumPy calls it likewise; JAX then says that a traced value is no NumPy array."""
         return np.asarray(self.traced(), *arguments, **options)
 
+    __array_priority__ = 100  # NumPy's arrays and scalars leave operators to it, as to JAX's arrays
+
     def __getattr__(self, name: str) -> Any:
         """What an array has, such as `astype`."""
+        if name in ("dtype", "shape", "name"):  # while it is being made
+            raise AttributeError(name)
         if name.startswith("_") or not hasattr(jax.Array, name):
             raise AttributeError(f"{self!r} has no attribute {name!r}")
         return getattr(self.traced(), name)
+
+    def __eq__(self, other: object) -> Any:
+        """Where something is compiled, compares values; with placeholders, and elsewhere, identities."""
+        if isinstance(other, Placeholder) or other is None or _standing.get() is None:
+            return self is other
+        return self.traced() == other
+
+    def __ne__(self, other: object) -> Any:
+        """Likewise."""
+        if isinstance(other, Placeholder) or other is None or _standing.get() is None:
+            return self is not other
+        return self.traced() != other
+
+    __hash__ = object.__hash__
+
+    def __copy__(self) -> Placeholder:
+        return self  # it is known by what it is: a copy could not be fed
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Placeholder:
+        return self
 
     def check_value(self, value: Any) -> np.ndarray[Any, Any]:
         """A value that was fed, as an array of the placeholder's dtype.
@@ -103,10 +127,27 @@ for _operator in _OPERATORS.split():
     setattr(Placeholder, f"__{_operator}__", _forward(f"__{_operator}__"))
 
 
+class _Symbol:
+    """Stands for a placeholder among the leaves of a tree, where nothing is being compiled."""
+
+    def __init__(self, placeholder: Placeholder) -> None:
+        self.placeholder = placeholder
+
+    def __repr__(self) -> str:
+        return repr(self.placeholder)
+
+
+def _flatten(known: Placeholder) -> tuple[tuple[Any], None]:
+    return (_Symbol(known) if _standing.get() is None else known.traced(),), None
+
+
+def _unflatten(_nothing: None, values: Any) -> Any:
+    (value,) = values
+    return value.placeholder if isinstance(value, _Symbol) else value
+
+
 # So functions that JAX traces take them as arguments, and stages may return them.
-jax.tree_util.register_pytree_node(
-    Placeholder, lambda known: ((known.traced(),), None), lambda _nothing, values: values[0]
-)
+jax.tree_util.register_pytree_node(Placeholder, _flatten, _unflatten)
 
 
 def cast_exactly(array: np.ndarray[Any, Any], dtype: Any, what: str) -> np.ndarray[Any, Any]:

@@ -304,6 +304,12 @@ class ProgramBuilder:
         self.captured[placeholder] = None
         return self.placeholders[placeholder]
 
+    def forget_values(self) -> None:
+        """Lets go of the placeholders that there were, and of traced values: pipelines keep the builder."""
+        self.inputs.clear()
+        self.placeholders.clear()
+        self.captured.clear()
+
     def is_captured_placeholder(self, value: Any) -> bool:
         """Whether a traced value stands for a placeholder that was used as an array."""
         return any(self.placeholders[known] is value for known in self.captured)

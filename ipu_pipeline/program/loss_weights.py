@@ -18,9 +18,14 @@ from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.engine.tracing.variables import get_variable
 from ipu_pipeline.engine.updates.loss_scaling import LossScaled
 
-__all__ = ["WEIGHT", "at_least_float32_for_weights", "divide_by_weight", "weigh"]
+__all__ = ["at_least_float32_for_weights", "divide_by_weight", "is_weight", "weigh", "weight_name"]
 
-WEIGHT = "_loss_weight"  # the variable's full name
+_SCOPE = "_loss_weight"  # of the variable, which is called by its dtype
+
+
+def is_weight(name: str) -> bool:
+    """Whether a variable's full name is that of one that counts weights: it is nobody's, and not saved."""
+    return name.startswith(f"{_SCOPE}/")
 
 
 def weigh(loss: Any, weight: Any) -> jax.Array:
@@ -41,11 +46,20 @@ def weigh(loss: Any, weight: Any) -> jax.Array:
             "OptimizerFunctionOutput: loss_weight must be a scalar, an integer or floating-point number, "
             f"for example the number of tokens; it is {weight.dtype.name}{list(weight.shape)}."
         )
-    dtype = np.dtype(np.float64 if loss.dtype == np.float64 else np.float32)
+    dtype = _dtype_for(loss)
     with scopes.opened(scopes.Scope(reuse=True)):
-        nothing = get_variable(WEIGHT, (), dtype, 0.0)
+        nothing = get_variable(weight_name(loss), (), dtype, 0.0)
     counted = nothing * jax.lax.stop_gradient(weight.astype(dtype))
     return loss + counted.astype(loss.dtype)
+
+
+def weight_name(loss: Any) -> str:
+    """The full name of the variable that counts the weights of a loss."""
+    return f"{_SCOPE}/{_dtype_for(jnp.asarray(loss)).name}"
+
+
+def _dtype_for(loss: jax.Array) -> np.dtype[Any]:
+    return np.dtype(np.float64 if loss.dtype == np.float64 else np.float32)
 
 
 def divide_by_weight(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -54,20 +68,21 @@ def divide_by_weight(inner: optax.GradientTransformation) -> optax.GradientTrans
     is_scaled = isinstance(inner, LossScaled)  # then all gradients are, that of the weight too
 
     def without_weight(values: Any) -> Any:
-        return None if values is None else {name: v for name, v in values.items() if name != WEIGHT}
+        return None if values is None else {name: v for name, v in values.items() if not is_weight(name)}
 
     def init(parameters: Any) -> Any:
         return wrapped.init(without_weight(parameters))
 
     def update(gradients: Any, state: Any, parameters: Any = None, **extra: Any) -> Any:
-        total = gradients[WEIGHT] / state.scale if is_scaled else gradients[WEIGHT]
+        (counter,) = filter(is_weight, gradients)
+        total = gradients[counter] / state.scale if is_scaled else gradients[counter]
         factor = jnp.where(total == 0, 0, 1 / jnp.where(total == 0, 1, total))
         means = {
             name: (value * factor.astype(jnp.promote_types(value.dtype, factor.dtype))).astype(value.dtype)
             for name, value in without_weight(gradients).items()
         }
         changes, state = wrapped.update(means, state, without_weight(parameters), **extra)
-        return {**changes, WEIGHT: jnp.zeros_like(total)}, state
+        return {**changes, counter: jnp.zeros_like(total)}, state
 
     if not is_scaled:
         return optax.GradientTransformationExtraArgs(init, update)
@@ -86,7 +101,7 @@ def at_least_float32_for_weights(accumulator_dtype: Any) -> Any:
         return None
 
     def find(spec: VariableSpec) -> Any:
-        if spec.name == WEIGHT:
+        if is_weight(spec.name):
             return None
         is_function = callable(accumulator_dtype) and not isinstance(accumulator_dtype, type)
         return accumulator_dtype(spec) if is_function else accumulator_dtype

@@ -13,7 +13,7 @@ from ipu_pipeline.engine.tracing import frames
 from ipu_pipeline.engine.tracing.stages import check_signature
 from ipu_pipeline.engine.updates.optimizer_tracing import describe_other_optimizer
 from ipu_pipeline.optimizers import unwrap
-from ipu_pipeline.program.loss_weights import WEIGHT, divide_by_weight, weigh
+from ipu_pipeline.program.loss_weights import divide_by_weight, weigh, weight_name
 
 __all__ = ["LossAndTransformation", "OptimizerFunction", "OptimizerFunctionOutput"]
 
@@ -127,7 +127,7 @@ class LossAndTransformation:
         if output.loss_weight is None:
             return output.loss
         if self._var_list is not None:
-            self._var_list = [*self._var_list, WEIGHT]
+            self._var_list = [*self._var_list, weight_name(output.loss)]
         return weigh(output.loss, output.loss_weight)
 
     def transformation(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:

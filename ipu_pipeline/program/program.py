@@ -18,6 +18,7 @@ from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.graph.operations import Operation
 from ipu_pipeline.graph.placeholders import Placeholder, live_placeholders, standing
 from ipu_pipeline.program.calls import Call, PipelineCall, ProgramBuilder, building, run_call_p
+from ipu_pipeline.program.loss_weights import is_weight
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
 from ipu_pipeline.reports.placement_report import Placement
 
@@ -131,7 +132,7 @@ class Program:
         found: dict[str, VariableSpec] = {}
         for step in self.steps:
             used = step.call.variables if isinstance(step, CallStep) else step.reads
-            found.update((spec.name, spec) for spec in used.values())
+            found.update((spec.name, spec) for spec in used.values() if not is_weight(spec.name))
         return found
 
     def find_operands(
@@ -267,10 +268,12 @@ def build_program(
     outputs = iter(flat.outputs)
     num_given = len(inputs)
     captured = dict(zip(live, flat.inputs[num_given:], strict=True))
+    used = list(builder.captured)
+    builder.forget_values()
     return Program(
         ipu_device,
-        [*inputs, *builder.captured],
-        [*flat.inputs[:num_given], *(captured[known] for known in builder.captured)],
+        [*inputs, *used],
+        [*flat.inputs[:num_given], *(captured[known] for known in used)],
         _make_steps(flat, reads, builder.calls),
         tree,
         [None if operation else next(outputs) for operation in is_operation],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from pathlib import Path
 
@@ -13,6 +14,8 @@ __all__ = ["Saver", "latest_checkpoint"]
 
 class Saver:
     """Writes checkpoints one after another, named by the count of weight updates.
+
+    A directory is for one run at a time: the newest checkpoint is that with the greatest number.
 
     Example:
       saver = ipu.Saver(max_to_keep=3)
@@ -53,8 +56,9 @@ class Saver:
           ValueError: there are no variables yet, or the step is no number from 0.
         """
         step = session.most_updates() if global_step is None else global_step
-        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        if isinstance(step, bool) or not hasattr(type(step), "__index__") or step < 0:
             raise ValueError(f"Saver.save: global_step must be an integer from 0; got {global_step!r}.")
+        step = operator.index(step)
         series = CheckpointSeries(directory, self.max_to_keep)
         path = series.path(step)
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from ipu_pipeline.checkpointing.snapshots import Snapshot
 from ipu_pipeline.engine.devices.rows import keep
 from ipu_pipeline.graph.operations import InitializerOperation
 from ipu_pipeline.graph.placeholders import Placeholder
+from ipu_pipeline.program.loss_weights import is_weight
 from ipu_pipeline.program.program import Program
 from ipu_pipeline.program.registry import compiled_programs
 from ipu_pipeline.queues.feeder import is_feeding
@@ -61,7 +63,7 @@ class Session:
         if seed is not None:
             utils.check_seed(seed, "Session")
         config.enable_executable_cache_of_environment()
-        self._store = Store(utils.take_seed(self, seed))
+        self._store = Store(utils.current_seed() if seed is None else int(seed))
         self._resumption = Resumption()
         self._limit = Limit()  # of the run, see `run_part`
         self._infeeds: dict[IPUInfeedQueue, object] = {}
@@ -69,6 +71,7 @@ class Session:
         # Held by whoever runs something or takes or gives the whole state; the others wait.
         self._lock = threading.RLock()
         self._running_in: int | None = None  # the thread of a run; Ctrl-C may leave it behind
+        utils.reach(self)
 
     def __enter__(self) -> Session:
         """The session itself."""
@@ -103,15 +106,15 @@ class Session:
 
     def reset_seed(self, seed: int) -> None:
         """Has random numbers depend on another seed from now on; see `utils.reset_ipu_seed`."""
-        with self._lock:
-            self._store.reset_seed(seed)
+        self._store.reset_seed(seed)
 
     @property
     def variables(self) -> dict[str, np.ndarray[Any, Any]]:
         """Copies of all variables, by full name."""
         store = self._store
         with store.lock:
-            return {name: np.array(value) for name, value in sorted(store.state.variables.items())}
+            found = sorted(store.state.variables.items())
+            return {name: np.array(value) for name, value in found if not is_weight(name)}
 
     def most_updates(self) -> int:
         """How many weight updates the pipeline or loop with the most has done."""
@@ -255,6 +258,8 @@ class Session:
         """
         with self._alone(changes=False):
             state = self._store.state
+            own = {name: value for name, value in state.variables.items() if not is_weight(name)}
+            state = dataclasses.replace(state, variables=own)
             if is_kept:
                 leaves, tree = jax.tree.flatten(state.arrays)
                 state = state.with_arrays(jax.tree.unflatten(tree, keep(leaves)))

@@ -12,10 +12,19 @@ import contextvars
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from ipu_pipeline.engine.tracing import scopes
 from ipu_pipeline.engine.tracing.faults import Faults
 from ipu_pipeline.engine.tracing.specs import VariableSpec
 
-__all__ = ["Frame", "ProgramNames", "current_frame", "frame", "is_in_stage", "unchanged_on_error"]
+__all__ = [
+    "Frame",
+    "ProgramNames",
+    "current_frame",
+    "find_frame",
+    "frame",
+    "is_in_stage",
+    "unchanged_on_error",
+]
 
 
 @dataclass(eq=False)
@@ -28,6 +37,7 @@ class ProgramNames:
       key_counts: scope -> how many random keys were drawn in it.
       markers: serial numbers of the variables and keys that were found in traced functions.
       reads: what was returned for variables, and these, by its identity; while functions are traced.
+      opened_scopes: full names of the variable scopes that were opened.
       holders: objects outside of the program that hold the values of its variables, by their identity:
         the object, which so stays alive, and the full name that stands for it.
     """
@@ -36,6 +46,7 @@ class ProgramNames:
     layer_counts: dict[tuple[str, str], int] = field(default_factory=dict)
     key_counts: dict[str, int] = field(default_factory=dict)
     markers: set[int] = field(default_factory=set)
+    opened_scopes: set[str] = field(default_factory=set)
     reads: dict[int, tuple[object, VariableSpec]] = field(default_factory=dict)
     holders: dict[int, tuple[object, str]] = field(default_factory=dict)
 
@@ -61,6 +72,7 @@ def unchanged_on_error(program_names: ProgramNames) -> Iterator[None]:
             program_names.key_counts,
             program_names.markers,
             program_names.holders,
+            program_names.opened_scopes,
         )
     ]
     try:
@@ -113,9 +125,15 @@ def frame(new_frame: Frame) -> Iterator[Frame]:
     """Makes `new_frame` the current one for a `with` block."""
     token = _frame.set(new_frame)
     try:
-        yield new_frame
+        with scopes.isolated():
+            yield new_frame
     finally:
         _frame.reset(token)
+
+
+def find_frame() -> Frame | None:
+    """The frame of the function being traced; None outside of all."""
+    return _frame.get()
 
 
 def current_frame(wanted_by: str) -> Frame:

@@ -22,6 +22,7 @@ __all__ = [
     "failed_scope",
     "hash_name",
     "is_reusing",
+    "isolated",
     "join",
     "opened",
     "start_reusing",
@@ -70,6 +71,16 @@ def is_reusing() -> bool:
 def start_reusing() -> None:
     """Lets the innermost scope share variables from here on, until its block ends."""
     _scope.set(dataclasses.replace(_scope.get(), reuse=True))
+
+
+@contextlib.contextmanager
+def isolated() -> Iterator[None]:
+    """In a `with` block, what happens to the innermost scope is forgotten at its end."""
+    token = _scope.set(_scope.get())
+    try:
+        yield
+    finally:
+        _scope.reset(token)
 
 
 def join(scope: str, name: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,7 +28,19 @@ AUTO_REUSE = _Reuse.AUTO_REUSE  # which True means, too
 class VariableScope(str):
     """A scope's full name. `variable_scope` takes it to open the scope again, from wherever it is."""
 
-    __slots__ = ()
+    _scope: scopes.Scope
+
+    @staticmethod
+    def of(scope: scopes.Scope) -> VariableScope:
+        """That of a scope."""
+        made = VariableScope(scope.name)
+        made._scope = scope
+        return made
+
+    @property
+    def scope(self) -> scopes.Scope:
+        """What it says to variables."""
+        return self._scope
 
     @property
     def name(self) -> str:
@@ -38,8 +51,10 @@ class VariableScope(str):
         """Lets the rest of the scope's block share variables that exist.
 
         Raises:
-          RuntimeError: the scope is not the innermost one.
+          RuntimeError: the scope is not the innermost one, or nothing is being traced.
         """
+        if not self:
+            frames.current_frame("reuse_variables of the outermost scope")
         if scopes.current_scope() != self:
             raise RuntimeError(
                 f"reuse_variables: the scope {self.name!r} is not the innermost one, which is "
@@ -50,7 +65,7 @@ class VariableScope(str):
 
 def get_variable_scope() -> VariableScope:
     """The innermost variable scope; its name is "" outside of all."""
-    return VariableScope(scopes.current_scope())
+    return VariableScope.of(scopes.current())
 
 
 @contextlib.contextmanager
@@ -107,17 +122,19 @@ def variable_scope(
         raise TypeError(f"variable_scope: custom_getter must be a function; got {custom_getter!r}.")
     if dtype is not None and not is_of_numbers(np.dtype(dtype)):
         raise TypeError(f"variable_scope: dtype must be one of numbers or booleans; got {dtype!r}.")
-    around = scopes.current()
+    current = scopes.current()
+    full_name = _full_name(current.name, name, default_name)
+    around = name.scope if isinstance(name, VariableScope) else current
     scope = dataclasses.replace(
         around,
-        name=_full_name(around.name, name, default_name),
-        reuse=around.reuse or bool(reuse),
+        name=full_name,
+        reuse=current.reuse or around.reuse or bool(reuse),
         dtype=around.dtype if dtype is None else dtype,
         initializer=around.initializer if initializer is None else find_initializer(initializer),
         custom_getters=(*around.custom_getters, *([] if custom_getter is None else [custom_getter])),
     )
     with scopes.opened(scope):
-        yield VariableScope(scope.name)
+        yield VariableScope.of(scope)
 
 
 def _full_name(around: str, name: Any, default_name: Any) -> str:
@@ -125,9 +142,16 @@ def _full_name(around: str, name: Any, default_name: Any) -> str:
         return str(name)
     if name is None and default_name is not None:
         _check("default_name", default_name)
-        known = frames.current_frame("variable_scope with a default_name").names
-        return scopes.join(around, known.layer_name(around, default_name))
+        opened = frames.current_frame("variable_scope with a default_name").names.opened_scopes
+        endings = itertools.chain([""], (f"_{number}" for number in itertools.count(1)))
+        candidates = (scopes.join(around, default_name + ending) for ending in endings)
+        chosen = next(candidate for candidate in candidates if candidate not in opened)
+        opened.add(chosen)
+        return chosen
     _check("name", name)
+    frame = frames.find_frame()
+    if frame is not None:
+        frame.names.opened_scopes.add(scopes.join(around, name))
     return scopes.join(around, name)
 
 
