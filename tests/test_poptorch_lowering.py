@@ -353,6 +353,7 @@ class Sample(nn.Module):
         ]
 
 
+@pytest.mark.thorough  # test_poptorch_modules computes in float64, too
 def test_results_are_equal_in_float64():
     torch.manual_seed(0)
     module, image = Sample().double(), torch.randn(2, 2, 7, 6, dtype=torch.float64)
