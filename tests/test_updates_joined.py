@@ -336,3 +336,21 @@ def test_an_update_that_raises_leaves_the_state_before_it(mapping):
         raising.clear()
         model.run(session)  # goes on
         assert session.update_count() == plain.update_count() + 1
+
+
+def test_every_program_of_an_update_has_a_result_to_wait_for():
+    """One that only calls back into Python would else raise where nobody sees it."""
+
+    def optimizer_function(rate, loss):
+        def update(updates, state, params=None):
+            jax.debug.callback(lambda value: None, optax.tree.norm(updates))
+            return optax.adam(rate).update(updates, state, params)
+
+        made = optax.GradientTransformation(optax.adam(0.1).init, update)
+        return ipu.pipelining_ops.OptimizerFunctionOutput(made, loss)
+
+    model = front.Model(device_mapping=[0, 1], optimizer_function=optimizer_function)
+    (call,) = model.program.calls
+    programs = call.pipeline.updates.updates
+    assert "joint_update" in [program.name for program in programs]
+    assert all(program.results for program in programs)

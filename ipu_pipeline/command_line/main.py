@@ -36,7 +36,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     place = next((n for n, word in enumerate(given[1:], 1) if not word.startswith("-")), len(given))
     parsed = parser.parse_args(given[: place + 1])
     return running.run(parsed.script, given[place + 1 :], parsed.is_module)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
