@@ -34,12 +34,14 @@ if TYPE_CHECKING:
     )
     from ipu_pipeline.config import set_num_devices
     from ipu_pipeline.engine.tracing.keys import next_rng_key
+    from ipu_pipeline.engine.tracing.metrics import metric
     from ipu_pipeline.engine.tracing.variable_scopes import AUTO_REUSE, get_variable_scope, variable_scope
     from ipu_pipeline.engine.tracing.variables import assign, get_variable
     from ipu_pipeline.estimator.programs import ModeKeys
     from ipu_pipeline.functional_ops import outlined_function
     from ipu_pipeline.graph.operations import global_variables_initializer
     from ipu_pipeline.graph.placeholders import placeholder
+    from ipu_pipeline.graph.symbols import get_global_step
     from ipu_pipeline.program.registry import global_variables, trainable_variables
     from ipu_pipeline.session.loaded_program import load_program
     from ipu_pipeline.session.saver import Saver, latest_checkpoint
@@ -58,6 +60,7 @@ __all__ = [
     "embedding_ops",
     "errors",
     "functional_ops",
+    "get_global_step",
     "get_variable",
     "get_variable_scope",
     "global_variables",
@@ -73,6 +76,7 @@ __all__ = [
     "layers",
     "load_program",
     "loops",
+    "metric",
     "next_rng_key",
     "nn_ops",
     "normalization_ops",
@@ -99,10 +103,12 @@ _HOMES = {  # of what is not a module itself
     "ModeKeys": "estimator.programs",
     "Session": "session.session",
     "assign": "engine.tracing.variables",
+    "get_global_step": "graph.symbols",
     "get_variable": "engine.tracing.variables",
     "get_variable_scope": "engine.tracing.variable_scopes",
     "global_variables_initializer": "graph.operations",
     "load_program": "session.loaded_program",
+    "metric": "engine.tracing.metrics",
     "next_rng_key": "engine.tracing.keys",
     "placeholder": "graph.placeholders",
     "set_num_devices": "config",

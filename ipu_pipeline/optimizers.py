@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import enum
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,15 +22,22 @@ from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.engine.updates import optimizer_tracing
 from ipu_pipeline.engine.updates.loss_scaling import scale_loss
 from ipu_pipeline.engine.updates.optimizer_tracing import describe_other_optimizer
+from ipu_pipeline.engine.updates.reporting import with_metrics
 from ipu_pipeline.gradient_accumulation import GradientAccumulationReductionMethod
 from ipu_pipeline.graph.operations import Operation
+from ipu_pipeline.queues.outfeed import IPUOutfeedQueue
 
 __all__ = [
     "GradientAccumulationOptimizerV2",
     "LossScalingOptimizer",
     "MapGradientOptimizer",
+    "OutfeedOptimizer",
+    "OutfeedOptimizerMode",
     "Unwrapped",
+    "Watched",
+    "choose_trained",
     "unwrap",
+    "with_metrics",
 ]
 
 _MAX_INT32 = 2**31 - 1
@@ -88,6 +96,11 @@ class _Optimizer:
                 "Reduce it, for example with jnp.mean."
             )
         unwrapped = unwrap(self)
+        if unwrapped.watched:
+            raise ValueError(
+                "minimize: an OutfeedOptimizer is for pipelines. In the body of a loop, enqueue what "
+                "jax.grad gives, or the change of a variable."
+            )
         trained = _find_trained(recorder.variables, var_list)
         for gradient_map in unwrapped.gradient_maps:
             check_gradient_map(gradient_map, trained.values())
@@ -265,6 +278,75 @@ class LossScalingOptimizer(_Optimizer):
         return scale_loss(transformation, *self._settings)
 
 
+class OutfeedOptimizerMode(enum.Enum):
+    """AFTER_COMPUTE: each micro-batch's gradients. BEFORE_APPLY: those that the optimizer gets."""
+
+    AFTER_COMPUTE = "after_compute"
+    BEFORE_APPLY = "before_apply"
+
+
+class OutfeedOptimizer(_Optimizer):
+    """Enqueues the gradients of a pipeline to an outfeed, to look at them: a dict by full name.
+
+    After computing they are each micro-batch's, as they are accumulated: mapped by a
+    `MapGradientOptimizer`, and without the scale of the loss. Before applying they are what the wrapped
+    Optax transformation gets, after accumulation. They are copied to the host, which takes time and memory.
+
+    Example:
+      OutfeedOptimizer(optax.sgd(0.01), gradients_queue, OutfeedOptimizerMode.BEFORE_APPLY)
+    """
+
+    def __init__(
+        self,
+        wrapped_optimizer: Any,
+        outfeed_queue: IPUOutfeedQueue,
+        outfeed_optimizer_mode: OutfeedOptimizerMode = OutfeedOptimizerMode.AFTER_COMPUTE,
+        variable_names: Sequence[str] | None = None,
+        name: str = "OutfeedOptimizer",
+    ) -> None:
+        """Wraps an optimizer.
+
+        Args:
+          wrapped_optimizer: an Optax transformation, or another of these optimizers.
+          outfeed_queue: what they are enqueued to, and nothing else.
+          outfeed_optimizer_mode: which gradients.
+          variable_names: full names of the variables whose gradients are enqueued; None: of all that are
+            trained.
+          name: the optimizer's state is kept under it.
+
+        Raises:
+          TypeError, ValueError: an argument is not usable. A name that is not trained raises ValueError
+          when
+            the pipeline is compiled.
+        """
+        super().__init__(wrapped_optimizer, name)
+        if not isinstance(outfeed_queue, IPUOutfeedQueue):
+            raise TypeError(f"outfeed_queue must be an IPUOutfeedQueue; got {outfeed_queue!r}.")
+        if not isinstance(outfeed_optimizer_mode, OutfeedOptimizerMode):
+            raise TypeError(
+                f"outfeed_optimizer_mode must be an OutfeedOptimizerMode; got {outfeed_optimizer_mode!r}."
+            )
+        if variable_names is not None:
+            is_list = isinstance(variable_names, (list, tuple)) and all(
+                isinstance(one, str) for one in variable_names
+            )
+            if not is_list or not variable_names:
+                raise ValueError(
+                    f"variable_names must be a list of full names, or None; got {variable_names!r}."
+                )
+        self.outfeed_queue = outfeed_queue
+        self.mode = outfeed_optimizer_mode
+        self.variable_names = None if variable_names is None else tuple(dict.fromkeys(variable_names))
+
+
+@dataclass(frozen=True, eq=False)
+class Watched:
+    """Where gradients of micro-batches go, and of which variables; None: of all."""
+
+    queue: IPUOutfeedQueue
+    variable_names: tuple[str, ...] | None
+
+
 @dataclass(frozen=True, eq=False)
 class Unwrapped:
     """What a nest of optimizers amounts to.
@@ -277,6 +359,7 @@ class Unwrapped:
       reduction_method: of the gradients.
       accumulates: whether there is an accumulating optimizer.
       offloads_state: whether it keeps its state in host memory.
+      watched: what the gradients of micro-batches are enqueued to.
     """
 
     transformation: optax.GradientTransformation
@@ -286,6 +369,7 @@ class Unwrapped:
     reduction_method: GradientAccumulationReductionMethod = GradientAccumulationReductionMethod.SUM
     accumulates: bool = False
     offloads_state: bool = False
+    watched: tuple[Watched, ...] = ()
 
     @property
     def gradient_map(self) -> GradientMap | None:
@@ -310,6 +394,7 @@ def unwrap(opt: Any) -> Unwrapped:
     maps: list[GradientMap] = []
     accumulating: GradientAccumulationOptimizerV2 | None = None
     scaling: LossScalingOptimizer | None = None
+    watching: list[OutfeedOptimizer] = []
     while isinstance(opt, _Optimizer):
         if isinstance(opt, MapGradientOptimizer):
             maps.insert(0, opt.gradient_mapping_function)  # the inner ones come first
@@ -321,11 +406,19 @@ def unwrap(opt: Any) -> Unwrapped:
             if scaling is not None:
                 raise ValueError("An optimizer can scale the loss only once; two are nested.")
             scaling = opt
+        elif isinstance(opt, OutfeedOptimizer):
+            watching.append(opt)
         opt = opt.wrapped
+    watched = []
+    for own in watching:
+        if own.mode is OutfeedOptimizerMode.AFTER_COMPUTE:
+            watched.append(Watched(own.outfeed_queue, own.variable_names))
+        elif isinstance(opt, optax.GradientTransformation):
+            opt = _enqueue_gradients(opt, own.outfeed_queue, own.variable_names)
     if scaling is not None and isinstance(opt, optax.GradientTransformation):
         opt = scaling.scaled(opt)
     if accumulating is None:
-        return Unwrapped(opt, tuple(maps))
+        return Unwrapped(opt, tuple(maps), watched=tuple(watched))
     return Unwrapped(
         opt,
         tuple(maps),
@@ -334,7 +427,41 @@ def unwrap(opt: Any) -> Unwrapped:
         accumulating.reduction_method,
         True,
         accumulating.offloads_state,
+        tuple(watched),
     )
+
+
+def _enqueue_gradients(
+    inner: optax.GradientTransformation, queue: IPUOutfeedQueue, names: Sequence[str] | None
+) -> optax.GradientTransformation:
+    """A transformation that first enqueues the gradients that it gets."""
+    wrapped = optax.with_extra_args_support(inner)
+
+    def update(gradients: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        queue.enqueue({name: gradients[name] for name in choose_trained(names, gradients)})
+        return wrapped.update(gradients, state, params, **extra)
+
+    return optax.GradientTransformationExtraArgs(wrapped.init, update)
+
+
+def choose_trained(names: Sequence[str] | None, trained: Iterable[str]) -> list[str]:
+    """Full names of the variables whose gradients an `OutfeedOptimizer` takes.
+
+    Args:
+      names: its `variable_names`.
+      trained: the names that there are.
+
+    Raises:
+      ValueError: one is not trained.
+    """
+    known = sorted(trained)
+    for name in names or ():
+        if name not in known:
+            raise ValueError(
+                f"OutfeedOptimizer: variable_names has {name!r}, which is not trained. Trained are: "
+                f"{', '.join(known)}."
+            )
+    return known if names is None else list(names)
 
 
 def _find_trained(

@@ -267,6 +267,7 @@ def pipeline(
         program_names=builder.names,
         captures=captures,
         gradient_map=None if optimizer is None else optimizer.gradient_map,
+        gradient_targets=None if optimizer is None else optimizer.gradient_targets,
         accumulator_dtype=at_least_float32_for_weights(accumulator_dtype),
         # The configuration of the run decides; if it is this one, the programs need not be built again.
         recompute=recompute if config.allows_recomputation() and not is_inference else None,

@@ -11,9 +11,11 @@ from ipu_pipeline.engine.schedules.checking import Timetable
 from ipu_pipeline.engine.state import PipelineState, StepOutputs
 from ipu_pipeline.engine.tracing.checkpoints import recomputation_checkpoint
 from ipu_pipeline.engine.tracing.keys import next_rng_key
+from ipu_pipeline.engine.tracing.metrics import metric
 from ipu_pipeline.engine.tracing.stage_lists import Stage
 from ipu_pipeline.engine.tracing.variable_scopes import variable_scope
 from ipu_pipeline.engine.tracing.variables import assign, get_variable
+from ipu_pipeline.engine.updates.reporting import with_metrics
 
 __all__ = [
     "Action",
@@ -31,7 +33,9 @@ __all__ = [
     "assign",
     "get_variable",
     "measure_dispatch_plan",
+    "metric",
     "next_rng_key",
     "recomputation_checkpoint",
     "variable_scope",
+    "with_metrics",
 ]

@@ -7,16 +7,20 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+
 from ipu_pipeline.engine import jaxprs
 from ipu_pipeline.engine.pipeline_options import PipelineOptions
 from ipu_pipeline.engine.programs import differentiation
 from ipu_pipeline.engine.programs.accumulation import Reduction, find_accumulator_dtype
 from ipu_pipeline.engine.programs.collecting import Collecting, make_collecting
-from ipu_pipeline.engine.programs.gradient_maps import check_gradient_map
+from ipu_pipeline.engine.programs.gradient_maps import GradientTarget, check_gradient_map
 from ipu_pipeline.engine.programs.recomputation import Recomputation
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms
 from ipu_pipeline.engine.tracing import frames, stages
+from ipu_pipeline.engine.tracing.enqueuing import first_leaves
 from ipu_pipeline.engine.tracing.faults import Faults
+from ipu_pipeline.engine.tracing.metrics import MetricReader, metric_names
 from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.engine.tracing.traced import TracedPipeline, send_variables
 from ipu_pipeline.engine.updates import optimizer_tracing
@@ -56,6 +60,7 @@ class Built:
       collecting: what of the last stage is wanted.
       programs: the programs of the stages.
       make_programs: makes them for something else to keep for the backward.
+      metrics: what stages and the optimizer report.
     """
 
     traced: TracedPipeline
@@ -64,6 +69,7 @@ class Built:
     collecting: Collecting
     programs: tuple[StagePrograms, ...]
     make_programs: Callable[[Recomputation | None], tuple[StagePrograms, ...]]
+    metrics: MetricReader
 
 
 def build(recipe: Recipe, element: Any, inputs: tuple[Any, ...], recompute: Recomputation | None) -> Built:
@@ -109,23 +115,27 @@ def build(recipe: Recipe, element: Any, inputs: tuple[Any, ...], recompute: Reco
             for name, spec in trained.items()
         }
         updates, traced = _make_updates(recipe, traced, trained, dtypes)
+        metrics = _find_metrics(traced, updates)
         gradient_map = None if options.gradient_map is None else options.gradient_map()
-        if gradient_map is not None:  # it is to see the whole gradient of a micro-batch
+        targets = () if options.gradient_targets is None else options.gradient_targets()
+        if gradient_map is not None:
             check_gradient_map(gradient_map, trained.values())
+        if gradient_map is not None or targets:  # they are to see the whole gradient of a micro-batch
             shared = traced.shared() & trained.keys()
             _check_mapped(recipe, traced, shared)
             sending = send_variables(traced.stages, traced.owners, shared)
             traced = dataclasses.replace(traced, stages=tuple(sending))
+        traced, enqueued = _enqueue_gradients(traced, trained, targets)
         is_scaled = updates is not None and updates.loss_scale is not None
 
         def make_programs(recompute: Recomputation | None) -> tuple[StagePrograms, ...]:
             return differentiation.build(
-                traced, trained, recipe.reduction, gradient_map, recompute, is_scaled
+                traced, trained, recipe.reduction, gradient_map, recompute, is_scaled, enqueued
             )
 
         programs = make_programs(recompute)
         options.program_names.reads.clear()
-    return Built(traced, updates, dtypes, collecting, programs, make_programs)
+    return Built(traced, updates, dtypes, collecting, programs, make_programs, metrics)
 
 
 def _make_updates(
@@ -138,7 +148,13 @@ def _make_updates(
     if recipe.options.optimizer is None:
         return None, traced
     optimizer = optimizer_tracing.trace_optimizer(
-        recipe.options.optimizer, trained, traced.output_tree, traced.output_avals, recipe.reduction, dtypes
+        recipe.options.optimizer,
+        trained,
+        traced.output_tree,
+        traced.output_avals,
+        recipe.reduction,
+        dtypes,
+        may_enqueue=True,
     )
     captures = recipe.options.captures
     for flat in (optimizer.init, optimizer.update):
@@ -159,6 +175,39 @@ def _make_updates(
     mapping = recipe.mapping
     homes = {name: mapping.index(mapping[stage]) for name, stage in traced.owners.items()}
     return cut_updates(optimizer, homes, len(traced.stages) - 1), extended
+
+
+def _find_metrics(traced: TracedPipeline, updates: Updates | None) -> MetricReader:
+    of_updates = () if updates is None else updates.enqueued
+    twice = set(metric_names(traced.enqueued)) & set(metric_names(of_updates))
+    if twice:
+        raise ValueError(
+            f"metric: {sorted(twice)[0]!r} is reported by a stage and by the weight update. Give one of "
+            "them another name."
+        )
+    return MetricReader.find(traced.enqueued, of_updates)
+
+
+def _enqueue_gradients(
+    traced: TracedPipeline, trained: Mapping[str, VariableSpec], targets: Sequence[GradientTarget]
+) -> tuple[TracedPipeline, dict[str, list[int]]]:
+    """The pipeline that enqueues each micro-batch's gradients, a dict by full name, to some targets.
+
+    Returns:
+      The pipeline, and the numbers of the leaves that are the gradient of each variable.
+    """
+    numbers: dict[str, list[int]] = {}
+    for target in targets:
+        first, names = first_leaves(traced.enqueued)[-1], sorted(target.choose(trained))
+        for number, name in enumerate(names):  # the order in which JAX flattens a dict
+            numbers.setdefault(name, []).append(first + number)
+        specs = {name: trained[name] for name in names}
+        leaves, tree = jax.tree.flatten(
+            {name: jax.ShapeDtypeStruct(spec.shape, spec.dtype) for name, spec in specs.items()}
+        )
+        entry = frames.Enqueued(target.target, tree, tuple(leaves))
+        traced = dataclasses.replace(traced, enqueued=(*traced.enqueued, entry))
+    return traced, numbers
 
 
 def _find_trained(recipe: Recipe, traced: TracedPipeline) -> dict[str, VariableSpec]:
@@ -190,8 +239,8 @@ def _check_mapped(recipe: Recipe, traced: TracedPipeline, shared: Collection[str
             if is_parallel and spec.name in shared and len(set(recipe.mapping)) > 1:
                 raise ValueError(
                     f"Variable {spec.name} is shared by {traced.stages[home].place} and {stage.place}, "
-                    "which are parallel, and gradients are mapped: its whole gradient of a micro-batch "
-                    "would be known after both, while each is to run without waiting for the other. "
-                    "Return the variable from an earlier stage and pass it to both, or put all stages "
-                    "on one IPU."
+                    "which are parallel, and gradients are mapped or enqueued: its whole gradient of a "
+                    "micro-batch would be known after both, while each is to run without waiting for the "
+                    "other. Return the variable from an earlier stage and pass it to both, or put all "
+                    "stages on one IPU."
                 )

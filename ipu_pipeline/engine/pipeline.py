@@ -37,7 +37,8 @@ from ipu_pipeline.engine.programs.accumulation import Reduction
 from ipu_pipeline.engine.programs.collecting import Collecting
 from ipu_pipeline.engine.programs.recomputation import Recomputation
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms
-from ipu_pipeline.engine.state import Collected, PipelineState, RunState, StepOutputs
+from ipu_pipeline.engine.state import PipelineState, Progress, RunState, StepOutputs
+from ipu_pipeline.engine.tracing.metrics import MetricReader
 from ipu_pipeline.engine.tracing.specs import VariableSpec, initial_value
 from ipu_pipeline.engine.tracing.stage_lists import StageEntry, flatten_stages
 from ipu_pipeline.engine.tracing.traced import TracedPipeline
@@ -202,6 +203,11 @@ class Pipeline:
     def collecting(self) -> Collecting:
         """What is collected of the last stage."""
         return self.built.collecting
+
+    @property
+    def metrics(self) -> MetricReader:
+        """What its stages and its optimizer report."""
+        return self.built.metrics
 
     @property
     def variables(self) -> dict[str, VariableSpec]:
@@ -512,10 +518,12 @@ class Pipeline:
         state = self.place(state)
         input_leaves = self.check_inputs(inputs)
         pending = self.accumulate(state, take, input_leaves, num_micro_batches=num_micro_batches)
-        new_state, collected = self.update(state, pending)
+        progress = self.update(state, pending)
         collects = self.options.collect_outputs
         unflatten = list if callable(collects) else self.traced.output_tree.unflatten if collects else None
-        return new_state, StepOutputs(collected, unflatten)
+        reader, reported = self.metrics, self.metrics.select(progress)
+        outputs = StepOutputs(progress.collected, unflatten, lambda: reader.read(reported, 1))
+        return progress.state.pipeline, outputs
 
     def num_fetched(self, num_updates: int, num_micro_batches: int | None = None) -> int:
         """How many micro-batches to fetch ahead at least; `accumulate` takes no more at once.
@@ -594,19 +602,18 @@ class Pipeline:
         pending: Pending = runner.fetch(RunState(state, accumulators), request, take)
         return pending
 
-    def update(self, state: PipelineState, pending: Pending) -> tuple[PipelineState, list[Collected]]:
-        """The second part of `step`: the new state. With `donate` it destroys the old one.
+    def update(self, state: PipelineState, pending: Pending) -> Progress:
+        """The second part of `step`. With `donate` it destroys the old state.
 
         Returns:
-          The new state, and what the last stage gave.
+          The new state, and what there is to read.
         """
         self._check_optimizer_state(state)
         # The accumulators went into what is pending.
         progress = self.prepare().run(RunState(state, {}), pending)
         self._accumulators = progress.state.accumulators
-        new_state = progress.state.pipeline
-        self._placed = weakref.ref(new_state)
-        return new_state, progress.collected
+        self._placed = weakref.ref(progress.state.pipeline)
+        return progress
 
     def place(self, state: PipelineState) -> PipelineState:
         """The state with its leaves on the devices of their stages.

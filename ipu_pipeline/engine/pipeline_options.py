@@ -13,7 +13,7 @@ from ipu_pipeline.engine.devices.compiler_options import Options
 from ipu_pipeline.engine.devices.offloading import Offload
 from ipu_pipeline.engine.planning.dispatch_plans import DispatchPlan
 from ipu_pipeline.engine.programs.accumulation import Reduction
-from ipu_pipeline.engine.programs.gradient_maps import GradientMap
+from ipu_pipeline.engine.programs.gradient_maps import GradientMap, GradientTarget
 from ipu_pipeline.engine.programs.recomputation import Recomputation
 from ipu_pipeline.engine.tracing import frames, stage_lists
 from ipu_pipeline.engine.tracing.captures import Captures
@@ -47,6 +47,7 @@ class PipelineOptions:
         They are further inputs of the pipeline, after those that are given. By default none may be used.
       gradient_map: returns, once the stages have been traced, None or a function of a gradient and its
         variable; it is applied to each micro-batch's gradients, before accumulation.
+      gradient_targets: returns, likewise, who gets each micro-batch's gradients (see `GradientTarget`).
       recompute: "auto", "recompute_then_backpropagate" or "recompute_and_backpropagate_interleaved"
         (see `Recomputation`). None: stages keep what their backward needs.
       offload: any of "weight_update_variables", "activations", "gradient_accumulation_buffers" and
@@ -92,6 +93,7 @@ class PipelineOptions:
     program_names: frames.ProgramNames = field(default_factory=frames.ProgramNames)
     captures: Captures = field(default_factory=Captures)
     gradient_map: Callable[[], GradientMap | None] | None = None
+    gradient_targets: Callable[[], Sequence[GradientTarget]] | None = None
     recompute: str | Recomputation | None = None
     offload: Collection[str | Offload] = ()
     accumulator_dtype: Any = None

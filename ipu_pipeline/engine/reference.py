@@ -63,13 +63,14 @@ def gradients(
             values[Source("input", place)] = jnp.asarray(leaf)
         for place, leaf in enumerate(jax.tree.leaves(stages.as_arguments(micro_batch))):
             values[Source("element", place)] = jnp.asarray(leaf)
+        values[Source("update_count", 0)] = jnp.int32(state.update_count)
         for stage in traced.stages:
             arguments = [variables[spec.name] for spec in stage.variables]
             arguments += [key] if stage.uses_key else []
             arguments += [values[source] for source in stage.inputs]
             results = jaxprs.close(stage.flat)(*arguments)
             values.update(zip(stage.outputs, results, strict=False))
-            assigned = results[len(stage.outputs) :]
+            assigned = results[len(stage.outputs) :][: len(stage.assigned)]
             new_variables.update(
                 (spec.name, value) for spec, value in zip(stage.assigned, assigned, strict=True)
             )

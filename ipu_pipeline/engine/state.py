@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-__all__ = ["Collected", "PipelineState", "Progress", "RunState", "StepOutputs"]
+__all__ = ["Collected", "Handed", "PipelineState", "Progress", "RunState", "StepOutputs"]
 
 
 @jax.tree_util.register_dataclass
@@ -41,10 +41,12 @@ class StepOutputs:
     Attributes:
       collected: the leaves, as they were made: stacked where one program handled several micro-batches.
       unflatten: makes an output of its leaves; None where outputs are not collected.
+      read_metrics: reads what stages and the optimizer reported, by full name, one value each.
     """
 
     collected: Sequence[Collected]
     unflatten: Callable[[list[Any]], Any] | None
+    read_metrics: Callable[[], dict[str, Any]] = dict
 
     @functools.cached_property
     def outputs(self) -> list[Any]:
@@ -69,6 +71,11 @@ class StepOutputs:
                 found += [part.loss] if part.size is None else _unstack(part.loss, part.size)
         return found
 
+    @functools.cached_property
+    def metrics(self) -> dict[str, Any]:
+        """What stages and the optimizer reported (see `metric`), NumPy scalars by full name."""
+        return {name: values[0] for name, values in self.read_metrics().items()}
+
 
 @dataclass(frozen=True, eq=False)
 class Collected:
@@ -83,6 +90,19 @@ class Collected:
 
     outputs: list[Any]
     loss: Any
+    size: int | None
+
+
+@dataclass(frozen=True, eq=False)
+class Handed:
+    """What was enqueued at once, for one micro-batch or weight update or for several in a row.
+
+    Attributes:
+      leaves: by the number of the leaf.
+      size: as of `Collected`.
+    """
+
+    leaves: list[Any]
     size: int | None
 
 
@@ -110,12 +130,16 @@ class Progress:
       carried: of a loop, the values that the next iteration takes.
       collected: what was to be collected, in the order of the micro-batches.
       count: how many micro-batches ran.
+      enqueued: what stages enqueued, likewise.
+      updated: what weight updates enqueued, in their order.
     """
 
     state: RunState
     carried: list[Any]
     collected: list[Collected]
     count: int
+    enqueued: list[Handed]
+    updated: list[Handed]
 
 
 def _unstack(stack: Any, size: int) -> list[Any]:

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from ipu_pipeline.engine.tracing.specs import is_of_numbers
+from ipu_pipeline.graph.symbols import Symbol
 
 __all__ = [
     "Placeholder",
@@ -24,7 +25,7 @@ __all__ = [
 ]
 
 
-class Placeholder:
+class Placeholder(Symbol):
     """A symbolic input; see `placeholder`."""
 
     def __init__(self, dtype: Any, shape: tuple[int, ...], name: str) -> None:
@@ -55,23 +56,11 @@ class Placeholder:
             )
         return known(self)
 
-    def __jax_array__(self) -> Any:
-        """JAX calls it when the placeholder itself is used as an array."""
-        return self.traced()
-
-    def __array__(self, *arguments: Any, **options: Any) -> Any:
-        """NumPy calls it likewise; JAX then says that a traced value is no NumPy array."""
-        return np.asarray(self.traced(), *arguments, **options)
-
-    __array_priority__ = 100  # NumPy's arrays and scalars leave operators to it, as to JAX's arrays
-
     def __getattr__(self, name: str) -> Any:
         """What an array has, such as `astype`."""
         if name in ("dtype", "shape", "name"):  # while it is being made
             raise AttributeError(name)
-        if name.startswith("_") or not hasattr(jax.Array, name):
-            raise AttributeError(f"{self!r} has no attribute {name!r}")
-        return getattr(self.traced(), name)
+        return super().__getattr__(name)
 
     def __eq__(self, other: object) -> Any:
         """Where something is compiled, compares values; with placeholders, and elsewhere, identities."""
@@ -110,24 +99,7 @@ class Placeholder:
         return cast_exactly(array, self.aval.dtype, f"The value fed to {self!r}")
 
 
-def _forward(name: str) -> Callable[..., Any]:
-    def operator(self: Placeholder, *arguments: Any) -> Any:
-        return getattr(self.traced(), name)(*arguments)
-
-    return operator
-
-
-# Whatever an array can do, what stands for a placeholder's value does.
-_OPERATORS = """
-    add sub mul matmul truediv floordiv mod divmod pow and or xor lshift rshift
-    radd rsub rmul rmatmul rtruediv rfloordiv rmod rdivmod rpow rand ror rxor rlshift rrshift
-    neg pos abs invert lt le gt ge bool int float complex index len iter getitem
-"""
-for _operator in _OPERATORS.split():
-    setattr(Placeholder, f"__{_operator}__", _forward(f"__{_operator}__"))
-
-
-class _Symbol:
+class _Unfed:
     """Stands for a placeholder among the leaves of a tree, where nothing is being compiled."""
 
     def __init__(self, placeholder: Placeholder) -> None:
@@ -138,12 +110,12 @@ class _Symbol:
 
 
 def _flatten(known: Placeholder) -> tuple[tuple[Any], None]:
-    return (_Symbol(known) if _standing.get() is None else known.traced(),), None
+    return (_Unfed(known) if _standing.get() is None else known.traced(),), None
 
 
 def _unflatten(_nothing: None, values: Any) -> Any:
     (value,) = values
-    return value.placeholder if isinstance(value, _Symbol) else value
+    return value.placeholder if isinstance(value, _Unfed) else value
 
 
 # So functions that JAX traces take them as arguments, and stages may return them.

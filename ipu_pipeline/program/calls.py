@@ -20,7 +20,10 @@ from ipu_pipeline.engine import jax_compat
 from ipu_pipeline.engine.loops.loop import Loop
 from ipu_pipeline.engine.pipeline import Pipeline
 from ipu_pipeline.engine.programs.recomputation import Recomputation
+from ipu_pipeline.engine.state import Progress
 from ipu_pipeline.engine.tracing import frames
+from ipu_pipeline.engine.tracing.enqueuing import first_leaves
+from ipu_pipeline.engine.tracing.frames import Enqueued
 from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.graph.placeholders import Placeholder
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
@@ -115,10 +118,35 @@ class PipelineCall(_Call):
 
     @property
     def outfeeds(self) -> list[Outfed]:
-        """The queue that it enqueues to, with the structure of an element, and its shapes and dtypes."""
-        if self.outfeed_queue is None:
-            return []
-        return [(self.outfeed_queue, self.outfeed_tree, self.pipeline.collecting.avals)]
+        """The queues that it enqueues to, with the structure of an element, and its shapes and dtypes."""
+        found: list[Outfed] = []
+        if self.outfeed_queue is not None:
+            found.append((self.outfeed_queue, self.outfeed_tree, self.pipeline.collecting.avals))
+        for entry, _leaves in (*self._enqueued, *self._updated):
+            found.append((entry.target, entry.tree, entry.avals))
+        return found
+
+    @functools.cached_property
+    def _enqueued(self) -> list[tuple[Enqueued, slice]]:
+        """What stages enqueue to outfeeds, and where its leaves are."""
+        return _find_queues(self.pipeline.traced.enqueued)
+
+    @functools.cached_property
+    def _updated(self) -> list[tuple[Enqueued, slice]]:
+        """What weight updates enqueue to outfeeds, likewise."""
+        updates = self.pipeline.updates
+        return [] if updates is None else _find_queues(updates.enqueued)
+
+    def hand_out(self, progress: Progress) -> None:
+        """Enqueues what a pipeline gave for some weight updates."""
+        if self.outfeed_queue is not None:
+            for part in progress.collected:
+                leaves = [part.loss] if self.outfeeds_loss else part.outputs
+                self.outfeed_queue.extend(leaves, part.size)
+        for entries, parts in ((self._enqueued, progress.enqueued), (self._updated, progress.updated)):
+            for entry, places in entries:
+                for handed in parts:
+                    entry.target.extend(handed.leaves[places], handed.size)
 
     def check_count(self, value: Any) -> int:
         """A number of micro-batches per weight update that is known at run only.
@@ -165,6 +193,14 @@ class PipelineCall(_Call):
             sent=(*shared, *sent),
             dispatch="" if plan is None else str(plan),
         )
+
+
+def _find_queues(entries: Sequence[Enqueued]) -> list[tuple[Enqueued, slice]]:
+    return [
+        (entry, slice(first, first + len(entry.avals)))
+        for entry, first in zip(entries, first_leaves(entries), strict=False)
+        if isinstance(entry.target, IPUOutfeedQueue)
+    ]
 
 
 @dataclass(frozen=True, eq=False)

@@ -73,7 +73,7 @@ def divide_by_weight(inner: optax.GradientTransformation) -> optax.GradientTrans
     def init(parameters: Any) -> Any:
         return wrapped.init(without_weight(parameters))
 
-    def update(gradients: Any, state: Any, parameters: Any = None, **extra: Any) -> Any:
+    def update(gradients: Any, state: Any, params: Any = None, **extra: Any) -> Any:
         (counter,) = filter(is_weight, gradients)
         total = gradients[counter] / state.scale if is_scaled else gradients[counter]
         factor = jnp.where(total == 0, 0, 1 / jnp.where(total == 0, 1, total))
@@ -81,7 +81,7 @@ def divide_by_weight(inner: optax.GradientTransformation) -> optax.GradientTrans
             name: (value * factor.astype(jnp.promote_types(value.dtype, factor.dtype))).astype(value.dtype)
             for name, value in without_weight(gradients).items()
         }
-        changes, state = wrapped.update(means, state, without_weight(parameters), **extra)
+        changes, state = wrapped.update(means, state, without_weight(params), **extra)
         return {**changes, counter: jnp.zeros_like(total)}, state
 
     if not is_scaled:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import optax
 
-from ipu_pipeline.engine.programs.gradient_maps import GradientMap
+from ipu_pipeline.engine.programs.gradient_maps import GradientMap, GradientTarget
 from ipu_pipeline.engine.tracing import frames
 from ipu_pipeline.engine.tracing.stages import check_signature
 from ipu_pipeline.engine.updates.optimizer_tracing import describe_other_optimizer
-from ipu_pipeline.optimizers import unwrap
-from ipu_pipeline.program.loss_weights import divide_by_weight, weigh, weight_name
+from ipu_pipeline.optimizers import choose_trained, unwrap
+from ipu_pipeline.program.loss_weights import divide_by_weight, is_weight, weigh, weight_name
 
 __all__ = ["LossAndTransformation", "OptimizerFunction", "OptimizerFunctionOutput"]
 
@@ -118,12 +119,18 @@ class LossAndTransformation:
         self._function = function
         self._var_list: Sequence[str] | None = None
         self._gradient_map: GradientMap | None = None
+        self._gradient_targets: Sequence[GradientTarget] = ()
 
     def loss(self, *args: Any, **kwargs: Any) -> Any:
         """The loss, from what the last stage returns."""
         output = self._call(*args, **kwargs)
         self._var_list = output.var_list
-        self._gradient_map = unwrap(output.opt).gradient_map
+        unwrapped = unwrap(output.opt)
+        self._gradient_map = unwrapped.gradient_map
+        self._gradient_targets = [
+            GradientTarget(watched.queue, functools.partial(_choose, watched.variable_names))
+            for watched in unwrapped.watched
+        ]
         if output.loss_weight is None:
             return output.loss
         if self._var_list is not None:
@@ -133,7 +140,9 @@ class LossAndTransformation:
     def transformation(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         """The Optax transformation and extra arguments of its `update`, likewise."""
         # The loss is traced again and dropped, so its variables may be asked for again.
-        frame = frames.Frame(frames.ProgramNames(), True, "the optimizer_function", is_stage=True)
+        frame = frames.Frame(
+            frames.ProgramNames(), True, "the optimizer_function", is_stage=True, is_traced_again=True
+        )
         with frames.frame(frame):
             output = self._call(*args, **kwargs)
         transformation = unwrap(output.opt).transformation
@@ -149,6 +158,10 @@ class LossAndTransformation:
         """What maps each micro-batch's gradients, once the loss has been traced."""
         return self._gradient_map
 
+    def gradient_targets(self) -> Sequence[GradientTarget]:
+        """What each micro-batch's gradients are enqueued to, once the loss has been traced."""
+        return self._gradient_targets
+
     def _call(self, *args: Any, **kwargs: Any) -> OptimizerFunctionOutput:
         check_signature(
             self._function, (args, kwargs), "what the last stage returns", "the optimizer_function"
@@ -160,6 +173,10 @@ class LossAndTransformation:
                 f"{type(output).__name__}."
             )
         return output
+
+
+def _choose(names: Sequence[str] | None, trained: Iterable[str]) -> list[str]:
+    return choose_trained(names, (name for name in trained if not is_weight(name)))
 
 
 def _check_type(name: str, value: Any, kinds: Any, described: str) -> None:

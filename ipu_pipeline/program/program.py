@@ -246,7 +246,9 @@ def build_program(
     def refuse(*arguments: Any) -> Any:
         raise AssertionError(f"assign and next_rng_key refuse to work here: {arguments}")
 
-    markers = hoisting.marker_rule("the compiled function", builder.names, read, refuse, refuse)
+    markers = hoisting.marker_rule(
+        "the compiled function", builder.names, read, refuse, refuse, refuse, refuse
+    )
 
     def rule(equation: Any, atoms: list[Any], inline: jaxprs.InlineFunction) -> list[Any] | None:
         if equation.primitive is run_call_p:

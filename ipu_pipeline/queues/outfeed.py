@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_pipeline.engine.loops.recording import current_recorder, record_enqueued
+from ipu_pipeline.engine.tracing import frames
+from ipu_pipeline.engine.tracing.enqueuing import enqueue
 from ipu_pipeline.graph.operations import Operation
 
 __all__ = ["IPUOutfeedMode", "IPUOutfeedQueue", "OutfeedOperation"]
@@ -64,7 +65,7 @@ class _Part:
 
 
 class IPUOutfeedQueue:
-    """Takes what a pipeline's last stage returns, or its loss, or what a loop enqueues, per micro-batch.
+    """Takes what a pipeline's last stage returns, or its loss, or what stages and loops enqueue.
 
     Example:
       losses = session.run(outfeed_queue.dequeue())  # one per micro-batch since the last dequeue
@@ -140,24 +141,33 @@ class IPUOutfeedQueue:
             self._on_host.append(part.on_host())
 
     def enqueue(self, value: Any) -> Operation:
-        """Records, in the body of a loop, what is enqueued in each iteration.
+        """Enqueues, for every micro-batch, what is computed at this point of a stage.
 
-        It runs whether its operation is returned or not. A pipeline enqueues by itself.
+        In the body of a loop it enqueues for every iteration, and in the `update` of an Optax
+        transformation for every weight update. It runs whether its operation is returned or not. What the
+        last stage of a pipeline returns, or the loss, goes to the pipeline's own `outfeed_queue`; each
+        place needs a queue of its own.
 
         Args:
-          value: an array, or a tuple, list or dict of arrays, or a pytree of them.
+          value: an array, or a tuple, list or dict of arrays, or a pytree of them. Nothing is
+            differentiated through it.
 
         Returns:
           The operation.
 
         Raises:
-          RuntimeError: not called in the body of a loop.
+          RuntimeError: not called in one of these places.
           TypeError: a leaf is no array.
-          ValueError: the body enqueues to this queue already, or there is nothing to enqueue.
+          ValueError: something is enqueued to this queue already, or there is nothing to enqueue.
         """
-        advice = "A pipeline enqueues what its last stage returns, or the loss."
-        _frame, recorder = current_recorder("IPUOutfeedQueue.enqueue", advice)
-        if any(entry.target is self for entry in recorder.enqueued):
+        frame = frames.current_frame("IPUOutfeedQueue.enqueue")
+        if frame.enqueued is None and not frame.is_traced_again:
+            raise RuntimeError(
+                f"IPUOutfeedQueue.enqueue was called in {frame.place}. Call it in a stage of a pipeline, "
+                "in the update of its optimizer, or in the body of a loop; ipu.loops.repeat(1, ...) runs a "
+                "body once."
+            )
+        if any(entry.target is self for entry in frame.enqueued or ()):
             raise ValueError(
                 "An IPUOutfeedQueue can be enqueued to only once in a program: enqueue a tuple or dict, or "
                 "use a queue for each value."
@@ -166,7 +176,7 @@ class IPUOutfeedQueue:
         if not leaves:
             raise ValueError("IPUOutfeedQueue.enqueue: value has no arrays; there is nothing to enqueue.")
         traced = [_as_array(leaf) for leaf in leaves]
-        record_enqueued(recorder, self, jax.tree.unflatten(tree, traced))
+        enqueue(frame, self, jax.tree.unflatten(tree, traced))
         return Operation("enqueue")
 
     def dequeue(self, wait_for_completion: bool = False) -> OutfeedOperation:

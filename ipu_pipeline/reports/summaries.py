@@ -115,7 +115,7 @@ def summarize(
         return ipus[-1] if source.index < num_carried else None
 
     def read(source: Source, target: int) -> None:
-        if source.kind != "input" and ipu_of(source) != target:
+        if source.is_of_micro_batch and ipu_of(source) != target:
             forward.setdefault((ipu_of(source), target), set()).add(source)
 
     for index, (stage, stage_programs) in enumerate(zip(traced.stages, programs, strict=True)):

@@ -117,15 +117,16 @@ def _run_pipeline(
         # one is in its place.
         with interrupts.deferred(), _replacing(store, runner):
             before = int(state.execution_count)
-            state, collected = pipeline.update(state, pending)
-            done += int(state.execution_count) - before
+            progress = pipeline.update(state, pending)
+            state = progress.state.pipeline
+            num_done = int(state.execution_count) - before
+            done += num_done
             store.keep(call, state)
             if call.infeed_queue is not None:
                 call.infeed_queue.mark()
-            if call.outfeed_queue is not None:
-                for part in collected:
-                    leaves = [part.loss] if call.outfeeds_loss else part.outputs
-                    call.outfeed_queue.extend(leaves, part.size)
+            call.hand_out(progress)
+            last = state.update_count if call.trains else state.execution_count
+            store.metrics.add(call, num_done, int(last), progress)
         if limit.should_stop is not None and limit.should_stop():
             break
     jax.block_until_ready((state.variables, state.optimizer_state))

@@ -139,6 +139,22 @@ class Session:
         """How many weight updates the pipelines of this name have done."""
         return self._store.record(name).update_count
 
+    def metrics(self, name: str = "Pipeline", *, training: bool = True) -> dict[str, np.ndarray[Any, Any]]:
+        """What a pipeline reported since this was last called (`ipu.metric`, `optimizers.with_metrics`).
+
+        It may be called while another thread runs the pipeline. Of what nobody reads, the last 10,000
+        weight updates are kept. None of it is saved.
+
+        Args:
+          name: the pipeline's.
+          training: whether that of the pipelines which train, or which only infer.
+
+        Returns:
+          Arrays with one entry per weight update (per execution, in inference): "update", its number,
+          int64, counted from 1; and the metrics by full name, float32 or float64.
+        """
+        return self._store.metrics.read(name, training)
+
     def create_variables(self, program: Program) -> None:
         """Gives those of a program's variables that do not exist yet their initial values.
 

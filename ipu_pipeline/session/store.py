@@ -19,6 +19,7 @@ from ipu_pipeline.engine.tracing.specs import VariableSpec, initial_value
 from ipu_pipeline.graph.placeholders import cast_exactly
 from ipu_pipeline.program.calls import Call, LoopCall, PipelineCall
 from ipu_pipeline.program.program import Program
+from ipu_pipeline.session.metrics import MetricLog
 
 __all__ = ["Store"]
 
@@ -31,6 +32,7 @@ class Store:
       lock: held from when the memory of a state may be given to the next one until that is in its place;
         and by those who read arrays of the state meanwhile, in another thread.
       seed: initial values and random keys depend on it.
+      metrics: what pipelines reported, until it is read.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Store:
         self.state = SessionState() if state is None else state
         self.lock = threading.RLock()
         self.seed = seed
+        self.metrics = MetricLog()
         self._key: Any = None
         self._key_implementation = key_implementation
         self._unclaimed: set[str] = (

@@ -63,10 +63,10 @@ FLOORS = (
     ),
     _folder("reports"),
     _folder("graph"),
-    _beside("optimizers", "optimizers", "Optimizers with a minimize, for loops"),
     _folder("data"),
     _beside("datasets", "datasets", "Data sets, public"),
     _folder("queues"),
+    _beside("optimizers", "optimizers", "Optimizers with a minimize, for loops"),
     _beside("hooks", "ipu_session_run_hooks", "What is called around an estimator's runs"),
     _folder("checkpointing"),
     _folder("program"),
@@ -84,8 +84,7 @@ FLOORS = (
     _beside(
         "poptorch: ground",
         "poptorch.errors poptorch.enums poptorch.logs poptorch.dtypes poptorch.markers poptorch.structures "
-        "poptorch.annotations poptorch.operations poptorch.profiling "
-        "poptorch.later",
+        "poptorch.annotations poptorch.operations poptorch.profiling poptorch.later",
         "PopTorch's names; torch's dtypes; markers of blocks",
     ),
     _folder("poptorch/lowering"),

@@ -13,7 +13,7 @@ from ipu_pipeline.engine.devices.rows import Row, put, put_host_copies
 from ipu_pipeline.engine.tracing.traced import TracedPipeline
 from ipu_pipeline.engine.updates.accumulators import Accumulator, AccumulatorPlan, variable_of
 from ipu_pipeline.engine.updates.cutting import UpdateProgram, Updates
-from ipu_pipeline.engine.updates.environment import UpdateEnvironment
+from ipu_pipeline.engine.updates.environment import UpdateCounts, UpdateEnvironment
 from ipu_pipeline.engine.updates.optimizer_tracing import UpdateKind, UpdateValue
 
 __all__ = ["NO_LOSS_SCALE", "Residence"]
@@ -144,7 +144,7 @@ class Residence:
         updates = self.updates
         assert updates is not None
         nothing = [None] * len(updates.state_leaves)
-        environment = UpdateEnvironment(variables, {}, nothing, outputs or (), 0)
+        environment = UpdateEnvironment(variables, {}, nothing, outputs or (), UpdateCounts(0, 0))
         self.run_update(updates.inits, self._init_functions, environment)
         return self.place_optimizer_state(environment.state_leaves)
 
@@ -166,7 +166,7 @@ class Residence:
             row = self.rows[program.stage]
             found = [
                 self.constant(environment[value], row)
-                if value.kind == UpdateKind.COUNT
+                if value.kind in (UpdateKind.COUNT, UpdateKind.UPDATE_COUNT)
                 else copies.get((value, row.ipu), environment[value])
                 for value in program.arguments
             ]

@@ -26,7 +26,7 @@ from ipu_pipeline.engine.execution.executables import Executable, is_portable
 from ipu_pipeline.engine.execution.weight_updates import WeightUpdate
 from ipu_pipeline.engine.programs.chunks import ChunkForm
 from ipu_pipeline.engine.schedules.actions import ActionKind
-from ipu_pipeline.engine.updates.environment import UpdateEnvironment
+from ipu_pipeline.engine.updates.environment import UpdateCounts, UpdateEnvironment
 from ipu_pipeline.engine.updates.optimizer_tracing import UpdateKind
 
 __all__ = ["compile_ahead"]
@@ -210,7 +210,9 @@ def _start_updates(
     assert updates is not None
     leaves = [leaf.aval for leaf in updates.state_leaves]
     count = jax.ShapeDtypeStruct((), np.int32)
-    known = UpdateEnvironment(residence.traced.variables, accumulators, leaves, outputs, count)
+    known = UpdateEnvironment(
+        residence.traced.variables, accumulators, leaves, outputs, UpdateCounts(count, count)
+    )
     for number, (program, jitted) in enumerate(zip(updates.updates, weight_update.jitted, strict=True)):
         row = residence.rows[program.stage]
         arguments = [_struct(known[value].shape, known[value].dtype, row) for value in program.arguments]

@@ -27,8 +27,9 @@ from ipu_pipeline.engine.programs.chunks import ChunkForm, chunk_programs
 from ipu_pipeline.engine.programs.collecting import Collecting
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms
 from ipu_pipeline.engine.schedules.checking import Timetable
-from ipu_pipeline.engine.state import Collected, Progress, RunState
+from ipu_pipeline.engine.state import Collected, Handed, Progress, RunState
 from ipu_pipeline.engine.tracing.keys import as_int32
+from ipu_pipeline.engine.updates.environment import UpdateCounts
 
 __all__ = ["Executor", "Observer"]
 
@@ -49,6 +50,7 @@ class Accumulated:
       last_outputs: likewise for the last one.
       carried: of a loop, what the next iteration takes.
       collected: what was to be collected, per micro-batch or chunk; or one entry, the sums.
+      enqueued: what stages enqueued, per micro-batch or chunk.
       assigned: new values of the variables that stages assign, by full name.
       accumulators: by key; empty without training.
     """
@@ -57,6 +59,7 @@ class Accumulated:
     last_outputs: list[Any]
     carried: list[Any]
     collected: list[Collected]
+    enqueued: list[Handed]
     assigned: dict[str, Any]
     accumulators: dict[str, Any]
 
@@ -219,13 +222,22 @@ class Executor(Runner[PendingStep]):
         leaves = jax.tree.leaves(before.optimizer_state)
         variables, accumulators = accumulated.assigned, accumulated.accumulators
         is_full = state.num_accumulated + pending.count == request.every
+        updated: list[Handed] = []
         if is_full and self.residence.updates is not None:
-            updated, leaves, accumulators = self._weight_update.run(
-                before.variables, leaves, accumulators, accumulated.last_outputs, request.every
+            made = self._weight_update.run(
+                before.variables,
+                leaves,
+                accumulators,
+                accumulated.last_outputs,
+                UpdateCounts(request.every, int(as_int32(before.update_count))),
             )
-            variables = {**variables, **updated}
+            leaves, accumulators = made.state_leaves, made.accumulators
+            variables = {**variables, **made.variables}
+            updated += [Handed(made.enqueued, None)] * bool(made.enqueued)
         after = self.advance(state, variables, leaves, accumulators, pending.count, request.every)
-        return Progress(after, accumulated.carried, accumulated.collected, pending.count)
+        return Progress(
+            after, accumulated.carried, accumulated.collected, pending.count, accumulated.enqueued, updated
+        )
 
     def _place_leaves(self, put: Callable[..., list[Any]], first: int, leaves: Sequence[Any]) -> list[Any]:
         """Leaves of a micro-batch or chunk where they are needed, in the order of `feed_slots`.
@@ -279,6 +291,7 @@ class Executor(Runner[PendingStep]):
         collecting = self._collecting
         collected: list[Collected] = []
         sums = self._zero_sums() if collecting.is_summed else []
+        enqueued: list[list[Any]] = [[] for _aval in self.residence.traced.enqueued_avals]
         assigned: dict[str, Any] = {}
         residence = self.residence
         constant = residence.constant
@@ -318,6 +331,8 @@ class Executor(Runner[PendingStep]):
                 assigned[name] = results[place]
                 for index, argument in self._readers[template.index, name]:
                     prepared[index][argument] = results[place]
+            for place, leaf in template.enqueued:
+                enqueued[leaf].append(results[place])
             for place, slot in template.stores:
                 slots[slot] = results[place]
             for target, moved, targets in template.transfers:
@@ -346,8 +361,9 @@ class Executor(Runner[PendingStep]):
             collected = [collecting.collect(sums, None)]
         if self._has_callbacks:
             made = [(part.outputs, part.loss) for part in collected]
-            jax.block_until_ready((made, last_outputs, assigned, accumulators))
-        return Accumulated(first_outputs, last_outputs, carried, collected, assigned, accumulators)
+            jax.block_until_ready((made, last_outputs, enqueued, assigned, accumulators))
+        handed = [Handed(list(leaves), self._chunk.num_stacked) for leaves in zip(*enqueued, strict=True)]
+        return Accumulated(first_outputs, last_outputs, carried, collected, handed, assigned, accumulators)
 
     def _compile(self, prepared: list[list[Any]], accumulators: Mapping[str, Any]) -> None:
         self.temporary_bytes = compile_ahead(
@@ -448,6 +464,8 @@ class Executor(Runner[PendingStep]):
                 (arguments[place],) = put([loss_scale], row)
             for place in template.execution_counts:
                 (arguments[place],) = put([as_int32(pipeline.execution_count)], row)
+            for place in template.update_counts:
+                (arguments[place],) = put([as_int32(pipeline.update_count)], row)
             prepared.append(arguments)
         return prepared, placed
 

@@ -43,8 +43,10 @@ class Template:
       inputs: (argument, position among the pipeline's inputs).
       keys: arguments that are the session's key.
       execution_counts: arguments that are the execution count.
+      update_counts: arguments that are the number of weight updates.
       loss_scales: arguments that are the scale that the backward starts from.
       assigned: (result, full name).
+      enqueued: (result, number of the leaf).
       micro_batches: arguments that are the micro-batch's index.
       accumulated: arguments that are the number of micro-batches in the accumulators.
       loads: (argument, slot).
@@ -66,8 +68,10 @@ class Template:
     inputs: tuple[tuple[int, int], ...] = ()
     keys: tuple[int, ...] = ()
     execution_counts: tuple[int, ...] = ()
+    update_counts: tuple[int, ...] = ()
     loss_scales: tuple[int, ...] = ()
     assigned: tuple[tuple[int, str], ...] = ()
+    enqueued: tuple[tuple[int, int], ...] = ()
     micro_batches: tuple[int, ...] = ()
     accumulated: tuple[int, ...] = ()
     loads: tuple[tuple[int, int], ...] = ()
@@ -155,6 +159,7 @@ class TemplateMaker:
             inputs=named(BindingKind.INPUT),
             keys=scalars(ValueKind.KEY),
             execution_counts=scalars(ValueKind.EXECUTION_COUNT),
+            update_counts=scalars(ValueKind.UPDATE_COUNT),
             loss_scales=scalars(ValueKind.LOSS_SCALE),
             micro_batches=scalars(ValueKind.MICRO_BATCH),
             accumulated=scalars(ValueKind.ACCUMULATED),
@@ -168,11 +173,14 @@ class TemplateMaker:
         row = template.row
         stores: list[tuple[int, int]] = []
         assigned: list[tuple[int, str]] = []
+        enqueued: list[tuple[int, int]] = []
         transfers: dict[Row, list[tuple[int, int]]] = {}
         for place, bound in enumerate(self.bindings.results(work.stage, work.program)):
             for binding in bound:
                 if binding.kind is BindingKind.ASSIGNED:
                     assigned.append((place, binding.key))
+                if binding.kind is BindingKind.ENQUEUED:
+                    enqueued.append((place, binding.key))
                 if not binding.is_of_micro_batch:
                     continue
                 for target in dict.fromkeys(self.rows):
@@ -185,6 +193,7 @@ class TemplateMaker:
                         transfers.setdefault(target, []).append((place, slot))
         template.stores = tuple(stores)
         template.assigned = tuple(assigned)
+        template.enqueued = tuple(enqueued)
         template.transfers = tuple(
             (target, tuple(place for place, _slot in pairs), tuple(slot for _place, slot in pairs))
             for target, pairs in transfers.items()

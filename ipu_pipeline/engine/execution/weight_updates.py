@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -15,10 +16,27 @@ from ipu_pipeline.engine.devices.rows import put
 from ipu_pipeline.engine.execution.templates import jit_update
 from ipu_pipeline.engine.updates.accumulators import Accumulator
 from ipu_pipeline.engine.updates.cutting import UpdateProgram
-from ipu_pipeline.engine.updates.environment import UpdateEnvironment
+from ipu_pipeline.engine.updates.environment import UpdateCounts, UpdateEnvironment
 from ipu_pipeline.engine.updates.optimizer_tracing import UpdateKind
 
-__all__ = ["WeightUpdate"]
+__all__ = ["Updated", "WeightUpdate"]
+
+
+@dataclass(frozen=True, eq=False)
+class Updated:
+    """What a weight update makes.
+
+    Attributes:
+      variables: the new values of those that it updates, by full name.
+      state_leaves: of the optimizer's state.
+      accumulators: zeroed, by key.
+      enqueued: the leaves of what it enqueues.
+    """
+
+    variables: dict[str, Any]
+    state_leaves: list[Any]
+    accumulators: dict[str, Any]
+    enqueued: list[Any]
 
 
 class WeightUpdate:
@@ -62,8 +80,8 @@ class WeightUpdate:
         state_leaves: Sequence[Any],
         accumulators: Mapping[str, Any],
         outputs: Sequence[Any],
-        count: int,
-    ) -> tuple[dict[str, Any], list[Any], dict[str, Any]]:
+        counts: UpdateCounts,
+    ) -> Updated:
         """Runs the weight update.
 
         Args:
@@ -71,21 +89,28 @@ class WeightUpdate:
           state_leaves: placed leaves of the optimizer's state.
           accumulators: by key.
           outputs: the leaves of the last stage's outputs for the last micro-batch.
-          count: micro-batches per weight update.
+          counts: what it can compute with.
 
         Returns:
-          The new values of those variables that it updates, the optimizer's state, and zeroed accumulators.
+          What it made, still being computed.
         """
         residence = self.residence
         assert residence.updates is not None
         plan = residence.accumulator_plan
         merged = plan.merge(accumulators, self._add_to_home)
         zeros = {key: self._clear(key, accumulators[key]) for key in plan.extra}
-        environment = UpdateEnvironment(variables, merged, state_leaves, outputs, count)
+        environment = UpdateEnvironment(variables, merged, state_leaves, outputs, counts)
         residence.run_update(residence.updates.updates, self.functions, environment)
-        made = environment.variables, environment.state_leaves, {**environment.accumulators, **zeros}
+        made = Updated(
+            environment.variables,
+            environment.state_leaves,
+            {**environment.accumulators, **zeros},
+            [environment.enqueued[number] for number in range(len(environment.enqueued))],
+        )
         if self.may_raise:
-            jax.block_until_ready((made, environment.sent))
+            jax.block_until_ready(
+                (made.variables, made.state_leaves, made.accumulators, made.enqueued, environment.sent)
+            )
         return made
 
     def _add_to_home(self, accumulator: Accumulator, total: Any, part: Any) -> Any:

@@ -14,8 +14,10 @@ import jax
 
 from ipu_pipeline.engine import jax_compat, jaxprs
 from ipu_pipeline.engine.loops import shards
-from ipu_pipeline.engine.loops.recording import BodyFrame, Enqueued, TrainingStep, enqueue_p, minimize_p
+from ipu_pipeline.engine.loops.recording import BodyFrame, TrainingStep, minimize_p
 from ipu_pipeline.engine.tracing import faults, frames, hoisting
+from ipu_pipeline.engine.tracing.enqueuing import enqueue_p
+from ipu_pipeline.engine.tracing.frames import Enqueued
 from ipu_pipeline.engine.tracing.traced import Source, TracedPipeline
 
 __all__ = ["BodyFunction", "TracedBody", "trace_body"]
@@ -102,7 +104,8 @@ def _trace(
     given: str,
     training: bool,
 ) -> TracedBody:
-    frame = BodyFrame(program_names, training, place, is_stage=True, given=given)
+    recorded: list[Enqueued] = []
+    frame = BodyFrame(program_names, training, place, is_stage=True, given=given, enqueued=recorded)
     recorder = frame.recorder
 
     def call(carried_values: list[Any], element_value: Any) -> list[Any]:
@@ -160,7 +163,7 @@ def _trace(
     loss, *read = marked.get((minimize_p, None), [None])
     outputs = [*read, *(results[number] for number in changing)]
     enqueued = []
-    for index, entry in enumerate(recorder.enqueued):
+    for index, entry in enumerate(recorded):
         atoms = marked[enqueue_p, index]
         enqueued.append((entry, tuple(range(len(outputs), len(outputs) + len(atoms)))))
         outputs += atoms

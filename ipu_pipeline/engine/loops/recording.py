@@ -1,8 +1,7 @@
 """What a looped body does besides computing: it trains, and it enqueues.
 
-`record_training_step` and `record_enqueued` leave markers in the jaxpr being traced, as variables do, and
-note what they mark in the body's `Recorder`. What traces the body (`bodies`) turns the markers into
-outputs.
+`record_training_step` leaves a marker in the jaxpr being traced, as variables and `enqueue` do, and notes
+what it marks in the body's `Recorder`. What traces the body (`bodies`) turns the markers into outputs.
 """
 
 from __future__ import annotations
@@ -24,13 +23,10 @@ from ipu_pipeline.engine.updates.optimizer_tracing import TracedOptimizer
 
 __all__ = [
     "BodyFrame",
-    "Enqueued",
     "Recorder",
     "TrainingStep",
     "current_recorder",
-    "enqueue_p",
     "minimize_p",
-    "record_enqueued",
     "record_training_step",
 ]
 
@@ -58,15 +54,6 @@ class TrainingStep:
     offloads_state: bool
 
 
-@dataclass(frozen=True, eq=False)
-class Enqueued:
-    """What a body enqueues in each iteration: where to, its structure, shapes and dtypes."""
-
-    target: Any
-    tree: Any
-    avals: tuple[jax.ShapeDtypeStruct, ...]
-
-
 @dataclass(eq=False)
 class Recorder:
     """What a body did while it was traced.
@@ -74,13 +61,11 @@ class Recorder:
     Attributes:
       variables: those that it asked for, by full name.
       training_step: the recorded one.
-      enqueued: in the order of the markers' indices.
       asks_for_training: whether a layer asked whether the program trains.
     """
 
     variables: dict[str, VariableSpec] = field(default_factory=dict)
     training_step: TrainingStep | None = None
-    enqueued: list[Enqueued] = field(default_factory=list)
     asks_for_training: bool = False
 
 
@@ -89,6 +74,11 @@ class BodyFrame(frames.Frame):
     """A body being traced, with its recorder."""
 
     recorder: Recorder = field(default_factory=Recorder)
+
+    @property
+    def has_metrics(self) -> bool:
+        """Loops have none: their iterations enqueue."""
+        return False
 
     @property
     def may_recompute(self) -> bool:
@@ -106,19 +96,12 @@ class BodyFrame(frames.Frame):
 
 
 minimize_p = jex_core.Primitive("minimize")
-enqueue_p = jex_core.Primitive("enqueue")
 
 
 @minimize_p.def_abstract_eval  # type: ignore[untyped-decorator]  # jax.extend has no annotations
 def _minimize_abstract(*values: Any) -> Any:
     del values  # the loss, and what the optimizer captured
     return jax_compat.shaped_array((), np.dtype(np.int32))  # nobody reads it; a marker needs a result
-
-
-@enqueue_p.def_abstract_eval  # type: ignore[untyped-decorator]  # jax.extend has no annotations
-def _enqueue_abstract(*leaves: Any, index: int) -> Any:
-    del leaves, index
-    return jax_compat.shaped_array((), np.dtype(np.int32))
 
 
 def current_recorder(what: str, advice_in_stage: str) -> tuple[frames.Frame, Recorder]:
@@ -161,17 +144,3 @@ def record_training_step(
         )
     recorder.training_step = step
     minimize_p.bind(loss, *captured)
-
-
-def record_enqueued(recorder: Recorder, target: Any, value: Any) -> None:
-    """Records what a body enqueues in each iteration.
-
-    Args:
-      recorder: the body's.
-      target: the queue.
-      value: a pytree of arrays.
-    """
-    leaves, tree = jax.tree.flatten(value)
-    avals = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
-    recorder.enqueued.append(Enqueued(target, tree, avals))
-    enqueue_p.bind(*leaves, index=len(recorder.enqueued) - 1)

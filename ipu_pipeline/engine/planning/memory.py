@@ -118,7 +118,7 @@ def plan_stages(
     plans = []
     for index, (stage, own) in enumerate(zip(traced.stages, programs, strict=True)):
         taken = read_sources(stage, own.backward)
-        held = [traced.aval(source) for source in taken if source.kind != "input"]
+        held = [traced.aval(source) for source in taken if source.is_of_micro_batch]
         sizes = (num_bytes(own.residuals), num_bytes(held))
         plans.append(StageMemory(index, ipus[index], in_flight[index], *sizes))
     return tuple(plans)

@@ -29,6 +29,7 @@ class BindingKind(enum.Enum):
     VALUE = enum.auto()  # the Source, of the micro-batch or of a stage
     RESIDUAL = enum.auto()  # the stage, and the number there
     COTANGENT = enum.auto()  # the Source that it is a cotangent of, and the stage that sends it
+    ENQUEUED = enum.auto()  # the number of the leaf
     STORED = enum.auto()  # the stage, and the Source: a value in host memory for that stage's backward
 
 
@@ -76,6 +77,8 @@ class Bindings:
             source = stage.inputs[value.index]
             if source.kind == "input":
                 return Binding(BindingKind.INPUT, source.index)
+            if source.kind == "update_count":
+                return Binding(BindingKind.SCALAR, ValueKind.UPDATE_COUNT)
             return Binding(BindingKind.VALUE, source)
         if kind is ValueKind.OUTPUT:
             return Binding(BindingKind.VALUE, Source("output", value.index, index))
@@ -83,6 +86,8 @@ class Bindings:
             return Binding(BindingKind.RESIDUAL, (index, value.index))
         if kind is ValueKind.COTANGENT:
             return Binding(BindingKind.COTANGENT, (stage.outputs[value.index], value.consumer))
+        if kind is ValueKind.ENQUEUED:
+            return Binding(BindingKind.ENQUEUED, value.index)
         if kind is ValueKind.INPUT_COTANGENT:
             return Binding(BindingKind.COTANGENT, (stage.inputs[value.index], index))
         return Binding(BindingKind.SCALAR, kind)

@@ -98,7 +98,7 @@ def _chunk(program: StageProgram, stage: TracedStage, size: int) -> StageProgram
         place
         for place, value in enumerate(program.arguments)
         if value.kind in (ValueKind.RESIDUAL, ValueKind.COTANGENT)
-        or (value.kind is ValueKind.INPUT and stage.inputs[value.index].kind != "input")
+        or (value.kind is ValueKind.INPUT and stage.inputs[value.index].is_of_micro_batch)
     ]
     kept, last = [], []  # what is returned of all, and state that is not carried but made anew each time
     for place, values in enumerate(program.results):

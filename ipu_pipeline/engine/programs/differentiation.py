@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -47,6 +48,7 @@ def build(
     gradient_map: GradientMap | None = None,
     recompute: Recomputation | None = None,
     is_scaled: bool = False,
+    enqueued: Mapping[str, Sequence[int]] = MappingProxyType({}),
 ) -> tuple[StagePrograms, ...]:
     """Builds the programs of all stages.
 
@@ -57,6 +59,8 @@ def build(
       gradient_map: `f(gradient, variable) -> gradient`, applied to each micro-batch's gradients.
       recompute: what stages keep for their backward; None: all that it needs.
       is_scaled: whether the backward starts from LOSS_SCALE. A gradient map gets gradients without it.
+      enqueued: full name of a variable -> the numbers of the enqueued leaves that are its gradient, as it
+        is accumulated, without LOSS_SCALE.
 
     Returns:
       One entry per stage.
@@ -72,7 +76,7 @@ def build(
         evaluate = _evaluation(stage, is_last, recompute)
         try:
             joint = _differentiate(
-                traced, index, evaluate, trained, differentiable, senders, gradient_map, is_scaled
+                traced, index, evaluate, trained, differentiable, senders, gradient_map, is_scaled, enqueued
             )
         except Exception as error:  # of a derivative rule, or of an operation that has no derivative
             if not str(error).startswith(stage.place):
@@ -150,15 +154,17 @@ def _flatten_stage(stage: TracedStage) -> jaxprs.FlatJaxpr:
 
 
 def _own_results(index: int, stage: TracedStage, atoms: Sequence[Any]) -> list[tuple[Value, Any]]:
-    """What a stage makes itself, of what `_call_stage` returns: outputs and assigned variables."""
-    num_outputs = len(stage.outputs)
+    """What a stage makes itself, of what `_call_stage` returns: outputs, new values, what is enqueued."""
+    num_outputs, num_assigned = len(stage.outputs), len(stage.assigned)
     results = [
         (Value(ValueKind.OUTPUT, position), atom)
         for position, atom in enumerate(atoms[:num_outputs])
         if stage.outputs[position] == Source("output", position, index)
     ]
-    for spec, atom in zip(stage.assigned, atoms[num_outputs:], strict=True):
+    for spec, atom in zip(stage.assigned, atoms[num_outputs:][:num_assigned], strict=True):
         results.append((Value(ValueKind.ASSIGNED, stage.variables.index(spec)), atom))
+    for number, atom in zip(stage.enqueued, atoms[num_outputs + num_assigned :], strict=True):
+        results.append((Value(ValueKind.ENQUEUED, number), atom))
     return results
 
 
@@ -181,6 +187,7 @@ def _differentiate(
     senders: dict[Source, list[int]],
     gradient_map: GradientMap | None,
     is_scaled: bool,
+    enqueued: Mapping[str, Sequence[int]],
 ) -> Joint:
     """Differentiates one stage, as `evaluate`. Enters the cotangents that it sends into `senders`."""
     stage = traced.stages[index]
@@ -188,7 +195,8 @@ def _differentiate(
     arguments = _stage_arguments(stage)
     avals = _stage_avals(stage)
     avals += [stage.output_avals[value.index] for value in received]
-    scales = [Value(ValueKind.LOSS_SCALE)] if is_scaled and gradient_map is not None else []
+    sees_gradients = gradient_map is not None or any(spec.name in enqueued for spec in stage.variables)
+    scales = [Value(ValueKind.LOSS_SCALE)] if is_scaled and sees_gradients else []
     avals += [jax.ShapeDtypeStruct((), jnp.float32) for _scale in scales]
     wanted = [
         (Value(ValueKind.ACCUMULATOR, position), Value(ValueKind.VARIABLE, position))
@@ -202,6 +210,12 @@ def _differentiate(
         if source in differentiable
     ]
     places = [arguments.index(of) for _value, of in wanted]
+    shown = [  # a place in `wanted`, and the number of the leaf that is that gradient
+        (place, number)
+        for place, (value, _of) in enumerate(wanted)
+        if value.kind is ValueKind.ACCUMULATOR
+        for number in enqueued.get(stage.variables[value.index].name, ())
+    ]
     differentiated_outputs = sorted({value.index for value in received})
 
     def joint(*values: Any) -> list[Any]:
@@ -226,17 +240,22 @@ def _differentiate(
                 if value.kind is ValueKind.ACCUMULATOR:
                     variable = fixed[arguments.index(of)]
                     pulled[number] = _map_gradient(gradient_map, pulled[number], variable, *scale)
-        return [*outputs, *pulled]
+        return [*outputs, *pulled, *(_unscale(pulled[place], *scale) for place, _number in shown)]
 
     flat = jaxprs.flatten(_trace_joint(joint, avals, stage.place), recomputation.isolate)
     backward_vars = jaxprs.dependents(flat, flat.inputs[len(arguments) :])
-    num_results = len(stage.outputs) + len(stage.assigned)
+    num_results = len(flat.outputs) - len(wanted) - len(shown)
     pulled = [
         (value, atom)
-        for (value, _of), atom in zip(wanted, flat.outputs[num_results:], strict=True)
+        for (value, _of), atom in zip(wanted, flat.outputs[num_results:], strict=False)
         # A gradient is linear in the cotangents: without any it is zero, unless it was mapped.
         if (gradient_map is not None and value.kind is ValueKind.ACCUMULATOR)
         or (not is_literal(atom) and atom in backward_vars)
+    ]
+    gradients = flat.outputs[num_results + len(wanted) :]
+    pulled += [
+        (Value(ValueKind.ENQUEUED, number), atom)
+        for (_place, number), atom in zip(shown, gradients, strict=True)
     ]
     for value, _atom in pulled:
         if value.kind is ValueKind.INPUT_COTANGENT:
@@ -259,12 +278,18 @@ def _map_gradient(
     """The mapped gradient, `scale` times as large if there is a scale, as the gradient is before."""
     if scale is None:
         return gradient_map(gradient, variable)
+    mapped = gradient_map(_unscale(gradient, scale), variable)
     wide = accumulation.count_dtype(gradient.dtype)
-    scale = scale.astype(wide)
-    mapped = gradient_map((gradient.astype(wide) / scale).astype(gradient.dtype), variable)
-    scaled = (mapped.astype(wide) * scale).astype(gradient.dtype)
+    scaled = (mapped.astype(wide) * scale.astype(wide)).astype(gradient.dtype)
     # A map such as a clip makes infinity finite, and the update is to see that there was an overflow.
     return jnp.where(jnp.all(jnp.isfinite(gradient)), scaled, jnp.full_like(scaled, jnp.nan))
+
+
+def _unscale(gradient: jax.Array, scale: jax.Array | None = None) -> jax.Array:
+    if scale is None:
+        return gradient
+    wide = accumulation.count_dtype(gradient.dtype)
+    return (gradient.astype(wide) / scale.astype(wide)).astype(gradient.dtype)
 
 
 def _trace_joint(joint: Callable[..., list[Any]], avals: Sequence[Any], place: str) -> Any:

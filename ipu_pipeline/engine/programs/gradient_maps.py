@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TypeAlias
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import jax
 
 from ipu_pipeline.engine.tracing.captures import Captures
 from ipu_pipeline.engine.tracing.specs import VariableSpec
 
-__all__ = ["GradientMap", "check_gradient_map"]
+__all__ = ["GradientMap", "GradientTarget", "check_gradient_map"]
 
 GradientMap: TypeAlias = "Callable[[jax.Array, jax.Array], jax.Array]"
+
+
+@dataclass(frozen=True, eq=False)
+class GradientTarget:
+    """Somebody who gets each micro-batch's gradients, as they are accumulated.
+
+    Attributes:
+      target: whom they are enqueued for, a dict by full name.
+      choose: takes the full names of all trained variables, returns those whose gradients are wanted.
+    """
+
+    target: Any
+    choose: Callable[[Iterable[str]], Iterable[str]]
 
 
 def check_gradient_map(gradient_map: GradientMap, trained: Iterable[VariableSpec]) -> None:

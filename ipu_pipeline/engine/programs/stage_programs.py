@@ -27,6 +27,7 @@ class ValueKind(enum.Enum):
     ASSIGNED = enum.auto()  # position in the stage's variables: its new value
     KEY = enum.auto()
     EXECUTION_COUNT = enum.auto()
+    UPDATE_COUNT = enum.auto()  # weight updates before, int32
     MICRO_BATCH = enum.auto()  # the micro-batch's index, int32; in loops the iteration
     ACCUMULATED = enum.auto()  # how many micro-batches the accumulators have taken in, int32
     INPUT = enum.auto()  # position in the stage's inputs
@@ -35,6 +36,7 @@ class ValueKind(enum.Enum):
     LOSS_SCALE = enum.auto()  # what the backward starts from, float32
     COTANGENT = enum.auto()  # position in the stage's outputs, one for each consumer
     INPUT_COTANGENT = enum.auto()  # position in the stage's inputs
+    ENQUEUED = enum.auto()  # the number of the leaf in the pipeline
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,16 @@ import contextlib
 import contextvars
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
+
+import jax
 
 from ipu_pipeline.engine.tracing import scopes
 from ipu_pipeline.engine.tracing.faults import Faults
 from ipu_pipeline.engine.tracing.specs import VariableSpec
 
 __all__ = [
+    "Enqueued",
     "Frame",
     "ProgramNames",
     "current_frame",
@@ -85,6 +89,15 @@ def unchanged_on_error(program_names: ProgramNames) -> Iterator[None]:
 
 
 @dataclass(frozen=True, eq=False)
+class Enqueued:
+    """What a function enqueues each time: whom it is for, its structure, shapes and dtypes."""
+
+    target: Any
+    tree: Any
+    avals: tuple[jax.ShapeDtypeStruct, ...]
+
+
+@dataclass(frozen=True, eq=False)
 class Frame:
     """One function being traced. What traces another kind of function has a frame of its own (`loops`).
 
@@ -95,6 +108,8 @@ class Frame:
       is_stage: whether the function is a stage, so that it may assign variables and draw keys.
       given: what errors say that it was given, for example "x: float32[4, 12]".
       faults: where faults are noted that let its trace go on; None: they end it.
+      enqueued: what the functions of its program enqueue; None: it may not enqueue anything.
+      is_traced_again: whether the function was traced before, and what it enqueues was recorded then.
     """
 
     names: ProgramNames
@@ -103,6 +118,13 @@ class Frame:
     is_stage: bool
     given: str = ""
     faults: Faults | None = None
+    enqueued: list[Enqueued] | None = None
+    is_traced_again: bool = False
+
+    @property
+    def has_metrics(self) -> bool:
+        """Whether the function may report metrics."""
+        return self.enqueued is not None
 
     @property
     def may_recompute(self) -> bool:

@@ -1,9 +1,9 @@
 """Marker equations of a traced function turned into inputs and outputs.
 
-`get_variable`, `next_rng_key` and `assign` leave markers in a jaxpr (`variables`, `keys`). `hoist` takes
-them out: what they read becomes inputs, what they assign becomes outputs. Markers inside the body of a
-loop, a conditional or `jax.checkpoint` are reached by building that equation again around a body that
-takes the values as arguments; calls of `jax.jit` are inlined.
+`get_variable`, `next_rng_key`, `assign` and what enqueues leave markers in a jaxpr (`variables`, `keys`,
+`enqueuing`). `hoist` takes them out: what they read becomes inputs, what they assign or enqueue outputs.
+Markers inside the body of a loop, a conditional or `jax.checkpoint` are reached by building that equation
+again around a body that takes the values as arguments; calls of `jax.jit` are inlined.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from jax.extend import core as jex_core
 
 from ipu_pipeline.engine import jax_compat, jaxprs
 from ipu_pipeline.engine.tracing import frames
+from ipu_pipeline.engine.tracing.counting import count_aval, update_count_p
+from ipu_pipeline.engine.tracing.enqueuing import enqueue_p
 from ipu_pipeline.engine.tracing.keys import key_aval, micro_batch_key_p
 from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.engine.tracing.variables import assign_variable_p, read_variable_p
@@ -26,7 +28,7 @@ __all__ = ["MARKERS", "Hoisted", "contains", "hoist", "marker_rule", "variable_i
 
 Body: TypeAlias = "Callable[[Sequence[Any]], list[Any]]"
 
-MARKERS = (read_variable_p, assign_variable_p, micro_batch_key_p)
+MARKERS = (read_variable_p, assign_variable_p, micro_batch_key_p, update_count_p, enqueue_p)
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,11 +36,13 @@ class Hoisted:
     """A function whose markers have become inputs and outputs.
 
     Attributes:
-      flat: takes `[*variables, key if uses_key, *the function's inputs]` and returns
-        `[*the function's outputs, *assigned values]`.
+      flat: takes `[*variables, key if uses_key, *the function's inputs, count if uses_count]` and returns
+        `[*the function's outputs, *assigned values, *enqueued leaves]`.
       variables: what the function reads or assigns.
       assigned: the variables that it assigns, in the order of the outputs.
+      enqueued: the numbers of what it enqueues, each with how many leaves that has, likewise.
       uses_key: whether it draws random keys.
+      uses_count: whether it computes with the number of weight updates.
       asked: per variable, in the order of asking, how many equations of `flat` stand before the place where
         it was asked for, and the marker that stood there.
     """
@@ -46,7 +50,9 @@ class Hoisted:
     flat: jaxprs.FlatJaxpr
     variables: tuple[VariableSpec, ...]
     assigned: tuple[VariableSpec, ...]
+    enqueued: dict[int, int]
     uses_key: bool
+    uses_count: bool
     asked: dict[VariableSpec, tuple[int, Any]]
 
 
@@ -75,7 +81,9 @@ def hoist(
     reads: dict[VariableSpec, Any] = {}  # the input that holds the value at the start
     latest: dict[VariableSpec, Any] = {}  # the atom that holds the value at this point
     assigned: dict[VariableSpec, None] = {}
+    enqueued: dict[int, list[Any]] = {}
     key_inputs: list[Any] = []
+    count_inputs: list[Any] = []
     asked: dict[VariableSpec, tuple[int, Any]] = {}
     num_equations = 0
     current: Any = None
@@ -91,12 +99,17 @@ def hoist(
             key_inputs.append(jex_core.Var(key_aval()))
         return key_inputs[0]
 
+    def count() -> Any:
+        if not count_inputs:
+            count_inputs.append(jex_core.Var(count_aval()))
+        return count_inputs[0]
+
     def write(spec: VariableSpec, value: Any) -> None:
         read(spec)
         latest[spec] = value
         assigned[spec] = None
 
-    markers = marker_rule(place, program_names, read, key, write)
+    markers = marker_rule(place, program_names, read, key, count, write, enqueued.__setitem__)
 
     def rule(equation: Any, inputs: list[Any], inline: jaxprs.InlineFunction) -> list[Any] | None:
         nonlocal num_equations, current
@@ -109,12 +122,18 @@ def hoist(
 
     flat = jaxprs.flatten(closed_jaxpr, rule)
     flat = jaxprs.FlatJaxpr(
-        [*reads.values(), *key_inputs, *flat.inputs],
+        [*reads.values(), *key_inputs, *flat.inputs, *count_inputs],
         flat.equations,
-        [*flat.outputs, *(latest[spec] for spec in assigned)],
+        [
+            *flat.outputs,
+            *(latest[spec] for spec in assigned),
+            *(atom for atoms in enqueued.values() for atom in atoms),
+        ],
         flat.constants,
     )
-    return Hoisted(flat, tuple(reads), tuple(assigned), bool(key_inputs), asked)
+    sizes = {number: len(atoms) for number, atoms in enqueued.items()}
+    uses = bool(key_inputs), bool(count_inputs)
+    return Hoisted(flat, tuple(reads), tuple(assigned), sizes, *uses, asked)
 
 
 def variable_input(spec: VariableSpec) -> Any:
@@ -127,7 +146,9 @@ def marker_rule(
     program_names: frames.ProgramNames,
     read: Callable[[VariableSpec], Any],
     key: Callable[[], Any],
+    count: Callable[[], Any],
     write: Callable[[VariableSpec, Any], None],
+    enqueue: Callable[[int, list[Any]], None],
 ) -> jaxprs.EquationRule:
     """A rule for `jaxprs.flatten` that takes markers out.
 
@@ -136,7 +157,9 @@ def marker_rule(
       program_names: the names of the program that it is part of.
       read: returns the atom that holds a variable's value.
       key: returns the atom that holds the micro-batch's random key.
+      count: returns the atom that holds the number of weight updates.
       write: told the atom that holds a variable's new value.
+      enqueue: told the number of what is enqueued, and the atoms of its leaves.
 
     Returns:
       The rule. It raises what `hoist` raises.
@@ -145,33 +168,43 @@ def marker_rule(
     def check_new(serial: int, what: str) -> None:
         if serial in program_names.markers:
             raise ValueError(
-                f"{place}: {what} was asked for in a function that JAX has traced once and used twice, "
-                "as it does with jax.jit, jax.checkpoint and scan bodies that are called again. Both calls "
-                "would get the same. Give each call a function of its own (lambda x: f(x)), or ask outside "
-                "of it; a stage needs no jax.jit inside, it is jitted as a whole."
+                f"{place}: {what} in a function that JAX has traced once and used twice, as it does with "
+                "jax.jit, jax.checkpoint and scan bodies that are called again. Both calls would get the "
+                "same. Give each call a function of its own (lambda x: f(x)), or do it outside of it; a "
+                "stage needs no jax.jit inside, it is jitted as a whole."
             )
         program_names.markers.add(serial)
 
     def rule(equation: Any, inputs: list[Any], inline: jaxprs.InlineFunction) -> list[Any] | None:
         if equation.primitive is read_variable_p:
             spec = equation.params["spec"]
-            check_new(equation.params["serial"], f"variable {spec.name}")
+            check_new(equation.params["serial"], f"variable {spec.name} was asked for")
             return [read(spec)]
         if equation.primitive is micro_batch_key_p:
-            check_new(equation.params["serial"], "a random key")
+            check_new(equation.params["serial"], "a random key was asked for")
             return [key()]
+        if equation.primitive is update_count_p:
+            return [count()]
         if equation.primitive is assign_variable_p:
             write(equation.params["spec"], inputs[0])
+            return list(equation.outvars)
+        if equation.primitive is enqueue_p:
+            check_new(equation.params["serial"], "metric or enqueue was called")
+            enqueue(equation.params["index"], inputs)
             return list(equation.outvars)
         if not contains(equation, MARKERS):
             return None
         rebuilt = _rebuild(equation, place, program_names)
         arguments = [read(spec) for spec in rebuilt.variables]
         arguments += [key()] if rebuilt.uses_key else []
+        arguments += [count()] if rebuilt.uses_count else []
         outputs = inline(rebuilt.closed_jaxpr, arguments + inputs)
         num_outputs = len(equation.outvars)
-        for spec, value in zip(rebuilt.assigned, outputs[num_outputs:], strict=True):
-            write(spec, value)
+        made = iter(outputs[num_outputs:])
+        for spec in rebuilt.assigned:
+            write(spec, next(made))
+        for number, size in rebuilt.enqueued.items():
+            enqueue(number, [next(made) for _leaf in range(size)])
         return outputs[:num_outputs]
 
     return rule
@@ -188,12 +221,14 @@ def contains(equation: Any, primitives: Collection[Any]) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class _Rebuilt:
-    """An equation with a body, built again to take `[*variables, key if uses_key, *inputs]`."""
+    """An equation with a body, built again to take `[*variables, key and count if used, *inputs]`."""
 
     closed_jaxpr: Any
     variables: tuple[VariableSpec, ...]
     assigned: tuple[VariableSpec, ...]
+    enqueued: dict[int, int]
     uses_key: bool
+    uses_count: bool
 
 
 def _rebuild(equation: Any, place: str, program_names: frames.ProgramNames) -> _Rebuilt:
@@ -212,8 +247,8 @@ def _rebuild(equation: Any, place: str, program_names: frames.ProgramNames) -> _
         bodies, call = list(params["branches"]), _call_cond
     else:
         raise ValueError(
-            f"{place}: get_variable, next_rng_key or assign is called inside the body of {name}, where "
-            "it cannot be reached. Call it outside and pass the value in as an argument."
+            f"{place}: get_variable, next_rng_key, assign, metric or enqueue is called inside the body of "
+            f"{name}, where it cannot be reached. Call it outside and pass the value in as an argument."
         )
     by_body: dict[int, Hoisted] = {}  # branches may be the same function, traced once
     for body in bodies:
@@ -226,25 +261,35 @@ def _rebuild(equation: Any, place: str, program_names: frames.ProgramNames) -> _
             f"{place}: variable {next(iter(assigned)).name} is assigned inside the body of {name}. "
             "Return the value from the body and assign it outside."
         )
+    enqueued = {number: size for body in hoisted for number, size in body.enqueued.items()}
+    if enqueued and name not in jaxprs.CHECKPOINTS:
+        raise ValueError(
+            f"{place}: metric or enqueue is called inside the body of {name}, where the value cannot be "
+            "reached. Return the value from the body, and call it outside."
+        )
     variables = tuple({spec: None for body in hoisted for spec in body.variables})
     uses_key = any(body.uses_key for body in hoisted)
-    num_shared = len(variables) + uses_key
+    uses_count = any(body.uses_count for body in hoisted)
+    num_shared = len(variables) + uses_key + uses_count
 
     def call_rebuilt(*arguments: Any) -> list[Any]:
         shared, inputs = arguments[:num_shared], arguments[num_shared:]
         values = dict(zip(variables, shared, strict=False))
 
         def body_function(body: Hoisted) -> Body:
-            own = [values[spec] for spec in body.variables] + [shared[-1]] * body.uses_key
-            return lambda operands: jaxprs.close(body.flat)(*own, *operands)
+            own = [values[spec] for spec in body.variables]
+            own += [shared[len(variables)]] if body.uses_key else []
+            count = [shared[-1]] if body.uses_count else []
+            return lambda operands: jaxprs.close(body.flat)(*own, *operands, *count)
 
         return call([body_function(body) for body in hoisted], list(inputs))
 
     shared_avals = [jax.ShapeDtypeStruct(spec.shape, spec.dtype) for spec in variables]
     shared_avals += [jaxprs.aval_struct(key_aval())] * uses_key
+    shared_avals += [jaxprs.aval_struct(count_aval())] * uses_count
     input_avals = [jaxprs.aval_struct(atom.aval) for atom in equation.invars]
     closed_jaxpr = jax.make_jaxpr(call_rebuilt)(*shared_avals, *input_avals)
-    return _Rebuilt(closed_jaxpr, variables, tuple(assigned), uses_key)
+    return _Rebuilt(closed_jaxpr, variables, tuple(assigned), enqueued, uses_key, uses_count)
 
 
 def _call_checkpoint(params: dict[str, Any], bodies: list[Body], inputs: list[Any]) -> list[Any]:

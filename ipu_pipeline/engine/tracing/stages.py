@@ -20,6 +20,7 @@ from ipu_pipeline.engine.jaxprs.shapes import describe
 from ipu_pipeline.engine.tracing import frames, hoisting
 from ipu_pipeline.engine.tracing.captures import Captures
 from ipu_pipeline.engine.tracing.checkpoints import check_marks
+from ipu_pipeline.engine.tracing.enqueuing import first_leaves
 from ipu_pipeline.engine.tracing.faults import Faults, describe_arguments, find_signature_fault
 from ipu_pipeline.engine.tracing.traced import Source, TracedPipeline, TracedStage, share_variables
 
@@ -99,6 +100,7 @@ def trace(
     stages: list[TracedStage] = []
     levels: list[int] = []
     results: list[Any] = []
+    enqueued: list[frames.Enqueued] = []
     all_places = _places(functions)
     for level, (parallel, places) in enumerate(zip(functions, all_places, strict=True)):
         results = []  # per stage of the level, what it returns, with the sources as leaves
@@ -107,7 +109,13 @@ def trace(
         for function, place in zip(parallel, places, strict=True):
             described = describe_arguments(function, *arguments)
             frame = frames.Frame(
-                program_names, loss is not None, place, is_stage=True, given=described, faults=faults
+                program_names,
+                loss is not None,
+                place,
+                is_stage=True,
+                given=described,
+                faults=faults,
+                enqueued=enqueued,
             )
             traced = _trace_stage(
                 len(stages),
@@ -156,6 +164,7 @@ def trace(
         owners=owners,
         levels=tuple(levels),
         num_captured=len(captures.values),
+        enqueued=tuple(enqueued),
     )
 
 
@@ -247,7 +256,8 @@ def _trace_stage(
             0
         ]
     num_first = len(hoisted.variables) + hoisted.uses_key
-    source_of = dict(zip(hoisted.flat.inputs[num_first:], sources, strict=True))
+    count = [Source("update_count", 0)] * hoisted.uses_count
+    source_of = dict(zip(hoisted.flat.inputs[num_first:], [*sources, *count], strict=True))
     flat, numbers = jaxprs.take_out_constants(hoisted.flat, captures.find_number)
     source_of |= {var: Source("input", num_inputs + number) for var, number in numbers.items()}
     # A value that is passed twice is one input.
@@ -256,10 +266,11 @@ def _trace_stage(
         first_with.setdefault(source, var)
     flat = jaxprs.substitute(flat, {var: first_with[source] for var, source in source_of.items()})
     num_outputs = len(closed_jaxpr.jaxpr.outvars)
+    passed_on = {var: source for var, source in source_of.items() if source.kind != "update_count"}
     outputs = tuple(
         Source("output", position, index)
         if isinstance(atom, jex_core.Literal)
-        else source_of.get(atom, Source("output", position, index))
+        else passed_on.get(atom, Source("output", position, index))
         for position, atom in enumerate(flat.outputs[:num_outputs])
     )
     stage = TracedStage(
@@ -271,6 +282,12 @@ def _trace_stage(
         inputs=tuple(first_with),
         outputs=outputs,
         output_avals=output_avals,
+        enqueued=tuple(
+            first + leaf
+            for number, size in hoisted.enqueued.items()
+            for first in [first_leaves(frame.enqueued or [])[number]]
+            for leaf in range(size)
+        ),
     )
     return stage, result_trees[0]
 

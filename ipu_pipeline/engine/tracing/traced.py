@@ -14,6 +14,8 @@ from typing import Any
 import jax
 
 from ipu_pipeline.engine import jaxprs
+from ipu_pipeline.engine.tracing.counting import count_aval
+from ipu_pipeline.engine.tracing.frames import Enqueued
 from ipu_pipeline.engine.tracing.specs import VariableSpec
 
 __all__ = ["Source", "TracedPipeline", "TracedStage", "send_variables", "share_variables"]
@@ -23,13 +25,18 @@ __all__ = ["Source", "TracedPipeline", "TracedStage", "send_variables", "share_v
 class Source:
     """Where a value between stages comes from.
 
-    `kind` is "input" (an input that is constant during a step), "element" (a leaf of the micro-batch) or
-    "output" (of stage `stage`); `index` is the position among the leaves there.
+    `kind` is "input" (an input that is constant during a step), "element" (a leaf of the micro-batch),
+    "output" (of stage `stage`) or "update_count"; `index` is the position among the leaves there.
     """
 
     kind: str
     index: int
     stage: int = -1
+
+    @property
+    def is_of_micro_batch(self) -> bool:
+        """Whether each micro-batch has a value of its own."""
+        return self.kind in ("element", "output")
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,13 +45,15 @@ class TracedStage:
 
     Attributes:
       place: what errors call it, for example "stage 0 (encoder)".
-      flat: takes `[*variables, key if uses_key, *inputs]`, returns `[*outputs, *assigned values]`.
+      flat: takes `[*variables, key if uses_key, *inputs]`, returns `[*outputs, *assigned values,
+        *enqueued]`.
       variables: the variables that it reads or assigns.
       assigned: those that it assigns.
       uses_key: whether it draws random keys.
       inputs: where its inputs come from, each source once.
       outputs: where its outputs come from; those of kind "output" with its own index are its own.
       output_avals: their shapes and dtypes.
+      enqueued: what it enqueues, by the number of the leaf in the pipeline.
     """
 
     place: str
@@ -55,6 +64,7 @@ class TracedStage:
     inputs: tuple[Source, ...]
     outputs: tuple[Source, ...]
     output_avals: tuple[jax.ShapeDtypeStruct, ...]
+    enqueued: tuple[int, ...] = ()
 
     @property
     def input_vars(self) -> list[Any]:
@@ -81,6 +91,7 @@ class TracedPipeline:
       levels: the level of each stage, ascending from 0. Stages of one level are parallel: they take the
         same values, and what they return is concatenated.
       num_captured: how many of the inputs were captured, not given.
+      enqueued: what stages enqueue, whose leaves are numbered through.
     """
 
     stages: tuple[TracedStage, ...]
@@ -94,6 +105,7 @@ class TracedPipeline:
     owners: dict[str, int]
     levels: tuple[int, ...]
     num_captured: int = 0
+    enqueued: tuple[Enqueued, ...] = ()
 
     def with_captured(
         self, captured: Sequence[jax.ShapeDtypeStruct], read: Sequence[int]
@@ -120,6 +132,11 @@ class TracedPipeline:
         return self.output_avals[: self.output_tree.num_leaves]
 
     @property
+    def enqueued_avals(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shapes and dtypes of the leaves of what is enqueued."""
+        return tuple(aval for entry in self.enqueued for aval in entry.avals)
+
+    @property
     def variables(self) -> dict[str, VariableSpec]:
         """All variables by full name."""
         return {spec.name: spec for stage in self.stages for spec in stage.variables}
@@ -128,6 +145,8 @@ class TracedPipeline:
         """Shape and dtype of a value between stages."""
         if source.kind == "output":
             return self.stages[source.stage].output_avals[source.index]
+        if source.kind == "update_count":
+            return jaxprs.aval_struct(count_aval())
         return jax.tree.leaves(self.inputs if source.kind == "input" else self.element)[source.index]
 
     def shared(self) -> set[str]:

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 
 from ipu_pipeline.engine import jaxprs
 from ipu_pipeline.engine.jaxprs import partitioning
+from ipu_pipeline.engine.tracing.frames import Enqueued
 from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.engine.updates.loss_scaling import LossScale
 from ipu_pipeline.engine.updates.optimizer_tracing import TracedOptimizer, UpdateKind, UpdateValue
@@ -32,6 +33,9 @@ __all__ = [
     "Updates",
     "cut_updates",
 ]
+
+
+_COUNTS = (UpdateKind.COUNT, UpdateKind.UPDATE_COUNT)
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,6 +96,7 @@ class Updates:
       init_needs_outputs: whether the state at the start depends on the last stage's outputs.
       loss_scale: where the scale of the loss is; None without loss scaling.
       has_callbacks: whether a weight update calls back into Python, which may raise.
+      enqueued: what a weight update enqueues.
     """
 
     state_tree: Any
@@ -102,6 +107,12 @@ class Updates:
     init_needs_outputs: bool
     loss_scale: LossScale | None
     has_callbacks: bool
+    enqueued: tuple[Enqueued, ...]
+
+    @property
+    def enqueued_avals(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shapes and dtypes of the leaves of that."""
+        return tuple(aval for entry in self.enqueued for aval in entry.avals)
 
 
 def cut_updates(traced: TracedOptimizer, variable_homes: Mapping[str, int], last_stage: int) -> Updates:
@@ -139,7 +150,11 @@ def cut_updates(traced: TracedOptimizer, variable_homes: Mapping[str, int], last
     def with_homes(
         values: Sequence[UpdateValue], places: partitioning.Places
     ) -> list[tuple[Any, partitioning.Home]]:
-        owned = [home_of(value) for value in values]
+        owned = [
+            # What is enqueued stays where it is made.
+            places.home_of(atom) if value.kind == UpdateKind.ENQUEUED else home_of(value)
+            for value, atom in zip(values, places.flat.outputs, strict=True)
+        ]
         made_at = [stages[0] if home is None else home for home in owned]
         return list(zip(places.flat.outputs, made_at, strict=True))
 
@@ -170,7 +185,7 @@ def cut_updates(traced: TracedOptimizer, variable_homes: Mapping[str, int], last
         target = stage_of(piece.home)
         for var in piece.program.inputs:
             label = traced.labels.get(var)
-            if source_of(var) != target and (label is None or label.kind != UpdateKind.COUNT):
+            if source_of(var) != target and (label is None or label.kind not in _COUNTS):
                 what = "" if label is None else _describe(label, state_leaves)
                 primitive = piece.readers.get(var, "")
                 moves.setdefault((var, target), Move(source_of(var), target, what, var.aval, primitive))
@@ -184,6 +199,7 @@ def cut_updates(traced: TracedOptimizer, variable_homes: Mapping[str, int], last
         needs_outputs,
         traced.loss_scale,
         jaxprs.has_callbacks(traced.update),
+        traced.enqueued,
     )
 
 

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from ipu_pipeline.engine.updates.optimizer_tracing import UpdateKind, UpdateValue
 
-__all__ = ["UpdateEnvironment"]
+__all__ = ["UpdateCounts", "UpdateEnvironment"]
+
+
+class UpdateCounts(NamedTuple):
+    """The numbers that a weight update can compute with.
+
+    Attributes:
+      micro_batches: per weight update.
+      updates: weight updates before.
+    """
+
+    micro_batches: Any
+    updates: Any
 
 
 class UpdateEnvironment:
@@ -20,6 +32,7 @@ class UpdateEnvironment:
       accumulators: the zeroed ones, by full name.
       state_leaves: of the optimizer's state; those that no program makes are as they were.
       sent: what programs made for others, by number.
+      enqueued: the leaves of what the update enqueues, by number.
     """
 
     def __init__(
@@ -28,7 +41,7 @@ class UpdateEnvironment:
         accumulators: Mapping[str, Any],
         state_leaves: Sequence[Any],
         outputs: Mapping[int, Any] | Sequence[Any],
-        count: Any,
+        counts: UpdateCounts,
     ) -> None:
         """Before the update.
 
@@ -37,10 +50,11 @@ class UpdateEnvironment:
           accumulators: by full name.
           state_leaves: of the optimizer's state.
           outputs: the leaves of the last stage's outputs, for one micro-batch.
-          count: micro-batches per weight update.
+          counts: what it can compute with.
         """
         self.sent: dict[int, Any] = {}
-        self._count = count
+        self.enqueued: dict[int, Any] = {}
+        self._counts = counts
         self._known: dict[str, Any] = {
             UpdateKind.PARAMETER: variables,
             UpdateKind.GRADIENT: accumulators,
@@ -56,12 +70,15 @@ class UpdateEnvironment:
             UpdateKind.GRADIENT: self.accumulators,
             UpdateKind.STATE: self.state_leaves,
             UpdateKind.SENT: self.sent,
+            UpdateKind.ENQUEUED: self.enqueued,
         }
 
     def __getitem__(self, value: UpdateValue) -> Any:
         """What a program reads."""
         if value.kind == UpdateKind.COUNT:
-            return self._count
+            return self._counts.micro_batches
+        if value.kind == UpdateKind.UPDATE_COUNT:
+            return self._counts.updates
         return self._known[value.kind][value.key]
 
     def __setitem__(self, value: UpdateValue, result: Any) -> None:

@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.extend import core as jex_core
 
 from ipu_pipeline.engine import jaxprs
 from ipu_pipeline.engine.programs.accumulation import Reduction, count_dtype
+from ipu_pipeline.engine.tracing import frames, hoisting
+from ipu_pipeline.engine.tracing.counting import count_aval, update_count_p
+from ipu_pipeline.engine.tracing.enqueuing import enqueue_p
 from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.engine.tracing.stages import as_arguments
 from ipu_pipeline.engine.updates.loss_scaling import LossScale, LossScaled
@@ -32,6 +37,8 @@ __all__ = [
 ]
 
 OptimizerFunction: TypeAlias = "Callable[..., Any]"
+
+_PLACE = "the weight update"  # what errors call it
 
 
 def describe_other_optimizer(value: object) -> str:
@@ -53,6 +60,8 @@ class UpdateKind:
     STATE = "state"  # position among the leaves of the optimizer's state
     OUTPUT = "output"  # position among the last stage's outputs
     COUNT = "count"  # number of micro-batches, int32
+    UPDATE_COUNT = "update_count"  # number of weight updates before, int32
+    ENQUEUED = "enqueued"  # a leaf of what the update enqueues, counted
     SENT = "sent"  # what one update program makes for another, counted over all of them
 
 
@@ -71,12 +80,13 @@ class TracedOptimizer:
       init: makes the state; its outputs are the state's leaves.
       update: its outputs are `results` and then the state's leaves.
       labels: what the inputs of both are.
-      results: the new parameters and zeroed accumulators.
+      results: the new parameters, zeroed accumulators, and what is enqueued.
       trained: the variables, by full name.
       state_tree: structure of the state.
       state_paths: the path of each of its leaves.
       state_avals: their shapes and dtypes.
       loss_scale: where the scale of the loss is; None without loss scaling.
+      enqueued: what the update enqueues.
     """
 
     init: jaxprs.FlatJaxpr
@@ -88,6 +98,7 @@ class TracedOptimizer:
     state_paths: tuple[Any, ...]
     state_avals: tuple[jax.ShapeDtypeStruct, ...]
     loss_scale: LossScale | None
+    enqueued: tuple[frames.Enqueued, ...]
 
 
 def trace_optimizer(
@@ -97,6 +108,7 @@ def trace_optimizer(
     output_avals: Sequence[jax.ShapeDtypeStruct],
     reduction: Reduction,
     accumulator_dtypes: Mapping[str, Any],
+    may_enqueue: bool = False,
 ) -> TracedOptimizer:
     """Traces an optimizer. It does not start a JAX backend.
 
@@ -110,13 +122,23 @@ def trace_optimizer(
       reduction: MEAN divides the accumulators by the number of micro-batches.
       accumulator_dtypes: dtype of each variable's accumulator. The optimizer gets the variable and its
         gradient in the wider of the two dtypes, so its state is in that; the new value is cast back.
+      may_enqueue: whether there is somebody for what the update enqueues.
 
     Returns:
       The jaxprs. Traced values that the optimizer captured are among their constants.
 
     Raises:
       TypeError: the optimizer is no Optax transformation.
+      RuntimeError, ValueError: it enqueues something where nobody takes it, or where it cannot be reached.
     """
+    current = frames.find_frame()
+    program_names = frames.ProgramNames() if current is None else current.names
+    enqueued: list[frames.Enqueued] = []
+
+    def in_frame(enqueued: list[frames.Enqueued] | None) -> AbstractContextManager[frames.Frame]:
+        own = frames.Frame(program_names, True, _PLACE, is_stage=False, enqueued=enqueued)
+        return frames.frame(own)
+
     parameter_avals = {name: jax.ShapeDtypeStruct(spec.shape, spec.dtype) for name, spec in trained.items()}
     accumulator_avals = {
         name: jax.ShapeDtypeStruct(spec.shape, accumulator_dtypes[name]) for name, spec in trained.items()
@@ -174,7 +196,8 @@ def trace_optimizer(
             gradients = {name: _divide(acc, count) for name, acc in gradients.items()}
         parameters, gradients = widen(parameters), widen(gradients)
         state = jax.tree.unflatten(state_tree, state_leaves)
-        changes, new_state = made.update(gradients, state, parameters, **extra)
+        with in_frame(enqueued if may_enqueue else None):
+            changes, new_state = made.update(gradients, state, parameters, **extra)
         new_leaves, new_tree = jax.tree.flatten(new_state)
         if new_tree != state_tree:
             raise TypeError(
@@ -198,11 +221,17 @@ def trace_optimizer(
     outputs = [UpdateValue(UpdateKind.OUTPUT, index) for index in range(len(output_avals))]
     results = [UpdateValue(UpdateKind.PARAMETER, name) for name in trained]
     results += [UpdateValue(UpdateKind.GRADIENT, name) for name in trained]
-    flat_init, flat_update = jaxprs.flatten(init_jaxpr), jaxprs.flatten(update_jaxpr)
+    flat_init, init_counts = _flatten(init_jaxpr)
+    flat_update, update_counts = _flatten(update_jaxpr, len(results))
+    num_leaves = sum(len(entry.avals) for entry in enqueued)
+    results += [UpdateValue(UpdateKind.ENQUEUED, number) for number in range(num_leaves)]
     count_value = UpdateValue(UpdateKind.COUNT)
     update_values = [*parameters, *accumulators, *states, *outputs, count_value]
     labels = dict(zip(flat_init.inputs, [*parameters, *outputs], strict=True))
     labels.update(zip(flat_update.inputs, update_values, strict=True))
+    for flat, counts in ((flat_init, init_counts), (flat_update, update_counts)):
+        flat.inputs.extend(counts)
+        labels.update((var, UpdateValue(UpdateKind.UPDATE_COUNT)) for var in counts)
     return TracedOptimizer(
         flat_init,
         flat_update,
@@ -213,7 +242,48 @@ def trace_optimizer(
         tuple(paths),
         tuple(state_avals),
         loss_scale,
+        tuple(enqueued),
     )
+
+
+def _flatten(closed_jaxpr: Any, num_results: int = 0) -> tuple[jaxprs.FlatJaxpr, list[Any]]:
+    """An `init` or `update` without markers.
+
+    Args:
+      closed_jaxpr: the function.
+      num_results: how many of its outputs come before what it enqueues.
+
+    Returns:
+      The function, and the jaxpr variables that stand for the number of weight updates; one or none.
+    """
+    found: dict[int, list[Any]] = {}
+    counts: list[Any] = []
+
+    def rule(equation: Any, atoms: list[Any], inline: jaxprs.InlineFunction) -> list[Any] | None:
+        del inline
+        if equation.primitive is enqueue_p:
+            if equation.params["index"] in found:
+                raise ValueError(
+                    f"{_PLACE}: metric or enqueue is called in a function that JAX has traced once and "
+                    "used twice, as it does with jax.jit. Call it outside of that function."
+                )
+            found[equation.params["index"]] = atoms
+            return list(equation.outvars)
+        if equation.primitive is update_count_p:
+            counts[:] = counts or [jex_core.Var(count_aval())]
+            return counts
+        if hoisting.contains(equation, (enqueue_p, update_count_p)):
+            raise ValueError(
+                f"{_PLACE}: metric, enqueue or update_count is called inside the body of "
+                f"{equation.primitive.name}, where it cannot be reached. Call it outside: with_metrics "
+                "goes around transformations that update now and then."
+            )
+        return None
+
+    flat = jaxprs.flatten(closed_jaxpr, rule)
+    leaves = [atom for _number, atoms in sorted(found.items()) for atom in atoms]
+    outputs = [*flat.outputs[:num_results], *leaves, *flat.outputs[num_results:]]
+    return dataclasses.replace(flat, inputs=list(flat.inputs), outputs=outputs), counts
 
 
 def _divide(accumulator: jax.Array, count: jax.Array) -> jax.Array:

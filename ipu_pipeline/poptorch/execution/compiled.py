@@ -105,7 +105,8 @@ class CompiledModel:
             pending = pipeline.accumulate(state, take, (), num_updates, total)
             # From here the old state may be gone before the new one is in its place.
             with interrupts.deferred():
-                state, made = pipeline.update(state, pending)
+                progress = pipeline.update(state, pending)
+                state, made = progress.state.pipeline, progress.collected
                 if self._checks_numbers:
                     _check_numbers(state, made)
                 done += state.execution_count - self.state.execution_count

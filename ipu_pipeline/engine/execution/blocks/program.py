@@ -25,7 +25,7 @@ from ipu_pipeline.engine.programs.collecting import Collecting
 from ipu_pipeline.engine.programs.stage_programs import ValueKind
 from ipu_pipeline.engine.tracing.traced import Source
 from ipu_pipeline.engine.updates.cutting import UpdateProgram
-from ipu_pipeline.engine.updates.environment import UpdateEnvironment
+from ipu_pipeline.engine.updates.environment import UpdateCounts, UpdateEnvironment
 from ipu_pipeline.engine.updates.optimizer_tracing import UpdateKind, UpdateValue
 
 __all__ = ["BlockKind", "BlockProgram", "Given", "Left", "Position", "Totals"]
@@ -37,12 +37,12 @@ class BlockKind:
 
     Attributes:
       room: the size of the block's stacks.
-      num_sums: the size of the stacks of sums; 0 where none are kept.
+      num_updates: the size of the stacks of what there is per weight update; 0 where nothing is kept.
       updates: whether weight updates may fall into the block.
     """
 
     room: int
-    num_sums: int
+    num_updates: int
     updates: bool
 
 
@@ -53,6 +53,7 @@ class Position:
     Attributes:
       accumulated: micro-batches in the accumulators where it begins.
       execution: executions of the pipeline before; of a loop, runs.
+      updates: weight updates before.
       iteration: of a loop, iterations of the run before.
       count: micro-batches to run.
       every: micro-batches per weight update.
@@ -60,6 +61,7 @@ class Position:
 
     accumulated: int
     execution: int
+    updates: int
     iteration: int
     count: int
     every: int
@@ -68,7 +70,8 @@ class Position:
         """The numbers as one array, which is one argument to transfer."""
         # Spelled out: `dataclasses.astuple` copies each number, and this is done for every block.
         return np.array(
-            (self.accumulated, self.execution, self.iteration, self.count, self.every), np.int32
+            (self.accumulated, self.execution, self.updates, self.iteration, self.count, self.every),
+            np.int32,
         )
 
     @classmethod
@@ -120,7 +123,7 @@ class Carry:
 
     Attributes:
       done: micro-batches that ran.
-      num_kept: weight updates whose sums are in the stacks.
+      num_kept: weight updates of which something is in the stacks.
       accumulated: micro-batches in the accumulators.
       totals: accumulators and sums.
       variables: by full name.
@@ -128,6 +131,8 @@ class Carry:
       carried: of a loop, the values that the next iteration takes.
       latest: the outputs of the last micro-batch that the update reads, by their number.
       stacks: what was collected.
+      enqueued: what stages enqueued, stacked.
+      updated: what weight updates enqueued, stacked.
     """
 
     done: Any
@@ -139,6 +144,8 @@ class Carry:
     carried: list[Any]
     latest: dict[int, Any]
     stacks: list[Any]
+    enqueued: list[Any]
+    updated: list[Any]
 
 
 @jax.tree_util.register_dataclass
@@ -156,6 +163,8 @@ class Left:
       carried: of a loop.
       stacks: what was collected, stacked over micro-batches, or the sums over weight updates; a stack may
         be longer.
+      enqueued: what stages enqueued, stacked over micro-batches, likewise.
+      updated: what weight updates enqueued, stacked over these, likewise.
       done: micro-batches that ran, int32 scalar; fewer than asked for if a loop's condition ended it.
     """
 
@@ -164,6 +173,8 @@ class Left:
     state_leaves: Any
     carried: Any
     stacks: Any
+    enqueued: Any
+    updated: Any
     done: Any
 
 
@@ -242,6 +253,8 @@ class BlockProgram:
             carried,
             self._make_latest(),
             self._make_stacks(kind),
+            _make_zeros(kind.room, self.residence.traced.enqueued_avals),
+            _make_zeros(kind.num_updates, self.updated_avals) if kind.num_updates else [],
         )
 
         def goes_on(carry: Carry, end: Any) -> Any:
@@ -263,15 +276,30 @@ class BlockProgram:
                 carry = jax.lax.fori_loop(
                     0,
                     num_turns,
-                    lambda _turn, carry: self._update(self.update, position.every, carry),
+                    lambda _turn, carry: self._update(self.update, position, carry),
                     carry,
                 )
-            if kind.num_sums:
-                carry = jax.lax.fori_loop(0, num_turns, lambda _turn, carry: _keep_sums(carry), carry)
+            if kind.num_updates:
+                carry = jax.lax.fori_loop(0, num_turns, lambda _turn, carry: _end_update(carry), carry)
             return dataclasses.replace(carry, accumulated=jnp.where(is_full, 0, carry.accumulated))
 
         last = jax.lax.while_loop(lambda carry: goes_on(carry, position.count), until_update, first)
-        return Left(last.totals, last.variables, last.state_leaves, last.carried, last.stacks, last.done)
+        return Left(
+            last.totals,
+            last.variables,
+            last.state_leaves,
+            last.carried,
+            last.stacks,
+            last.enqueued,
+            last.updated,
+            last.done,
+        )
+
+    @property
+    def updated_avals(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shapes and dtypes of the leaves of what a weight update enqueues."""
+        updates = self.residence.updates
+        return () if updates is None else updates.enqueued_avals
 
     def _make_latest(self) -> dict[int, Any]:
         avals = self.residence.traced.output_avals
@@ -279,8 +307,8 @@ class BlockProgram:
 
     def _make_stacks(self, kind: BlockKind) -> list[Any]:
         if self.collecting.is_summed:
-            return self.make_sums((kind.num_sums,)) if kind.num_sums else []
-        return [jnp.zeros((kind.room, *aval.shape), aval.dtype) for aval in self.collecting.avals]
+            return self.make_sums((kind.num_updates,)) if kind.num_updates else []
+        return _make_zeros(kind.room, self.collecting.avals)
 
     def _find_loss_scale(self, kind: BlockKind, carry: Carry, given: Given) -> Any:
         updates = self.residence.updates
@@ -293,10 +321,11 @@ class BlockProgram:
     def _run_micro_batches(self, given: Given, position: Position, loss_scale: Any, carry: Carry) -> Carry:
         """One micro-batch, or as many as are serialized."""
         size = self.num_serialized
+        num_updates = (position.accumulated + carry.done) // position.every
         execution, index = position.execution, position.iteration + carry.done
         if self.carried is None:
-            execution = execution + (position.accumulated + carry.done) // position.every
-            index = carry.accumulated
+            execution, index = execution + num_updates, carry.accumulated
+        updates = position.updates + num_updates
         if size == 1:
             fed = [jax.lax.dynamic_index_in_dim(leaf, carry.done, 0, False) for leaf in given.feed]
         else:
@@ -305,7 +334,7 @@ class BlockProgram:
             self._make_environment(
                 {**given.variables, **carry.variables},
                 carry.totals.accumulators,
-                (given.key, execution, index, carry.accumulated, loss_scale),
+                (given.key, execution, updates, index, carry.accumulated, loss_scale),
                 given.inputs,
                 [*carry.carried, *fed],
             ),
@@ -329,10 +358,10 @@ class BlockProgram:
                 for total, value in zip(sums, collected, strict=True)
             ]
         else:
-            stacks = [
-                jax.lax.dynamic_update_slice_in_dim(stack, value, carry.done, 0)
-                for stack, value in zip(stacks, collected, strict=True)
-            ]
+            stacks = _write(stacks, collected, carry.done)
+        enqueued = [found[Binding(BindingKind.ENQUEUED, leaf)] for leaf in range(len(carry.enqueued))]
+        if size == 1:
+            enqueued = [jnp.expand_dims(value, 0) for value in enqueued]
         keys = carry.totals.accumulators
         assigned = {
             binding.key: value for binding, value in found.items() if binding.kind is BindingKind.ASSIGNED
@@ -346,13 +375,14 @@ class BlockProgram:
             carried=[last(source) for source in self.carried or ()],
             latest={number: last(source) for number, source in self.read.items()},
             stacks=stacks,
+            enqueued=_write(carry.enqueued, enqueued, carry.done),
         )
 
     def _make_environment(
         self,
         variables: dict[str, Any],
         accumulators: dict[str, Any],
-        scalars: tuple[Any, Any, Any, Any, Any],
+        scalars: tuple[Any, Any, Any, Any, Any, Any],
         inputs: Sequence[Any],
         element: Sequence[Any],
     ) -> Environment:
@@ -369,14 +399,21 @@ class BlockProgram:
         }
         return known
 
-    def _update(self, program: UpdateProgram, every: Any, carry: Carry) -> Carry:
+    def _update(self, program: UpdateProgram, position: Position, carry: Carry) -> Carry:
         residence = self.residence
         row, plan = residence.rows[0], residence.accumulator_plan
         accumulators = carry.totals.accumulators
         if residence.offloads_accumulators:
             accumulators = {key: load(value, row) for key, value in accumulators.items()}
         merged = plan.merge(accumulators, lambda _accumulator, total, part: total + part)
-        environment = UpdateEnvironment(carry.variables, merged, carry.state_leaves, carry.latest, every)
+        before = position.updates + (position.accumulated + carry.done) // position.every - 1
+        environment = UpdateEnvironment(
+            carry.variables,
+            merged,
+            carry.state_leaves,
+            carry.latest,
+            UpdateCounts(position.every, before),
+        )
 
         def read(value: UpdateValue) -> Any:
             is_away = residence.is_offloaded(value) and value.kind != UpdateKind.GRADIENT
@@ -393,6 +430,11 @@ class BlockProgram:
             totals=dataclasses.replace(carry.totals, accumulators={**environment.accumulators, **zeros}),
             variables={**carry.variables, **environment.variables},
             state_leaves=environment.state_leaves,
+            updated=_write(
+                carry.updated,
+                [jnp.expand_dims(environment.enqueued[leaf], 0) for leaf in range(len(carry.updated))],
+                carry.num_kept,
+            ),
         )
 
     def peek(self, variables: dict[str, Any], carried: list[Any], given: Given) -> list[Any]:
@@ -411,7 +453,14 @@ class BlockProgram:
         extra = self.residence.accumulator_plan.extra
         keys |= {key: accumulator.variable for key, accumulator in extra.items()}
         accumulators = {key: jnp.zeros(specs[name].shape, specs[name].dtype) for key, name in keys.items()}
-        scalars = (given.key, position.execution, index, position.accumulated, jnp.float32(1))
+        scalars = (
+            given.key,
+            position.execution,
+            position.updates,
+            index,
+            position.accumulated,
+            jnp.float32(1),
+        )
         environment = self._make_environment(
             variables, accumulators, scalars, given.inputs, [*carried, *(leaf[0] for leaf in given.feed)]
         )
@@ -430,19 +479,34 @@ class BlockProgram:
 _SCALARS = (
     ValueKind.KEY,
     ValueKind.EXECUTION_COUNT,
+    ValueKind.UPDATE_COUNT,
     ValueKind.MICRO_BATCH,
     ValueKind.ACCUMULATED,
     ValueKind.LOSS_SCALE,
 )
 
 
-def _keep_sums(carry: Carry) -> Carry:
-    """Puts the sums of a weight update into the stacks."""
+def _end_update(carry: Carry) -> Carry:
+    """Counts a weight update, and puts its sums into the stacks."""
     sums = carry.totals.sums
-    stacks = [
-        jax.lax.dynamic_update_index_in_dim(stack, total, carry.num_kept, 0)
-        for stack, total in zip(carry.stacks, sums, strict=True)
+    carry = dataclasses.replace(carry, num_kept=carry.num_kept + 1)
+    if not sums:
+        return carry
+    return dataclasses.replace(
+        carry,
+        totals=dataclasses.replace(carry.totals, sums=[jnp.zeros_like(total) for total in sums]),
+        stacks=_write(carry.stacks, [jnp.expand_dims(total, 0) for total in sums], carry.num_kept - 1),
+    )
+
+
+def _make_zeros(size: int, avals: Sequence[jax.ShapeDtypeStruct]) -> list[Any]:
+    """Stacks of so many values each."""
+    return [jnp.zeros((size, *aval.shape), aval.dtype) for aval in avals]
+
+
+def _write(stacks: Sequence[Any], values: Sequence[Any], place: Any) -> list[Any]:
+    """The stacks with values, which are stacked too, from a place on."""
+    return [
+        jax.lax.dynamic_update_slice_in_dim(stack, value, place, 0)
+        for stack, value in zip(stacks, values, strict=True)
     ]
-    zeros = [jnp.zeros_like(total) for total in sums]
-    totals = dataclasses.replace(carry.totals, sums=zeros)
-    return dataclasses.replace(carry, num_kept=carry.num_kept + 1, totals=totals, stacks=stacks)

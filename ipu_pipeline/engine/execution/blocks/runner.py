@@ -39,7 +39,7 @@ from ipu_pipeline.engine.jaxprs.shapes import num_bytes
 from ipu_pipeline.engine.planning.memory import IpuMemory, StageMemory
 from ipu_pipeline.engine.programs.collecting import Collecting
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms
-from ipu_pipeline.engine.state import Collected, Progress, RunState
+from ipu_pipeline.engine.state import Collected, Handed, Progress, RunState
 from ipu_pipeline.engine.tracing.keys import as_int32
 from ipu_pipeline.engine.updates.optimizer_tracing import UpdateKind
 
@@ -58,6 +58,7 @@ class Begun:
       totals: accumulators and sums; the next part will take their memory.
       assigned: values that stages assigned, by full name.
       collected: what was collected.
+      enqueued: what stages enqueued.
       count: how many micro-batches ran.
       first_outputs: what the last stage returns for the first micro-batch, if that is needed.
     """
@@ -65,6 +66,7 @@ class Begun:
     totals: Totals
     assigned: Mapping[str, Any]
     collected: list[Collected]
+    enqueued: list[Handed]
     count: int = 0
     first_outputs: list[Any] | None = None
 
@@ -138,7 +140,7 @@ class BlockRunner(Runner[PendingBlock]):
         traced = residence.traced
         num_carried = 0 if iterated is None else len(iterated.carried)
         self._fed = jax.tree.leaves(traced.element)[num_carried:]
-        self._bytes_each = num_bytes([*collecting.avals, *self._fed])
+        self._bytes_each = num_bytes([*collecting.avals, *traced.enqueued_avals, *self._fed])
         update = self.program.update
         results = () if update is None else update.results
         self._trained = {value.key for value in results if value.kind == UpdateKind.PARAMETER}
@@ -196,7 +198,7 @@ class BlockRunner(Runner[PendingBlock]):
         sizes = self.sizes(request.total, request.every)
         element = jax.tree.leaves(self.residence.traced.element)
         zeros = [np.zeros(leaf.shape, leaf.dtype) for leaf in element]
-        begun = Begun(Totals(state.accumulators, self._zero_sums()), {}, [])
+        begun = Begun(Totals(state.accumulators, self._zero_sums()), {}, [], [])
         block = self._make_block(state, request, begun, [self._feed.add(zeros)], sizes.room)
         leaves = jax.tree.leaves(state.pipeline.optimizer_state)
         if sizes.unit != request.every and request.every > sizes.capacity:
@@ -207,7 +209,7 @@ class BlockRunner(Runner[PendingBlock]):
         """Gets a block's micro-batches; of an update that does not fit a block, runs all but the last."""
         every, sizes = request.every, self.sizes(request.total, request.every)
         wanted = min(request.limit, sizes.capacity)
-        begun = Begun(Totals(state.accumulators, self._zero_sums()), {}, [])
+        begun = Begun(Totals(state.accumulators, self._zero_sums()), {}, [], [])
         if self.iterated is not None:
             return self._make_block(state, request, begun, take(wanted), sizes.room)
         if sizes.unit == every:
@@ -227,6 +229,7 @@ class BlockRunner(Runner[PendingBlock]):
                 totals=result.totals,
                 assigned={**begun.assigned, **assigned},
                 collected=[*begun.collected, *collected],
+                enqueued=[*begun.enqueued, *_hand(result.enqueued, size)],
                 count=part.count,
             )
 
@@ -237,6 +240,7 @@ class BlockRunner(Runner[PendingBlock]):
         position = Position(
             accumulated=state.num_accumulated + begun.count,
             execution=int(as_int32(pipeline.execution_count)),
+            updates=int(as_int32(pipeline.update_count)),
             iteration=request.iteration,
             count=len(elements),
             every=request.every,
@@ -257,7 +261,7 @@ class BlockRunner(Runner[PendingBlock]):
         count = pending.count
         if self.iterated is not None and self.iterated.condition is not None:
             count = int(result.done)
-        size = count // every if self._collecting.is_summed else count - begun.count
+        num_own, num_updates = count - begun.count, (state.num_accumulated + count) // every
         after = self.advance(
             state,
             {**begun.assigned, **result.variables},
@@ -266,7 +270,15 @@ class BlockRunner(Runner[PendingBlock]):
             count,
             every,
         )
-        return Progress(after, result.carried, [*begun.collected, *self._collect(result, size)], count)
+        collected = self._collect(result, num_updates if self._collecting.is_summed else num_own)
+        return Progress(
+            after,
+            result.carried,
+            [*begun.collected, *collected],
+            count,
+            [*begun.enqueued, *_hand(result.enqueued, num_own)],
+            _hand(result.updated, num_updates),
+        )
 
     def _collect(self, result: Left, size: int) -> list[Collected]:
         return [self._collecting.collect(result.stacks, size)]
@@ -289,12 +301,12 @@ class BlockRunner(Runner[PendingBlock]):
         self, state: RunState, state_leaves: list[Any], block: PendingBlock, updates: bool
     ) -> tuple[Any, tuple[Any, ...]]:
         """The function of a block, compiled, and what it is to be called with."""
-        num_sums = 0
-        if self._collecting.is_summed and updates:
+        num_updates = 0
+        if updates and (self._collecting.is_summed or self.program.updated_avals):
             # With a fixed room an update may be as short as a group.
             shortest = self.program.num_serialized if self._has_fixed_room else block.request.every
-            num_sums = max(1, block.room // shortest)
-        kind = BlockKind(block.room, num_sums, updates)
+            num_updates = max(1, block.room // shortest)
+        kind = BlockKind(block.room, num_updates, updates)
         donate = self._donate and updates
         changed = self._changed(kind)
         variables = {**state.pipeline.variables, **block.begun.assigned}
@@ -361,7 +373,13 @@ class BlockRunner(Runner[PendingBlock]):
             state_leaves=sharding(residence.offloads_state),
             carried=row.replicated,
             stacks=row.replicated,
+            enqueued=row.replicated,
+            updated=row.replicated,
         )
+
+
+def _hand(stacks: list[Any], size: int) -> list[Handed]:
+    return [Handed(stacks, size)] if stacks and size else []
 
 
 def _max_in_flight(feed_bytes: int) -> int:

@@ -1,0 +1,49 @@
+"""How many weight updates there were: a number that stages and optimizers can compute with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core as jex_core
+
+from ipu_pipeline.engine import jax_compat
+from ipu_pipeline.engine.tracing import frames
+
+__all__ = ["count_aval", "update_count", "update_count_p"]
+
+update_count_p = jex_core.Primitive("update_count")
+
+
+@update_count_p.def_abstract_eval  # type: ignore[untyped-decorator]  # jax.extend has no annotations
+def _update_count_abstract() -> Any:
+    return count_aval()
+
+
+def count_aval() -> Any:
+    """Shape and dtype of a count."""
+    return jax_compat.shaped_array((), np.dtype(np.int32))
+
+
+def update_count() -> jax.Array:
+    """The number of weight updates before the one that is being computed, in a stage or an optimizer.
+
+    It is that of the pipeline's name, and goes on where a checkpoint is restored.
+
+    Returns:
+      An int32 scalar, modulo 2**32.
+
+    Raises:
+      RuntimeError: not called in a stage of a pipeline, in its optimizer_function, or in the update of its
+        optimizer.
+    """
+    frame = frames.current_frame("update_count")
+    if not (frame.has_metrics or frame.is_traced_again):
+        raise RuntimeError(
+            f"update_count (get_global_step) is used in {frame.place}, which runs once for many weight "
+            "updates or outside of them. Compute with it in a stage, in the optimizer_function, or in a "
+            "schedule, which Optax calls with the number of updates."
+        )
+    value: jax.Array = update_count_p.bind()
+    return value

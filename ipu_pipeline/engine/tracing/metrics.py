@@ -1,0 +1,178 @@
+"""Metrics: scalars with names that stages and weight updates report while a model trains.
+
+They stay on the devices until somebody reads them. What a stage reports for each micro-batch is then
+reduced to one value per weight update.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from ipu_pipeline.engine.state import Handed, Progress
+from ipu_pipeline.engine.tracing import frames, scopes
+from ipu_pipeline.engine.tracing.enqueuing import enqueue, first_leaves
+from ipu_pipeline.engine.tracing.frames import Enqueued
+
+__all__ = ["Metric", "MetricReader", "Reported", "metric", "metric_names"]
+
+# Each takes an array [weight updates, micro-batches of each].
+_REDUCTIONS: dict[str, Callable[[Any], Any]] = {
+    "mean": lambda values: values.mean(axis=1, dtype=np.float64),
+    "sum": lambda values: values.sum(axis=1, dtype=np.float64),
+    "min": lambda values: values.min(axis=1),
+    "max": lambda values: values.max(axis=1),
+    "last": lambda values: values[:, -1],
+}
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric: its full name, and how the values of micro-batches become one."""
+
+    name: str
+    reduction: str
+
+
+def metric(name: str, value: Any, reduction: str = "mean") -> None:
+    """Reports a scalar, to be read per weight update (of a pipeline that only infers, per execution).
+
+    It may be called in a stage, in the function that gives the loss, and in the `update` of an Optax
+    transformation. Nothing is differentiated through it, and no micro-batch waits for it.
+
+    Args:
+      name: its full name is that of the variable scopes around, and this.
+      value: a scalar, real number or boolean. It is reported as float32; as float64 if it has 64 bits.
+      reduction: how the values of an update's micro-batches become one: "mean", "sum", "min", "max" or
+        "last". Of what a weight update reports there is only one.
+
+    Raises:
+      RuntimeError: not called in one of these.
+      TypeError: the name is no string.
+      ValueError: the name is empty, or another metric of the program has it; the value is no scalar of
+        numbers; or there is no such reduction.
+    """
+    frame = frames.current_frame("metric")
+    if not frame.has_metrics and not frame.is_traced_again:
+        raise RuntimeError(
+            f"metric({name!r}) was called in {frame.place}. Call it in a stage of a pipeline, in its "
+            "optimizer_function, or in the update of its optimizer; in a loop, enqueue the value to an "
+            "outfeed."
+        )
+    if not isinstance(name, str):
+        raise TypeError(f"metric: name must be a string; got {name!r}.")
+    if not name:
+        raise ValueError("metric: name must not be empty.")
+    if reduction not in _REDUCTIONS:
+        raise ValueError(
+            f"metric({name!r}): reduction must be one of {', '.join(map(repr, _REDUCTIONS))}; got "
+            f"{reduction!r}."
+        )
+    scope = scopes.current_scope()
+    full_name = f"{scope}/{name}" if scope else name
+    if full_name in metric_names(frame.enqueued or ()):
+        advice = "Give this one another name, or call it in a variable_scope."
+        if not frame.is_stage:
+            advice = "with_metrics goes around transformations that update now and then, as MultiSteps."
+        raise ValueError(f"metric: {frame.place} has a metric {full_name!r} already. {advice}")
+    array = jnp.asarray(value)
+    is_number = array.dtype == np.bool_ or any(
+        jnp.issubdtype(array.dtype, kind) for kind in (jnp.integer, jnp.floating)
+    )
+    if array.shape != () or not is_number:
+        raise ValueError(
+            f"metric({name!r}): value must be a scalar, a real number or boolean; it is "
+            f"{array.dtype}{list(array.shape)}. Reduce it, for example with jnp.mean."
+        )
+    dtype = jnp.float64 if array.dtype.itemsize == 8 else jnp.float32
+    enqueue(frame, Metric(full_name, reduction), array.astype(dtype))
+
+
+def metric_names(entries: Sequence[Enqueued]) -> list[str]:
+    """The full names of the metrics among what is enqueued."""
+    return [entry.target.name for entry in entries if isinstance(entry.target, Metric)]
+
+
+@dataclass(frozen=True, eq=False)
+class Reported:
+    """Values of metrics that nobody has read yet, in parts.
+
+    Attributes:
+      by_stages: per micro-batch, in the order of `MetricReader.of_stages`.
+      by_updates: per weight update, in the order of `MetricReader.of_updates`.
+    """
+
+    by_stages: list[Handed]
+    by_updates: list[Handed]
+
+    def is_ready(self) -> bool:
+        """Whether all of it has been computed."""
+        leaves = [leaf for part in (*self.by_stages, *self.by_updates) for leaf in part.leaves]
+        return all(leaf.is_ready() for leaf in leaves)
+
+
+@dataclass(frozen=True, eq=False)
+class MetricReader:
+    """The metrics of a pipeline.
+
+    Attributes:
+      of_stages: the number of the enqueued leaf of each, and the metric.
+      of_updates: likewise.
+    """
+
+    of_stages: tuple[tuple[int, Metric], ...]
+    of_updates: tuple[tuple[int, Metric], ...]
+
+    @classmethod
+    def find(cls, of_stages: Sequence[Enqueued], of_updates: Sequence[Enqueued]) -> MetricReader:
+        """Those among what stages and weight updates enqueue."""
+
+        def numbered(entries: Sequence[Enqueued]) -> tuple[tuple[int, Metric], ...]:
+            with_leaves = zip(first_leaves(entries), entries, strict=False)
+            return tuple((leaf, e.target) for leaf, e in with_leaves if isinstance(e.target, Metric))
+
+        return cls(numbered(of_stages), numbered(of_updates))
+
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(self.of_stages or self.of_updates)
+
+    def select(self, progress: Progress) -> Reported:
+        """The metrics of what a pipeline gave."""
+        return Reported(
+            _only(progress.enqueued, [leaf for leaf, _metric in self.of_stages]),
+            _only(progress.updated, [leaf for leaf, _metric in self.of_updates]),
+        )
+
+    def read(self, reported: Reported, num_updates: int) -> dict[str, np.ndarray[Any, Any]]:
+        """The values of some weight updates, by full name; waits for what is still being computed.
+
+        Args:
+          reported: what `select` returned.
+          num_updates: how many weight updates these are; executions, in inference.
+        """
+        found = {}
+        for number, (_leaf, one) in enumerate(self.of_stages):
+            values = _join(reported.by_stages, number)
+            reduced = _REDUCTIONS[one.reduction](values.reshape(num_updates, -1))
+            found[one.name] = reduced.astype(values.dtype)
+        for number, (_leaf, one) in enumerate(self.of_updates):
+            found[one.name] = _join(reported.by_updates, number)
+        return found
+
+
+def _only(parts: Sequence[Handed], leaves: Sequence[int]) -> list[Handed]:
+    if not leaves:
+        return []
+    return [dataclasses.replace(part, leaves=[part.leaves[leaf] for leaf in leaves]) for part in parts]
+
+
+def _join(parts: Sequence[Handed], number: int) -> np.ndarray[Any, Any]:
+    """The values of one metric, over all parts."""
+    arrays = [np.atleast_1d(np.asarray(part.leaves[number]))[: part.size] for part in parts]
+    return np.concatenate(arrays)

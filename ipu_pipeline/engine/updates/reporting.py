@@ -1,0 +1,78 @@
+"""An optimizer that reports metrics of its weight updates: norms, and the learning rate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ipu_pipeline.engine.tracing.counting import update_count
+from ipu_pipeline.engine.tracing.metrics import metric
+from ipu_pipeline.engine.updates.loss_scaling import LossScaled
+
+__all__ = ["with_metrics"]
+
+
+def with_metrics(
+    inner: optax.GradientTransformation, learning_rate: Any = None
+) -> optax.GradientTransformationExtraArgs:
+    """An optimizer that reports `gradient_norm`, `update_norm` and `learning_rate`, see `metric`.
+
+    The norms are 2-norms over all trained variables together, in at least float32: of the gradients as the
+    optimizer gets them, after accumulation, and of what is added to the variables. Computing them reads
+    both once more; the update itself and the optimizer's state are as without.
+
+    Args:
+      inner: the optimizer.
+      learning_rate: what it was given: a number, a placeholder, or a schedule of Optax, which is called
+        with the number of weight updates before. None: that of `optax.inject_hyperparams`, where the
+        state has it; without, no learning rate is reported.
+
+    Returns:
+      The optimizer. Outside of a pipeline its update raises RuntimeError.
+
+    Raises:
+      TypeError: `inner` is no `optax.GradientTransformation`.
+
+    Example:
+      optimizer = with_metrics(optax.inject_hyperparams(optax.adamw)(learning_rate=schedule))
+    """
+    if not isinstance(inner, optax.GradientTransformation) or isinstance(inner, LossScaled):
+        raise TypeError(
+            "with_metrics: the optimizer must be an optax.GradientTransformation, for example "
+            f"optax.sgd(0.01); got {type(inner).__name__}. It goes inside of ipu.optimizers."
+        )
+    wrapped = optax.with_extra_args_support(inner)
+
+    def update(gradients: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        metric("gradient_norm", _norm(gradients))
+        changes, state = wrapped.update(gradients, state, params, **extra)
+        metric("update_norm", _norm(changes))
+        rate = _find_learning_rate(state) if learning_rate is None else learning_rate
+        if callable(rate):
+            rate = rate(update_count())
+        if rate is not None:
+            metric("learning_rate", rate)
+        return changes, state
+
+    return optax.GradientTransformationExtraArgs(wrapped.init, update)
+
+
+def _norm(tree: Any) -> jax.Array:
+    leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree)]
+    wide = [jnp.promote_types(leaf.dtype, jnp.float32) for leaf in leaves]
+    squares = [jnp.sum(jnp.square(jnp.abs(leaf.astype(w)))) for leaf, w in zip(leaves, wide, strict=True)]
+    return jnp.sqrt(sum(squares, jnp.float32(0)))
+
+
+def _find_learning_rate(state: Any) -> Any:
+    """The learning rate in the state of `optax.inject_hyperparams`; None if there is none, or several."""
+
+    def has_any(part: Any) -> bool:
+        return hasattr(part, "hyperparams")
+
+    injected = [part for part in jax.tree.leaves(state, is_leaf=has_any) if has_any(part)]
+    found = [part.hyperparams["learning_rate"] for part in injected if "learning_rate" in part.hyperparams]
+    return found[0] if len(found) == 1 else None
