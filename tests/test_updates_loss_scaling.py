@@ -15,8 +15,8 @@ from ipu_pipeline.optimizers import (
     GradientAccumulationOptimizerV2,
     LossScalingOptimizer,
     MapGradientOptimizer,
-    unwrap,
 )
+from ipu_pipeline.optimizers.base import unwrap
 from tests import front, models
 
 NAMES = ("a", "b", "c")

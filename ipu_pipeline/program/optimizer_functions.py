@@ -13,7 +13,8 @@ from ipu_pipeline.engine.programs.gradient_maps import GradientMap, GradientTarg
 from ipu_pipeline.engine.tracing import frames
 from ipu_pipeline.engine.tracing.stages import check_signature
 from ipu_pipeline.engine.updates.optimizer_tracing import describe_other_optimizer
-from ipu_pipeline.optimizers import choose_trained, unwrap
+from ipu_pipeline.optimizers.base import unwrap
+from ipu_pipeline.optimizers.gradients import choose_trained
 from ipu_pipeline.program.loss_weights import divide_by_weight, is_weight, weigh, weight_name
 
 __all__ = ["LossAndTransformation", "OptimizerFunction", "OptimizerFunctionOutput"]
@@ -95,7 +96,7 @@ class OptimizerFunctionOutput:
                 "OptimizerFunctionOutput: opt must be an optax.GradientTransformation, for example "
                 f"optax.sgd(0.01); got {describe_other_optimizer(self.opt)}."
             )
-        if unwrapped.accumulates:
+        if unwrapped.accumulation is not None:
             raise ValueError(
                 "OptimizerFunctionOutput: opt is a GradientAccumulationOptimizerV2, but a pipeline "
                 "accumulates by itself. Give its inner optimizer, and set gradient_accumulation_count and "

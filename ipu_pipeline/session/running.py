@@ -26,7 +26,7 @@ from ipu_pipeline.program.program import CallStep, Program, read_atom
 from ipu_pipeline.session.resuming import Resumption
 from ipu_pipeline.session.store import Store
 
-__all__ = ["Limit", "run_program"]
+__all__ = ["Limit", "check_feeds", "run_program"]
 
 _BLIND_ITERATIONS = 64  # of a while_loop without a feed, before the host looks at its condition
 
@@ -85,6 +85,19 @@ def run_program(
             values.update(zip(step.results, results, strict=True))
     fetched = [None if atom is None else np.array(read_atom(values, atom)) for atom in program.result_atoms]
     return program.result_tree.unflatten(fetched)
+
+
+def check_feeds(programs: Sequence[Program], feed_dict: Mapping[Any, Any]) -> None:
+    """Raises if something is fed that is no placeholder of the programs."""
+    known = dict.fromkeys(placeholder for program in programs for placeholder in program.placeholders)
+    for key in feed_dict:
+        if not isinstance(key, Placeholder):
+            raise TypeError(f"feed_dict: keys must be placeholders; got {key!r}.")
+        if key not in known:
+            raise ValueError(
+                f"feed_dict: {key!r} is not an input of this program. Inputs are: "
+                f"{', '.join(repr(placeholder) for placeholder in known) or 'none'}."
+            )
 
 
 def _run_pipeline(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -22,22 +21,15 @@ from ipu_pipeline.graph.placeholders import Placeholder
 from ipu_pipeline.program.loss_weights import is_weight
 from ipu_pipeline.program.program import Program
 from ipu_pipeline.program.registry import compiled_programs
-from ipu_pipeline.queues.feeder import is_feeding
 from ipu_pipeline.queues.infeed import InfeedOperation, IPUInfeedQueue
 from ipu_pipeline.queues.outfeed import OutfeedOperation
-from ipu_pipeline.session import exporting
+from ipu_pipeline.session import entries, exporting
 from ipu_pipeline.session.resuming import Resumption, check_snapshot
-from ipu_pipeline.session.running import Limit, run_program
+from ipu_pipeline.session.running import Limit, check_feeds, run_program
 from ipu_pipeline.session.store import Store
+from ipu_pipeline.session.turns import Turns
 
 __all__ = ["Session"]
-
-
-_CALLED_BACK = (
-    "The session was called within one of its runs, by a function that JAX calls back (jax.debug.callback, "
-    "jax.pure_callback) or by a signal's handler. The run would have to wait for itself. Call the session "
-    "after the run; `Session.variables` can be read."
-)
 
 
 class Session:
@@ -68,9 +60,7 @@ class Session:
         self._limit = Limit()  # of the run, see `run_part`
         self._infeeds: dict[IPUInfeedQueue, object] = {}
         self._is_closed = False
-        # Held by whoever runs something or takes or gives the whole state; the others wait.
-        self._lock = threading.RLock()
-        self._running_in: int | None = None  # the thread of a run; Ctrl-C may leave it behind
+        self._turns = Turns()
         utils.reach(self)
 
     def __enter__(self) -> Session:
@@ -155,13 +145,54 @@ class Session:
         """
         return self._store.metrics.read(name, training)
 
+    def optimizer_state(self, name: str = "Pipeline") -> dict[str, np.ndarray[Any, Any]]:
+        """Copies of the leaves of an optimizer's state, by path, such as "[0].mu['encoder/dense/kernel']".
+
+        Args:
+          name: the pipeline's, or that of a loop's optimizer.
+
+        Raises:
+          KeyError: nothing of this name has trained.
+        """
+        with self._turns.alone(changes=False):
+            return entries.read_state(self._store.optimizer(name))
+
+    @contextlib.contextmanager
+    def weights_of(self, entry: str, name: str = "Pipeline") -> Iterator[None]:
+        """Has programs use an entry of an optimizer's state as weights, for a `with` block.
+
+        That is for evaluating with averages, see `optimizers.with_averaged_weights`. Variables that are not
+        trained stay. Within the block nothing trains, and the session is not saved, restored or loaded; it
+        may be exported. Other threads wait until it ends.
+
+        Args:
+          entry: an entry with an array for each trained variable: its last name, such as "average" or
+            "ema", or its path where several have that, such as "[1].ema" (see `optimizer_state`).
+          name: the pipeline's, or that of a loop's optimizer.
+
+        Raises:
+          KeyError: nothing of this name has trained.
+          RuntimeError: it is called within such a block.
+          ValueError: there is no such entry, or several.
+
+        Example:
+          with session.weights_of("average"):
+              session.run(evaluation)
+        """
+        with self._turns.alone():
+            self._store.check_weights("weights_of")
+            variables = self._store.state.variables
+            found = entries.find_weights(self._store.optimizer(name), entry, variables)
+            with self._store.lending(entry, found):
+                yield
+
     def create_variables(self, program: Program) -> None:
         """Gives those of a program's variables that do not exist yet their initial values.
 
         Raises:
           ValueError: one exists with another shape or dtype.
         """
-        with self._alone():
+        with self._turns.alone():
             for spec in program.variables.values():
                 self._store.variable(spec)
 
@@ -177,17 +208,9 @@ class Session:
           ValueError: a variable exists with another shape, or a dtype that the value does not fit; or the
             model has been compiled and has no such variable. Where it has not, the next run raises this.
         """
-        with self._alone():
-            before = self._store.state
-            self._store.load(mapping)
-            programs = compiled_programs()
-            known = {*mapping, *before.variables}
-            if any(not known.isdisjoint(program.variables) for program in programs):
-                try:
-                    self._store.check_loaded(programs)
-                except ValueError:
-                    self._store.state = before
-                    raise
+        with self._turns.alone():
+            self._store.check_weights("load")
+            self._store.load(mapping, compiled_programs())
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes everything that training goes on from as a checkpoint, and returns when it is complete.
@@ -203,7 +226,7 @@ class Session:
           OSError: it cannot be written.
           ValueError: there are no variables yet, or `path` exists and is no checkpoint.
         """
-        with self._alone(changes=False):
+        with self._turns.alone(changes=False):
             if not self._store.state.variables:
                 raise ValueError("There is nothing to save: no program has run, so there are no variables.")
             checkpoints.write_checkpoint(path, self.take_snapshot(is_kept=False))
@@ -231,7 +254,7 @@ class Session:
           OSError: it cannot be written.
           ValueError: a placeholder has no value and is computed with, or `path` is something else.
         """
-        with self._alone(changes=False):
+        with self._turns.alone(changes=False):
             exporting.export(
                 path,
                 program,
@@ -272,7 +295,8 @@ class Session:
           is_kept: whether programs may run before it is used.
           extra: what else belongs to it, JSON.
         """
-        with self._alone(changes=False):
+        with self._turns.alone(changes=False):
+            self._store.check_weights("save")
             state = self._store.state
             own = {name: value for name, value in state.variables.items() if not is_weight(name)}
             state = dataclasses.replace(state, variables=own)
@@ -289,7 +313,8 @@ class Session:
         """What `restore` does with a snapshot that was read from a path."""
         if fits:
             check_snapshot(snapshot, path, compiled_programs)
-        with self._alone():
+        with self._turns.alone():
+            self._store.check_weights("restore")
             self._resumption = Resumption.of(snapshot, path, fits=fits, feeds=feeds)
             self._store = Store(snapshot.seed, snapshot.key_implementation, snapshot.state)
 
@@ -315,45 +340,8 @@ class Session:
           ValueError: `feed_dict` does not fit the program.
           KeyboardInterrupt: on Ctrl-C; completed weight updates stand.
         """
-        with self._alone():
-            try:
-                self._running_in = threading.get_ident()
-                return self._run(fetch, feed_dict or {})
-            finally:
-                self._running_in = None
-
-    @contextlib.contextmanager
-    def _alone(self, changes: bool = True) -> Iterator[None]:
-        """Waits for what other threads do with the session, and lets them wait.
-
-        Args:
-          changes: whether the session's state may be another one afterwards. What only reads it may be
-            called by a signal's handler, during a run.
-
-        Raises:
-          RuntimeError: a data set, or a function that JAX calls back, asks for it while a run may be
-            waiting for it.
-        """
-        # As threading.Condition asks; a note of our own would be wrong after Ctrl-C.
-        is_within = self._lock._is_owned()  # type: ignore[attr-defined]  # noqa: SLF001
-        if changes and is_within and self._running_in == threading.get_ident():
-            raise RuntimeError(_CALLED_BACK)
-        # Threads of JAX are not Python's, which calls them "Dummy-1" and so on.
-        is_called_back = threading.current_thread().name.startswith("Dummy-")
-        if not self._lock.acquire(blocking=not (is_feeding() or is_called_back)):
-            if is_called_back:
-                raise RuntimeError(_CALLED_BACK)
-            raise RuntimeError(
-                "A data set has called the session in the infeed's thread, while a run of the session may "
-                "be waiting for its data. Compute what it needs before the run, or with JAX itself; "
-                "`Session.variables` can be read."
-            )
-        try:
-            if not is_within:
-                self._running_in = None
-            yield
-        finally:
-            self._lock.release()
+        with self._turns.alone(), self._turns.running():
+            return self._run(fetch, feed_dict or {})
 
     def _run(self, fetch: Any, feed_dict: Mapping[Any, Any]) -> Any:
         if self._is_closed:
@@ -399,7 +387,7 @@ class Session:
           max_updates: how many each pipeline does at most; executions, in inference.
           should_stop: asked after each update, or block of updates: whether the pipeline ends there.
         """
-        with self._alone():
+        with self._turns.alone():
             self._limit = Limit(max_updates, should_stop)
             try:
                 return self.run(program, feed_dict)
@@ -409,10 +397,14 @@ class Session:
     def _run_all(
         self, fetches: Sequence[Any], programs: Sequence[Program], feeds: Mapping[Any, Any]
     ) -> list[Any]:
-        _check_feeds(programs, feeds)
+        check_feeds(programs, feeds)
         self._resumption.check(programs)
         if programs:
             self._store.check_loaded(compiled_programs())
+        if any(call.trains for program in programs for call in program.calls):
+            self._store.check_weights("run")
+        if any(isinstance(one, InitializerOperation) for one in fetches):
+            self._store.check_weights("global_variables_initializer")
         needs_devices = any(isinstance(one, (Program, InitializerOperation)) for one in fetches)
         if needs_devices:
             self._select_devices()
@@ -445,15 +437,3 @@ class Session:
             operation.queue.delete()
             self._infeeds.pop(operation.queue, None)
         return None
-
-
-def _check_feeds(programs: Sequence[Program], feed_dict: Mapping[Any, Any]) -> None:
-    known = dict.fromkeys(placeholder for program in programs for placeholder in program.placeholders)
-    for key in feed_dict:
-        if not isinstance(key, Placeholder):
-            raise TypeError(f"feed_dict: keys must be placeholders; got {key!r}.")
-        if key not in known:
-            raise ValueError(
-                f"feed_dict: {key!r} is not an input of this program. Inputs are: "
-                f"{', '.join(repr(placeholder) for placeholder in known) or 'none'}."
-            )

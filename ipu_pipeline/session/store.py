@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -49,6 +50,7 @@ class Store:
         self.lock = threading.RLock()
         self.seed = seed
         self.metrics = MetricLog()
+        self._lent: str | None = None  # whose values the weights are, see `lending`
         self._key: Any = None
         self._key_implementation = key_implementation
         self._unclaimed: set[str] = (
@@ -71,8 +73,24 @@ class Store:
         """What is kept under the name of a pipeline, or of a loop's optimizer."""
         return self.state.pipelines.get(name, Record())
 
-    def load(self, mapping: Mapping[str, Any]) -> None:
-        """Sets variables; see `Session.load`."""
+    def load(self, mapping: Mapping[str, Any], programs: Sequence[Program]) -> None:
+        """Sets variables; see `Session.load`.
+
+        Args:
+          mapping: full name -> value.
+          programs: all that are known.
+        """
+        before = self.state
+        self._set_loaded(mapping)
+        known = {*mapping, *before.variables}
+        if any(not known.isdisjoint(program.variables) for program in programs):
+            try:
+                self.check_loaded(programs)
+            except ValueError:
+                self.state = before
+                raise
+
+    def _set_loaded(self, mapping: Mapping[str, Any]) -> None:
         loaded = {}
         for name, value in mapping.items():
             if not isinstance(name, str):
@@ -185,6 +203,53 @@ class Store:
             )
         accumulators, count = ({}, 0) if kept is None else (kept.accumulators, kept.count)
         return call.loop.place(self.make_pipeline_state(call), accumulators, count)
+
+    def optimizer(self, name: str) -> KeptOptimizer:
+        """The optimizer's state under a name.
+
+        Raises:
+          KeyError: there is none.
+        """
+        kept = self.record(name).optimizer
+        if kept is None:
+            records = self.state.pipelines.items()
+            known = [other for other, record in records if record.optimizer is not None]
+            raise KeyError(
+                f"There is no optimizer state under the name {name!r}; there is under: "
+                f"{', '.join(known) or 'none'}."
+            )
+        return kept
+
+    @contextlib.contextmanager
+    def lending(self, entry: str, values: Mapping[str, Any]) -> Iterator[None]:
+        """Puts values in the places of variables, for a `with` block.
+
+        Args:
+          entry: where they are from.
+          values: by full name.
+        """
+        own = {name: self.state.variables[name] for name in values}
+        try:
+            with interrupts.deferred():
+                self._lent = entry
+                self._set_variables(values)
+            yield
+        finally:
+            with interrupts.deferred():
+                self._set_variables(own)
+                self._lent = None
+
+    def _set_variables(self, values: Mapping[str, Any]) -> None:
+        variables = {**self.state.variables, **values}
+        self.state = dataclasses.replace(self.state, variables=variables)
+
+    def check_weights(self, what: str) -> None:
+        """Raises a RuntimeError if the weights are not the session's own."""
+        if self._lent is not None:
+            raise RuntimeError(
+                f"{what}: the weights are {self._lent!r} of an optimizer's state, within a block of "
+                "Session.weights_of. Leave the block before."
+            )
 
     def keep(self, call: Call, state: PipelineState, accumulated: KeptGradients | None = None) -> None:
         """Takes the state that a pipeline left."""

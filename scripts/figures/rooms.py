@@ -66,7 +66,7 @@ FLOORS = (
     _folder("data"),
     _beside("datasets", "datasets", "Data sets, public"),
     _folder("queues"),
-    _beside("optimizers", "optimizers", "Optimizers with a minimize, for loops"),
+    _folder("optimizers"),
     _beside("hooks", "ipu_session_run_hooks", "What is called around an estimator's runs"),
     _folder("checkpointing"),
     _folder("program"),

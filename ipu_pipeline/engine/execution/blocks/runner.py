@@ -24,15 +24,9 @@ from ipu_pipeline.engine.devices.feeds import Element, Feed, Take, gather
 from ipu_pipeline.engine.devices.residence import NO_LOSS_SCALE, Residence
 from ipu_pipeline.engine.devices.rows import put, put_host_copies
 from ipu_pipeline.engine.execution.blocks.micro_batches import MicroBatches
-from ipu_pipeline.engine.execution.blocks.program import (
-    BlockKind,
-    BlockProgram,
-    Given,
-    Left,
-    Position,
-    Totals,
-)
+from ipu_pipeline.engine.execution.blocks.program import BlockProgram
 from ipu_pipeline.engine.execution.blocks.sizes import BlockSizes, block_sizes
+from ipu_pipeline.engine.execution.blocks.state import BlockKind, Given, Left, Position, Totals
 from ipu_pipeline.engine.execution.compiling import note_temporaries
 from ipu_pipeline.engine.execution.contract import Iterated, Request, Runner
 from ipu_pipeline.engine.jaxprs.shapes import num_bytes

@@ -1,0 +1,17 @@
+"""Optimizers around Optax transformations, and transformations that report and average."""
+
+from ipu_pipeline.engine.updates.reporting import with_metrics
+from ipu_pipeline.optimizers.accumulating import GradientAccumulationOptimizerV2
+from ipu_pipeline.optimizers.averaging import with_averaged_weights
+from ipu_pipeline.optimizers.gradients import MapGradientOptimizer, OutfeedOptimizer, OutfeedOptimizerMode
+from ipu_pipeline.optimizers.scaling import LossScalingOptimizer
+
+__all__ = [
+    "GradientAccumulationOptimizerV2",
+    "LossScalingOptimizer",
+    "MapGradientOptimizer",
+    "OutfeedOptimizer",
+    "OutfeedOptimizerMode",
+    "with_averaged_weights",
+    "with_metrics",
+]

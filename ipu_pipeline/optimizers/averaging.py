@@ -1,0 +1,66 @@
+"""An optimizer that keeps an average of the weights in its state, to evaluate with."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ipu_pipeline.engine.updates.loss_scaling import LossScaled
+from ipu_pipeline.engine.updates.optimizer_tracing import describe_other_optimizer
+
+__all__ = ["AveragedWeightsState", "with_averaged_weights"]
+
+
+class AveragedWeightsState(NamedTuple):
+    """The wrapped optimizer's state, and the averages, like the variables in at least float32."""
+
+    inner: Any
+    average: Any
+
+
+def with_averaged_weights(
+    inner: optax.GradientTransformation, decay: float
+) -> optax.GradientTransformationExtraArgs:
+    """An optimizer that also keeps an exponential moving average of the weights, in its state as `average`.
+
+    The averages begin as the weights; after each weight update they are `decay` times themselves, and
+    1 - `decay` times the new weights (as `tf.train.ExponentialMovingAverage` computes them). The update is
+    as without. `Session.weights_of("average")` evaluates with them.
+
+    Args:
+      inner: the optimizer.
+      decay: from 0, which keeps the last weights, to less than 1.
+
+    Raises:
+      TypeError: `inner` is no `optax.GradientTransformation`.
+      ValueError: `decay` is out of range.
+
+    Example:
+      optimizer = with_averaged_weights(optax.adamw(1e-3), decay=0.999)
+    """
+    if not isinstance(inner, optax.GradientTransformation) or isinstance(inner, LossScaled):
+        raise TypeError(
+            "with_averaged_weights: the optimizer must be an optax.GradientTransformation, for example "
+            f"optax.sgd(0.01); got {describe_other_optimizer(inner)}. It goes inside of ipu.optimizers."
+        )
+    if isinstance(decay, bool) or not isinstance(decay, (int, float)) or not 0 <= decay < 1:
+        raise ValueError(f"with_averaged_weights: decay must be a number from 0 to below 1; got {decay!r}.")
+    wrapped = optax.with_extra_args_support(inner)
+
+    def init(params: Any) -> AveragedWeightsState:
+        return AveragedWeightsState(wrapped.init(params), jax.tree.map(_widen, params))
+
+    def update(gradients: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        changes, inner_state = wrapped.update(gradients, state.inner, params, **extra)
+        new = jax.tree.map(_widen, optax.apply_updates(params, changes))
+        average = jax.tree.map(lambda old, now: old + (1 - decay) * (now - old), state.average, new)
+        return changes, AveragedWeightsState(inner_state, average)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _widen(value: Any) -> jax.Array:
+    return jnp.asarray(value, jnp.promote_types(value.dtype, jnp.float32))

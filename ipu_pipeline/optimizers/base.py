@@ -1,0 +1,213 @@
+"""Optimizers around an Optax transformation: what a nest of them amounts to, and their `minimize`."""
+
+from __future__ import annotations
+
+import abc
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ipu_pipeline.engine.loops.recording import TrainingStep, current_recorder, record_training_step
+from ipu_pipeline.engine.programs.accumulation import Reduction, find_accumulator_dtype
+from ipu_pipeline.engine.programs.gradient_maps import GradientMap, check_gradient_map
+from ipu_pipeline.engine.tracing.captures import Captures
+from ipu_pipeline.engine.tracing.specs import VariableSpec
+from ipu_pipeline.engine.updates import optimizer_tracing
+from ipu_pipeline.engine.updates.optimizer_tracing import describe_other_optimizer
+from ipu_pipeline.gradient_accumulation import GradientAccumulationReductionMethod
+from ipu_pipeline.graph.operations import Operation
+from ipu_pipeline.queues.outfeed import IPUOutfeedQueue
+
+__all__ = ["Accumulation", "Optimizer", "Unwrapped", "Watched", "unwrap"]
+
+
+@dataclass(frozen=True, eq=False)
+class Watched:
+    """Where gradients of micro-batches go, and of which variables; None: of all."""
+
+    queue: IPUOutfeedQueue
+    variable_names: tuple[str, ...] | None
+
+
+@dataclass(frozen=True, eq=False)
+class Accumulation:
+    """How an optimizer accumulates.
+
+    Attributes:
+      num_mini_batches: iterations per weight update.
+      dtype: of the accumulators, as given.
+      reduction_method: of the gradients.
+      offloads_state: whether the optimizer's state lies in host memory between updates.
+    """
+
+    num_mini_batches: int = 1
+    dtype: Any = None
+    reduction_method: GradientAccumulationReductionMethod = GradientAccumulationReductionMethod.SUM
+    offloads_state: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Unwrapped:
+    """What a nest of optimizers amounts to.
+
+    Attributes:
+      innermost: the Optax transformation inside.
+      scaled: makes of it one for gradients with the scale of the loss; None without loss scaling.
+      gradient_maps: in the order in which they are applied.
+      accumulation: None: it does not accumulate.
+      watched: what the gradients of micro-batches are enqueued to.
+    """
+
+    innermost: optax.GradientTransformation
+    scaled: Callable[[optax.GradientTransformation], optax.GradientTransformation] | None = None
+    gradient_maps: tuple[GradientMap, ...] = ()
+    accumulation: Accumulation | None = None
+    watched: tuple[Watched, ...] = ()
+
+    @functools.cached_property
+    def transformation(self) -> optax.GradientTransformation:
+        """The Optax transformation, for gradients as they are accumulated."""
+        return self.innermost if self.scaled is None else self.scaled(self.innermost)
+
+    @property
+    def gradient_map(self) -> GradientMap | None:
+        """All gradient maps as one; None if there are none."""
+        if not self.gradient_maps:
+            return None
+
+        def mapped(gradient: jax.Array, variable: jax.Array) -> jax.Array:
+            for gradient_map in self.gradient_maps:
+                gradient = gradient_map(gradient, variable)
+            return gradient
+
+        return mapped
+
+
+class Optimizer(abc.ABC):
+    """What the optimizers here share."""
+
+    def __init__(self, opt: Any, name: str) -> None:
+        """Takes the optimizer to wrap, and the name under which its state is kept."""
+        if not isinstance(opt, (Optimizer, optax.GradientTransformation)):
+            raise TypeError(
+                f"{type(self).__name__}: the optimizer to wrap must be an optax.GradientTransformation, "
+                "for example optax.sgd(0.01), or one of ipu.optimizers; got "
+                f"{describe_other_optimizer(opt)}."
+            )
+        self.wrapped = opt
+        self.name = name
+
+    def minimize(
+        self,
+        loss: jax.Array,
+        global_step: None = None,
+        var_list: Sequence[str] | None = None,
+        name: str | None = None,
+    ) -> Operation:
+        """Records a training step in the body of a loop; it runs whether its operation is returned or not.
+
+        Args:
+          loss: a traced floating-point scalar.
+          global_step: only None: the session counts weight updates, see `Session.update_count`.
+          var_list: full names of the variables to train; None: all trainable ones that the body has asked
+            for so far.
+          name: the optimizer's state is kept under it; by default the optimizer's name. A second training
+            step of that name in a program gets the name with `_1`.
+
+        Returns:
+          The operation.
+
+        Raises:
+          RuntimeError: not called in the body of a loop.
+          ValueError: the loss is no scalar, there is nothing to train, or `var_list` names a variable that
+            cannot be trained.
+          NotImplementedError: the body has a training step already.
+        """
+        what = f"{type(self).__name__}.minimize"
+        frame, recorder = current_recorder(what, "A pipeline gets its optimizer by `optimizer_function`.")
+        if global_step is not None:
+            raise ValueError(
+                "minimize: global_step must be None, since the session counts weight updates "
+                f"(Session.update_count); got {global_step!r}."
+            )
+        loss = jnp.asarray(loss)
+        if loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
+            raise ValueError(
+                f"minimize: loss must be a floating-point scalar; got {loss.dtype.name}{list(loss.shape)}. "
+                "Reduce it, for example with jnp.mean."
+            )
+        unwrapped = unwrap(self)
+        accumulation = unwrapped.accumulation or Accumulation()
+        if unwrapped.watched:
+            raise ValueError(
+                "minimize: an OutfeedOptimizer is for pipelines. In the body of a loop, enqueue what "
+                "jax.grad gives, or the change of a variable."
+            )
+        trained = _find_trained(recorder.variables, var_list)
+        for gradient_map in unwrapped.gradient_maps:
+            check_gradient_map(gradient_map, trained.values())
+        dtypes = {
+            name: find_accumulator_dtype(spec, accumulation.dtype, "dtype")
+            for name, spec in trained.items()
+        }
+        reduction = Reduction[accumulation.reduction_method.name]
+        traced = optimizer_tracing.trace_optimizer(
+            unwrapped.transformation, trained, None, (), reduction, dtypes
+        )
+        captures = Captures()
+        traced = optimizer_tracing.lift_captures(traced, captures.find_number)
+        step_name = frame.names.layer_name("", name or self.name)
+        step = TrainingStep(
+            name=step_name,
+            optimizer=traced,
+            num_mini_batches=accumulation.num_mini_batches,
+            reduction=reduction,
+            gradient_map=unwrapped.gradient_map,
+            accumulator_dtypes=dtypes,
+            offloads_state=accumulation.offloads_state,
+        )
+        record_training_step(recorder, step, loss, captures.values)
+        return Operation(step_name)
+
+    @abc.abstractmethod
+    def wrap(self, inner: Unwrapped) -> Unwrapped:
+        """What the optimizer amounts to, around one that amounts to `inner`.
+
+        Raises:
+          ValueError: they do not go together.
+        """
+
+
+def unwrap(opt: Any) -> Unwrapped:
+    """Looks through a nest of optimizers.
+
+    Raises:
+      ValueError: two of them accumulate, or scale the loss.
+    """
+    return opt.wrap(unwrap(opt.wrapped)) if isinstance(opt, Optimizer) else Unwrapped(opt)
+
+
+def _find_trained(
+    known: Mapping[str, VariableSpec], var_list: Sequence[str] | None
+) -> dict[str, VariableSpec]:
+    trainable = {name: spec for name, spec in known.items() if spec.trainable}
+    if isinstance(var_list, str):
+        raise ValueError(f"minimize: var_list must be a list of full names; got the string {var_list!r}.")
+    if var_list is not None and not var_list:
+        raise ValueError("No variables to optimize: var_list is empty; None trains all.")
+    for name in var_list or ():
+        if name not in trainable:
+            fault = "is not trainable" if name in known else "does not exist"
+            raise ValueError(
+                f"minimize: the variable {name!r} of var_list {fault}. Trainable are: "
+                f"{', '.join(trainable) or 'none'}."
+            )
+    trained = {name: spec for name, spec in trainable.items() if var_list is None or name in var_list}
+    if not trained:
+        raise ValueError("No variables to optimize: the loop's body has asked for no trainable variable.")
+    return trained

@@ -1,0 +1,60 @@
+"""Entries of an optimizer's state, by name: to be read, or to stand in for the weights."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from ipu_pipeline.checkpointing.session_state import KeptOptimizer
+
+__all__ = ["find_weights", "read_state"]
+
+
+def read_state(optimizer: KeptOptimizer) -> dict[str, np.ndarray[Any, Any]]:
+    """Copies of all leaves, by path."""
+    leaves = jax.tree.leaves(optimizer.tree)
+    return {path: np.array(leaf) for path, leaf in zip(optimizer.shapes, leaves, strict=True)}
+
+
+def find_weights(optimizer: KeptOptimizer, entry: str, variables: Mapping[str, Any]) -> dict[str, Any]:
+    """The arrays of an entry that has one for each trained variable, in the variables' dtypes.
+
+    Args:
+      optimizer: the state.
+      entry: the entry's last name, such as "ema", or its path, such as "[1].ema".
+      variables: the session's, by full name.
+
+    Returns:
+      The arrays, by full name of the variable.
+
+    Raises:
+      ValueError: there is no such entry, or several.
+    """
+    leaves = dict(zip(optimizer.shapes, jax.tree.leaves(optimizer.tree), strict=True))
+    entries: dict[str, dict[str, Any]] = {}
+    for path, leaf in leaves.items():
+        for name, variable in variables.items():
+            ending = jax.tree_util.keystr((jax.tree_util.DictKey(name),))
+            if path.endswith(ending) and leaf.shape == variable.shape:
+                entries.setdefault(path.removesuffix(ending), {})[name] = leaf
+    most = max(map(len, entries.values()), default=0)
+    whole = {path: found for path, found in entries.items() if len(found) == most}
+    matching = [path for path in whole if entry in (path, _last_name(path))]
+    if len(matching) != 1:
+        known = ", ".join(map(repr, sorted(whole))) or "none"
+        what = "is not one of" if not matching else "is the last name of several of"
+        raise ValueError(
+            f"weights_of: {entry!r} {what} the entries of the optimizer's state with an array for each "
+            f"trained variable. These are, by path: {known}."
+        )
+    return {name: leaf.astype(variables[name].dtype) for name, leaf in whole[matching[0]].items()}
+
+
+def _last_name(path: str) -> str:
+    """`ema` of `[1].ema`, and `mu` of `['inner'][0].mu`."""
+    found = re.search(r"""(?:\.(\w+)|\['([^']*)'\])$""", path)
+    return "" if found is None else found[1] or found[2]

@@ -1,0 +1,68 @@
+"""Who may use a session: one thread after another, and nobody who would have to wait for himself."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+from ipu_pipeline.queues.feeder import is_feeding
+
+__all__ = ["Turns"]
+
+_CALLED_BACK = (
+    "The session was called within one of its runs, by a function that JAX calls back (jax.debug.callback, "
+    "jax.pure_callback) or by a signal's handler. The run would have to wait for itself. Call the session "
+    "after the run; `Session.variables` can be read."
+)
+
+
+class Turns:
+    """Held by whoever runs something, or takes or gives the whole state; the others wait."""
+
+    def __init__(self) -> None:
+        """Nobody holds it."""
+        self._lock = threading.RLock()
+        self._running_in: int | None = None  # the thread of a run; Ctrl-C may leave it behind
+
+    @contextlib.contextmanager
+    def alone(self, changes: bool = True) -> Iterator[None]:
+        """Waits for what other threads do with the session, and lets them wait.
+
+        Args:
+          changes: whether the session's state may be another one afterwards. What only reads it may be
+            called by a signal's handler, during a run.
+
+        Raises:
+          RuntimeError: a data set, or a function that JAX calls back, asks for it while a run may be
+            waiting for it.
+        """
+        # As threading.Condition asks; a note of our own would be wrong after Ctrl-C.
+        is_within = self._lock._is_owned()  # type: ignore[attr-defined]  # noqa: SLF001
+        if changes and is_within and self._running_in == threading.get_ident():
+            raise RuntimeError(_CALLED_BACK)
+        # Threads of JAX are not Python's, which calls them "Dummy-1" and so on.
+        is_called_back = threading.current_thread().name.startswith("Dummy-")
+        if not self._lock.acquire(blocking=not (is_feeding() or is_called_back)):
+            if is_called_back:
+                raise RuntimeError(_CALLED_BACK)
+            raise RuntimeError(
+                "A data set has called the session in the infeed's thread, while a run of the session may "
+                "be waiting for its data. Compute what it needs before the run, or with JAX itself; "
+                "`Session.variables` can be read."
+            )
+        try:
+            if not is_within:
+                self._running_in = None
+            yield
+        finally:
+            self._lock.release()
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Notes that the thread runs something, during a turn of its."""
+        try:
+            self._running_in = threading.get_ident()
+            yield
+        finally:
+            self._running_in = None
