@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from ipu_pipeline.engine.tracing.variable_scopes import AUTO_REUSE, get_variable_scope, variable_scope
     from ipu_pipeline.engine.tracing.variables import assign, get_variable
     from ipu_pipeline.estimator.programs import ModeKeys
+    from ipu_pipeline.estimator.summaries import SummaryWriter
     from ipu_pipeline.functional_ops import outlined_function
     from ipu_pipeline.graph.operations import global_variables_initializer
     from ipu_pipeline.graph.placeholders import placeholder
@@ -54,6 +55,7 @@ __all__ = [
     "ModeKeys",
     "Saver",
     "Session",
+    "SummaryWriter",
     "__version__",
     "assign",
     "config",
@@ -102,6 +104,7 @@ _HOMES = {  # of what is not a module itself
     "AUTO_REUSE": "engine.tracing.variable_scopes",
     "ModeKeys": "estimator.programs",
     "Session": "session.session",
+    "SummaryWriter": "estimator.summaries",
     "assign": "engine.tracing.variables",
     "get_global_step": "graph.symbols",
     "get_variable": "engine.tracing.variables",

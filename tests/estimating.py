@@ -1,9 +1,11 @@
 """The model of `resumable` for an estimator."""
 
 import functools
+import struct
 
 import numpy as np
 import optax
+from tensorboardX.proto.event_pb2 import Event
 
 import ipu_pipeline as ipu
 from ipu_pipeline.ipu_pipeline_estimator import IPUPipelineEstimator, IPUPipelineEstimatorSpec
@@ -83,3 +85,14 @@ def assert_same_variables(one, other):
 
 
 finite_of = functools.partial(functools.partial, finite_input_fn)
+
+
+def read_events(path):
+    """(step, tag, value) of a TensorBoard event file: records of a length, its CRC, data and their CRC."""
+    content, found = path.read_bytes(), []
+    while content:
+        (length,) = struct.unpack("<Q", content[:8])
+        event = Event.FromString(content[12 : 12 + length])
+        found += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
+        content = content[16 + length :]
+    return found

@@ -4,7 +4,6 @@ import json
 import logging
 import os
 import shutil
-import struct
 import sys
 import threading
 
@@ -13,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tensorboardX.proto.event_pb2 import Event
 
 import ipu_pipeline as ipu
 from ipu_pipeline.checkpointing import checkpoints
@@ -31,6 +29,7 @@ from tests.estimating import (
     make_config,
     make_estimator,
     model_fn,
+    read_events,
     variables_of,
 )
 from tests.resumable import Batches, Inference, loss_of, make_stages
@@ -560,17 +559,6 @@ def test_a_hook_that_fails_ends_training_without_end(tmp_path):
 
 
 # Scalars.
-
-
-def read_events(path):
-    """(step, tag, value) of a TensorBoard event file: records of a length, its CRC, data and their CRC."""
-    content, found = path.read_bytes(), []
-    while content:
-        (length,) = struct.unpack("<Q", content[:8])
-        event = Event.FromString(content[12 : 12 + length])
-        found += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
-        content = content[16 + length :]
-    return found
 
 
 def test_scalars_are_in_both_kinds_of_files(tmp_path):

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ScalarWriter"]
+__all__ = ["FILE", "ScalarWriter"]
 
 FILE = "metrics.jsonl"
 _SECONDS_BETWEEN_FLUSHES = 5
