@@ -33,6 +33,7 @@ BENCHMARKS = [
     "dispatch",
     "compile",
     "feeds",
+    "metrics",
     "checkpoints",
     "tutorial",
     "poptorch",

@@ -21,15 +21,15 @@ from figures import rooms  # noqa: E402  # scripts are no package
 README = (ROOT / "README.md").read_text()
 
 
-def run(code):
-    """What a snippet prints."""
+def run(code, folder=ROOT):
+    """What a snippet prints, run in a folder."""
     result = subprocess.run(
         [sys.executable, "-W", "error", "-c", code],
         capture_output=True,
         text=True,
         timeout=120,
-        cwd=ROOT,
-        env=environment(),
+        cwd=folder,
+        env=environment() | {"PYTHONPATH": str(ROOT)},
         check=False,
     )
     assert result.returncode == 0, result.stderr
@@ -103,11 +103,11 @@ def test_figures_of_speed_are_those_of_the_benchmarks_page():
         assert on[0] in " ".join(README.split())
 
 
-@pytest.mark.parametrize("name", ["memory.md", "checkpoints.md", "porting.md"])
-def test_what_examples_of_pages_print(name):
+@pytest.mark.parametrize("name", ["memory.md", "checkpoints.md", "porting.md", "watching.md"])
+def test_what_examples_of_pages_print(name, tmp_path):
     page = (ROOT / "docs" / name).read_text()
     pairs = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", page, re.DOTALL)
-    printed = run("\n".join(code for code, _expected in pairs))
+    printed = run("\n".join(code for code, _expected in pairs), tmp_path)
 
     def without_temporaries(text):  # XLA plans them for the machine
         return re.sub(r"\d+ (of temporaries)", r"\1", text)
