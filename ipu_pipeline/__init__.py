@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from ipu_pipeline.functional_ops import outlined_function
     from ipu_pipeline.graph.operations import global_variables_initializer
     from ipu_pipeline.graph.placeholders import placeholder
+    from ipu_pipeline.layers.policies import mixed_precision
     from ipu_pipeline.program.registry import global_variables, trainable_variables
     from ipu_pipeline.session.loaded_program import load_program
     from ipu_pipeline.session.saver import Saver, latest_checkpoint
@@ -73,6 +74,7 @@ __all__ = [
     "layers",
     "load_program",
     "loops",
+    "mixed_precision",
     "next_rng_key",
     "nn_ops",
     "normalization_ops",
@@ -103,6 +105,7 @@ _HOMES = {  # of what is not a module itself
     "get_variable_scope": "engine.tracing.variable_scopes",
     "global_variables_initializer": "graph.operations",
     "load_program": "session.loaded_program",
+    "mixed_precision": "layers.policies",
     "next_rng_key": "engine.tracing.keys",
     "placeholder": "graph.placeholders",
     "set_num_devices": "config",
