@@ -148,6 +148,12 @@ class Layer(abc.ABC):
         """A variable of the layer, in the dtype that the layer computes in."""
         return self._cast(get_variable(name, shape, self.param_dtype, initializer))
 
+    def _add_bias(self, outputs: jax.Array, initializer: Any) -> jax.Array:
+        """Adds the variable `bias`, along the last axis."""
+        bias = get_variable("bias", outputs.shape[-1:], self.param_dtype, initializer)
+        # The cast comes behind the broadcast, so that the gradient is summed in the dtype of the variable.
+        return outputs + self._cast(jnp.broadcast_to(bias, outputs.shape))
+
     def _cast(self, values: jax.Array) -> jax.Array:
         return values.astype(self.dtype)
 

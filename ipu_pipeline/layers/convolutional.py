@@ -90,7 +90,7 @@ class _Convolution(Layer):
     def _finish(self, outputs: jax.Array) -> jax.Array:
         """Adds the bias, and applies the activation."""
         if self.use_bias:
-            outputs += self._own_variable("bias", outputs.shape[-1:], self._bias_initializer)
+            outputs = self._add_bias(outputs, self._bias_initializer)
         return self._activation(outputs)
 
 

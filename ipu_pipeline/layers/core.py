@@ -74,7 +74,7 @@ class Dense(Layer):
         shape = (inputs.shape[-1], self.units)
         outputs = inputs @ self._own_variable("kernel", shape, self._kernel_initializer)
         if self.use_bias:
-            outputs += self._own_variable("bias", (self.units,), self._bias_initializer)
+            outputs = self._add_bias(outputs, self._bias_initializer)
         return self._activation(outputs)
 
 
