@@ -7,14 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen, nnx
+from flax import linen
 
 import ipu_pipeline as ipu
 from ipu_pipeline import engine, layers, mixed_precision
 from ipu_pipeline.ops import normalization_ops
-from ipu_pipeline.optimizers import LossScalingOptimizer
-from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput
-from tests import front, layer_cases, models
+from tests import layer_cases, models
 
 HALVES = ["bfloat16", "float16"]
 MIXED = {"dtype": jnp.bfloat16, "param_dtype": jnp.float32}
@@ -134,13 +132,8 @@ def values_of(stage, x, key=0):
     return outputs.outputs[0], state.variables
 
 
-def dtypes_of(stage, x=None):
-    """Names of the dtypes of what a stage returns, and of the variables by name."""
-    outputs, variables = values_of(stage, np.ones((2, 4), "float32") if x is None else x)
-    outputs = [outputs] if isinstance(outputs, jax.Array) else outputs
-    return [out.dtype.name for out in outputs], {
-        name: value.dtype.name for name, value in variables.items()
-    }
+def dtypes_of(stage):
+    return layer_cases.dtypes_of(stage, np.ones((2, 4), "float32"))
 
 
 @pytest.mark.parametrize("kind", ["Dense", "Embedding", "Conv2D", "BatchNormalization"])
@@ -224,7 +217,7 @@ def test_what_has_no_variables_keeps_its_dtype():
             own,
         )
 
-    outputs, variables = dtypes_of(stage, x)
+    outputs, variables = layer_cases.dtypes_of(stage, x)
     assert set(outputs) == {"float32"}
     assert variables == {"own": "float32"}
 

@@ -151,8 +151,10 @@ class Layer(abc.ABC):
     def _add_bias(self, outputs: jax.Array, initializer: Any) -> jax.Array:
         """Adds the variable `bias`, along the last axis."""
         bias = get_variable("bias", outputs.shape[-1:], self.param_dtype, initializer)
-        # The cast comes behind the broadcast, so that the gradient is summed in the dtype of the variable.
-        return outputs + self._cast(jnp.broadcast_to(bias, outputs.shape))
+        if bias.dtype != self.dtype:
+            # The cast comes behind the broadcast, so that the gradient is summed in the variable's dtype.
+            bias = self._cast(jnp.broadcast_to(bias, outputs.shape))
+        return outputs + bias
 
     def _cast(self, values: jax.Array) -> jax.Array:
         return values.astype(self.dtype)

@@ -217,6 +217,10 @@ class Flax(Layer):
                 read.append(values[name])
             parts[path] = variable.replace(jax.tree.unflatten(tree, read))
         module = nnx.merge(graphdef, nnx.from_flat_state(parts))
+        part: Any
+        for _path, part in nnx.iter_modules(module):
+            if getattr(part, "dtype", self) is None:
+                part.dtype = self._policy.dtype  # a BatchNorm would compute in the dtype of its statistics
         if training:
             module.train()
         else:
