@@ -378,6 +378,46 @@ def test_jax_does_not_use_the_trace_of_another_block():
     assert dtypes_of(stage)[0] == ["float32", "bfloat16", "float16", "bfloat16", "float32"]
 
 
+def test_inner_functions_of_jax():
+    """Bodies of loops, checkpoints, and functions within jax.jit, which are another layer in each block."""
+    x = np.ones((2, 4), "float32")
+    inner = jax.jit(lambda x: layers.Dense(4)(x))
+
+    def body(carry, _index):
+        with mixed_precision("mixed_bfloat16"):
+            return layers.Dense(4, name="body")(carry).astype("float32"), None
+
+    def stage(x):
+        y, _nothing = jax.lax.scan(body, x, None, length=3)
+        whole = inner(y)
+        with mixed_precision("mixed_bfloat16"):
+            return whole, inner(y), jax.checkpoint(layers.Dense(4, name="checkpoint"))(y)
+
+    outputs, variables = layer_cases.dtypes_of(stage, x)
+    assert outputs == ["float32", "bfloat16", "bfloat16"]
+    kernels = [name.partition("/")[0] for name in variables if name.endswith("kernel")]
+    assert kernels == ["body", "dense", "dense_1", "checkpoint"]
+    assert set(variables.values()) == {"float32"}
+    (whole, half, _checkpoint), values = values_of(stage, x)
+    y = x
+    for _ in range(3):
+        y = wide(y.astype(jnp.bfloat16) @ values["body/kernel"].astype(jnp.bfloat16))
+    np.testing.assert_allclose(whole, y @ values["dense/kernel"], rtol=2e-2, atol=2e-2)
+    np.testing.assert_allclose(wide(half), y @ values["dense_1/kernel"], rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_activations_keep_the_dtype(dtype):
+    names = ["elu", "exponential", "gelu", "leaky_relu", "linear", "relu", "relu6", "selu", "sigmoid"]
+    names += ["silu", "softmax", "softplus", "swish", "tanh"]
+
+    def stage(x):
+        return [layers.Dense(4, name, dtype=dtype, param_dtype="float32")(x) for name in names]
+
+    outputs, _variables = dtypes_of(stage)
+    assert outputs == [dtype] * len(names)
+
+
 def test_the_getter_that_programs_for_tensorflow_1_have(rng):
     """It asks for float32 and casts, and so gives layers of half precision variables in 32 bits."""
 

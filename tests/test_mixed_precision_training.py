@@ -338,6 +338,31 @@ def test_a_checkpoint_keeps_all_32_bits(tmp_path):
     assert not np.array_equal(close, expected[0])
 
 
+def test_an_exported_program(tmp_path):
+    """What goes between its stages, and what comes out, is in 16 bits."""
+
+    @mixed
+    def stage(x):
+        return layers.Dense(4)(x)
+
+    x = np.ones((2, 4), "float32")
+    infeed = ipu.ipu_infeed_queue.IPUInfeedQueue([x, 2 * x])
+    outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
+    program = front.compile_program(
+        lambda: ipu.pipelining_ops.pipeline(
+            [stage, stage], gradient_accumulation_count=2, infeed_queue=infeed, outfeed_queue=outfeed
+        )
+    )
+    with ipu.Session(seed=1) as session:
+        session.run(infeed.initializer)
+        session.run(program)
+        expected = session.run(outfeed.dequeue())
+        session.export(tmp_path / "exported", program)
+    assert expected.dtype == jnp.bfloat16
+    loaded = ipu.load_program(tmp_path / "exported")
+    np.testing.assert_array_equal(loaded.run([x, 2 * x]), expected)
+
+
 def test_in_a_loop():
     infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(front.data())
     outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()

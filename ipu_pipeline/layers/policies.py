@@ -101,9 +101,9 @@ def mixed_precision(
         )
     if policy is not None:
         given = _find_policy(policy)
-    token = _policy.set(given.within(current()))
     # JAX keeps traces of inner functions (jax.jit), which say nothing of the block that they were made in.
     is_tracing = frames.find_frame() is not None
+    token = _policy.set(given.within(current()))
     try:
         with jax_compat.fresh_trace() if is_tracing else contextlib.nullcontext():
             yield current()
@@ -114,9 +114,10 @@ def mixed_precision(
 def _find_policy(policy: Any) -> Policy:
     if isinstance(policy, Policy):
         return policy
-    if policy in ("mixed_bfloat16", "mixed_float16"):
-        return Policy(np.dtype(policy.removeprefix("mixed_")), np.dtype(np.float32))
-    found = _as_dtype(policy) if isinstance(policy, str) else None
+    name = policy if isinstance(policy, str) else ""
+    if name in ("mixed_bfloat16", "mixed_float16"):
+        return Policy(np.dtype(name.removeprefix("mixed_")), np.dtype(np.float32))
+    found = _as_dtype(name) if name else None
     if found is None or not jnp.issubdtype(found, jnp.floating):
         raise ValueError(
             "mixed_precision: policy must be 'mixed_bfloat16', 'mixed_float16', the name of a "
