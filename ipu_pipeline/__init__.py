@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from ipu_pipeline.graph.operations import global_variables_initializer
     from ipu_pipeline.graph.placeholders import placeholder
     from ipu_pipeline.graph.symbols import get_global_step
+    from ipu_pipeline.layers.policies import mixed_precision
     from ipu_pipeline.program.registry import global_variables, trainable_variables
     from ipu_pipeline.session.loaded_program import load_program
     from ipu_pipeline.session.saver import Saver, latest_checkpoint
@@ -79,6 +80,7 @@ __all__ = [
     "load_program",
     "loops",
     "metric",
+    "mixed_precision",
     "next_rng_key",
     "nn_ops",
     "normalization_ops",
@@ -112,6 +114,7 @@ _HOMES = {  # of what is not a module itself
     "global_variables_initializer": "graph.operations",
     "load_program": "session.loaded_program",
     "metric": "engine.tracing.metrics",
+    "mixed_precision": "layers.policies",
     "next_rng_key": "engine.tracing.keys",
     "placeholder": "graph.placeholders",
     "set_num_devices": "config",

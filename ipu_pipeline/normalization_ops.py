@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from ipu_pipeline.engine.tracing.variable_scopes import variable_scope
 from ipu_pipeline.engine.tracing.variables import get_variable
+from ipu_pipeline.layers import policies
 from ipu_pipeline.layers.base import at_least_float32
 
 __all__ = ["group_norm", "instance_norm", "layer_norm"]
@@ -56,7 +57,8 @@ def group_norm(
         groups are of neighbouring channels, as in `layers.GroupNormalization`.
 
     Returns:
-      The shape and dtype of the inputs.
+      The shape and dtype of the inputs; within `mixed_precision`, its dtype. `beta` and `gamma` have the
+      dtype of the outputs, or the `param_dtype` of `mixed_precision`.
 
     Raises:
       TypeError: the inputs are no floating-point numbers.
@@ -185,6 +187,11 @@ def _normalize(
     initializers = {"beta": 0.0, "gamma": 1.0, **(param_initializers or {})}
     if unknown := initializers.keys() - {"beta", "gamma"}:
         raise ValueError(f"{kind}: param_initializers are for beta and gamma; got {sorted(unknown)}.")
+    policy = policies.current()
+    dtype = inputs.dtype if policy.dtype is None else policy.dtype
+    param_dtype = dtype if policy.param_dtype is None else policy.param_dtype
+    policies.check_is_there(kind, dtype)
+    inputs = inputs.astype(dtype)
     wide = jnp.moveaxis(inputs, axis, -1).astype(at_least_float32(inputs.dtype))
     sizes = (channels // number, number) if is_strided else (number, channels // number)
     grouped = wide.reshape(*wide.shape[:-1], *sizes)
@@ -196,7 +203,7 @@ def _normalize(
     with variable_scope(scope, default_name=kind, reuse=reuse):
         for name, is_wanted in (("gamma", scale), ("beta", center)):
             if is_wanted:
-                value = get_variable(name, (channels,), inputs.dtype, initializers[name], trainable)
+                value = get_variable(name, (channels,), param_dtype, initializers[name], trainable)
                 value = value.astype(outputs.dtype)
                 outputs = outputs * value if name == "gamma" else outputs + value
     return jnp.moveaxis(outputs.astype(inputs.dtype), -1, axis)

@@ -84,3 +84,17 @@ def check(layer, x, reference, tolerance, training=None):
     models.assert_trees_close(outputs, np.asarray(expected_outputs), tolerance)
     models.assert_trees_close(gradients, expected_gradients, tolerance)
     return outputs
+
+
+def dtypes_of(stage, x):
+    """Names of the dtypes of what a stage returns, and of the variables by name; nothing is run."""
+    seen = []
+
+    def noted(x):
+        outputs = stage(x)
+        seen.extend(y.dtype.name for y in jax.tree.leaves(outputs))
+        return outputs
+
+    pipeline = engine.Pipeline([noted], num_micro_batches=1)
+    pipeline.trace(x)
+    return seen, {name: spec.dtype.name for name, spec in pipeline.variables.items()}

@@ -35,10 +35,10 @@ def test_conv1d_equals_flax(rng, options, padding):
     layer = layers.Conv1D(8, padding=padding, bias_initializer="normal", **options)
     module = linen.Conv(
         8,
-        (layer.kernel_size,),
-        (layer.strides,),
+        layer.kernel_size,
+        layer.strides,
         padding.upper(),
-        kernel_dilation=(layer.dilation_rate,),
+        kernel_dilation=layer.dilation_rate,
         feature_group_count=layer.groups,
         use_bias=layer.use_bias,
     )

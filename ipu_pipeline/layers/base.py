@@ -14,6 +14,8 @@ import numpy as np
 
 from ipu_pipeline.engine.tracing import frames, scopes
 from ipu_pipeline.engine.tracing.initializers import find_initializer
+from ipu_pipeline.engine.tracing.variables import get_variable
+from ipu_pipeline.layers import policies
 
 __all__ = [
     "ActivationFunction",
@@ -54,23 +56,44 @@ class Layer(abc.ABC):
 
     kind = "layer"
 
-    def __init__(self, name: str | None = None, dtype: Any = jnp.float32) -> None:
+    def __init__(self, name: str | None = None, dtype: Any = None, param_dtype: Any = None) -> None:
         """Names the layer.
 
         Args:
           name: the scope of its variables.
-          dtype: of its variables and of the computation, a floating-point one.
+          dtype: of the computation, a floating-point one; None: that of `mixed_precision`, by default
+            float32.
+          param_dtype: of its variables, a floating-point one; None: that of `mixed_precision`, by default
+            the one that it computes in.
 
         Raises:
-          ValueError: the dtype is not a floating-point one.
+          ValueError: a dtype is not a floating-point one.
         """
         self.name = name
-        self.dtype = np.dtype(dtype)
-        if not jnp.issubdtype(self.dtype, jnp.floating):
-            raise ValueError(
-                f"{type(self).__name__}: dtype must be a floating-point one; got {self.dtype.name}."
-            )
+        layer = type(self).__name__
+        given = policies.Policy(
+            policies.check_dtype(layer, "dtype", dtype),
+            policies.check_dtype(layer, "param_dtype", param_dtype),
+        )
+        self._made_with = given.within(policies.current())
         self._scopes: weakref.WeakKeyDictionary[frames.ProgramNames, str] = weakref.WeakKeyDictionary()
+
+    @property
+    def _policy(self) -> policies.Policy:
+        """The dtypes that somebody has said: the layer's arguments, or a block of `mixed_precision`."""
+        return self._made_with.within(policies.current())
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """What the layer computes in, where it is applied."""
+        dtype = self._policy.dtype
+        return np.dtype(np.float32) if dtype is None else dtype
+
+    @property
+    def param_dtype(self) -> np.dtype[Any]:
+        """What its variables have, where it is applied."""
+        dtype = self._policy.param_dtype
+        return self.dtype if dtype is None else dtype
 
     def __call__(self, inputs: Any, **options: Any) -> jax.Array:
         """Applies the layer to a traced array, in a stage."""
@@ -88,6 +111,7 @@ class Layer(abc.ABC):
             scope = scopes.join(scopes.current_scope(), own)
             self._scopes[frame.names] = scope
         with scopes.absolute_scope(scope, reuse=is_again):
+            policies.check_is_there(self._full_name(), self._policy.dtype)
             yield
 
     @abc.abstractmethod
@@ -116,9 +140,24 @@ class Layer(abc.ABC):
             )
 
     def _as_own_dtype(self, inputs: jax.Array) -> jax.Array:
-        """Floating-point inputs in the layer's dtype."""
+        """Floating-point inputs in the dtype that the layer computes in."""
         self._check_floating(inputs)
-        return inputs.astype(self.dtype)
+        return self._cast(inputs)
+
+    def _own_variable(self, name: str, shape: tuple[int, ...], initializer: Any) -> jax.Array:
+        """A variable of the layer, in the dtype that the layer computes in."""
+        return self._cast(get_variable(name, shape, self.param_dtype, initializer))
+
+    def _add_bias(self, outputs: jax.Array, initializer: Any) -> jax.Array:
+        """Adds the variable `bias`, along the last axis."""
+        bias = get_variable("bias", outputs.shape[-1:], self.param_dtype, initializer)
+        if bias.dtype != self.dtype:
+            # The cast comes behind the broadcast, so that the gradient is summed in the variable's dtype.
+            bias = self._cast(jnp.broadcast_to(bias, outputs.shape))
+        return outputs + bias
+
+    def _cast(self, values: jax.Array) -> jax.Array:
+        return values.astype(self.dtype)
 
 
 def at_least_float32(dtype: np.dtype[Any]) -> np.dtype[Any]:

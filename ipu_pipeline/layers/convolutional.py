@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from ipu_pipeline.engine.tracing.variables import get_variable
 from ipu_pipeline.layers import spatial
 from ipu_pipeline.layers.base import (
     ActivationFunction,
@@ -21,7 +19,82 @@ from ipu_pipeline.layers.base import (
 __all__ = ["Conv1D", "Conv2D", "Conv2DTranspose", "DepthwiseConv2D"]
 
 
-class Conv2D(Layer):
+class _Convolution(Layer):
+    """What convolutions share: a kernel that moves over some axes, a bias, and an activation."""
+
+    axes = "HW"  # that the kernel moves over
+
+    def _find_window(
+        self, kernel_size: Any, strides: Any, padding: Any, data_format: Any, dilation_rate: Any
+    ) -> None:
+        """Checks and keeps what says where the kernel goes."""
+        layer = type(self).__name__
+        find_sizes = spatial.find_one if len(self.axes) == 1 else spatial.find_pair
+        self.kernel_size = find_sizes(layer, "kernel_size", kernel_size)
+        self.strides = find_sizes(layer, "strides", strides)
+        self.dilation_rate = find_sizes(layer, "dilation_rate", dilation_rate)
+        self.padding = spatial.find_padding(layer, padding)
+        spatial.check_data_format(layer, data_format)
+
+    def _find_rest(
+        self, activation: ActivationFunction, use_bias: Any, kernel_initializer: Any, bias_initializer: Any
+    ) -> None:
+        """Checks and keeps what says what is done with it."""
+        self.use_bias = check_flag(type(self).__name__, "use_bias", use_bias)
+        self._activation = find_activation(activation)
+        self._kernel_initializer = find_initializer(kernel_initializer)
+        self._bias_initializer = find_initializer(bias_initializer)
+
+    @property
+    def _reach(self) -> tuple[int, ...]:
+        """How far the kernel reaches along each axis."""
+        sizes = zip(self.kernel_size, self.dilation_rate, strict=True)
+        return tuple((size - 1) * rate + 1 for size, rate in sizes)
+
+    @property
+    def _dimensions(self) -> tuple[str, str, str]:
+        """What the axes of inputs, kernel and outputs are, as JAX calls them."""
+        return f"N{self.axes}C", f"{self.axes}IO", f"N{self.axes}C"
+
+    def _find_filters(self, filters: Any, groups: Any) -> None:
+        """Checks and keeps two arguments."""
+        layer = type(self).__name__
+        self.filters = check_positive_integer(layer, "filters", filters)
+        self.groups = check_positive_integer(layer, "groups", groups)
+        if self.filters % self.groups:
+            raise ValueError(f"{layer}: groups must divide filters; got {groups=} and {filters=}.")
+
+    def _grouped_kernel(self, inputs: jax.Array) -> jax.Array:
+        """The variable `kernel` of a convolution of `groups` groups of channels."""
+        channels = inputs.shape[-1]
+        if channels % self.groups:
+            raise ValueError(
+                f"{self._full_name()}: groups must divide the channels of the inputs; got "
+                f"groups={self.groups} and inputs of shape {inputs.shape}."
+            )
+        shape = (*self.kernel_size, channels // self.groups, self.filters)
+        return self._own_variable("kernel", shape, self._kernel_initializer)
+
+    def _convolve(self, inputs: jax.Array, kernel: jax.Array, padding: Any, groups: int) -> jax.Array:
+        outputs: jax.Array = jax.lax.conv_general_dilated(
+            inputs,
+            kernel,
+            self.strides,
+            padding,
+            rhs_dilation=self.dilation_rate,
+            dimension_numbers=self._dimensions,
+            feature_group_count=groups,
+        )
+        return outputs
+
+    def _finish(self, outputs: jax.Array) -> jax.Array:
+        """Adds the bias, and applies the activation."""
+        if self.use_bias:
+            outputs = self._add_bias(outputs, self._bias_initializer)
+        return self._activation(outputs)
+
+
+class Conv2D(_Convolution):
     """`activation(convolution of inputs with kernel + bias)`, over height and width.
 
     Inputs are [batch, height, width, channels]. Strides and dilation may go together, which Keras does not
@@ -45,7 +118,8 @@ class Conv2D(Layer):
         bias_initializer: Any = "zeros",
         *,
         name: str | None = None,
-        dtype: Any = jnp.float32,
+        dtype: Any = None,
+        param_dtype: Any = None,
     ) -> None:
         """Describes the layer.
 
@@ -65,60 +139,32 @@ class Conv2D(Layer):
             as for `get_variable`.
           bias_initializer: of `bias`, [filters].
           name: the scope of its variables.
-          dtype: of its variables and of the computation.
+          dtype: of the computation and the outputs; None: see `mixed_precision`, by default float32.
+          param_dtype: of its variables; None: likewise, by default `dtype`.
 
         Raises:
           ValueError: an argument is not usable.
         """
-        super().__init__(name, dtype)
-        self.filters = check_positive_integer("Conv2D", "filters", filters)
-        self.groups = check_positive_integer("Conv2D", "groups", groups)
-        if self.filters % self.groups:
-            raise ValueError(f"Conv2D: groups must divide filters; got {groups=} and {filters=}.")
-        self.kernel_size = spatial.find_pair("Conv2D", "kernel_size", kernel_size)
-        self.strides = spatial.find_pair("Conv2D", "strides", strides)
-        self.dilation_rate = spatial.find_pair("Conv2D", "dilation_rate", dilation_rate)
-        self.padding = spatial.find_padding("Conv2D", padding)
-        spatial.check_data_format("Conv2D", data_format)
-        self.use_bias = check_flag("Conv2D", "use_bias", use_bias)
-        self._activation = find_activation(activation)
-        self._kernel_initializer = find_initializer(kernel_initializer)
-        self._bias_initializer = find_initializer(bias_initializer)
+        super().__init__(name, dtype, param_dtype)
+        self._find_window(kernel_size, strides, padding, data_format, dilation_rate)
+        self._find_rest(activation, use_bias, kernel_initializer, bias_initializer)
+        self._find_filters(filters, groups)
 
     def _apply(self, inputs: jax.Array) -> jax.Array:
         inputs = self._as_own_dtype(inputs)
-        height, width = (
-            (size - 1) * rate + 1 for size, rate in zip(self.kernel_size, self.dilation_rate, strict=True)
-        )
-        spatial.check_images(self._full_name(), inputs, (height, width), self.padding)
-        channels = inputs.shape[-1]
-        if channels % self.groups:
-            raise ValueError(
-                f"{self._full_name()}: groups must divide the channels of the inputs; got "
-                f"groups={self.groups} and inputs of shape {inputs.shape}."
-            )
-        shape = (*self.kernel_size, channels // self.groups, self.filters)
-        outputs = jax.lax.conv_general_dilated(
-            inputs,
-            get_variable("kernel", shape, self.dtype, self._kernel_initializer),
-            self.strides,
-            self.padding.upper(),
-            rhs_dilation=self.dilation_rate,
-            dimension_numbers=("NHWC", "HWIO", "NHWC"),
-            feature_group_count=self.groups,
-        )
-        if self.use_bias:
-            outputs += get_variable("bias", (self.filters,), self.dtype, self._bias_initializer)
-        return self._activation(outputs)
+        spatial.check_images(self._full_name(), inputs, self._reach, self.padding)
+        kernel = self._grouped_kernel(inputs)
+        return self._finish(self._convolve(inputs, kernel, self.padding.upper(), self.groups))
 
 
-class Conv1D(Layer):
+class Conv1D(_Convolution):
     """`activation(convolution of inputs with kernel + bias)`, over one axis.
 
     Inputs are [batch, length, channels].
     """
 
     kind = "conv1d"
+    axes = "W"
 
     def __init__(
         self,
@@ -135,7 +181,8 @@ class Conv1D(Layer):
         bias_initializer: Any = "zeros",
         *,
         name: str | None = None,
-        dtype: Any = jnp.float32,
+        dtype: Any = None,
+        param_dtype: Any = None,
     ) -> None:
         """Describes the layer.
 
@@ -155,57 +202,34 @@ class Conv1D(Layer):
             `get_variable`.
           bias_initializer: of `bias`, [filters].
           name: the scope of its variables.
-          dtype: of its variables and of the computation.
+          dtype: of the computation and the outputs; None: see `mixed_precision`, by default float32.
+          param_dtype: of its variables; None: likewise, by default `dtype`.
 
         Raises:
           ValueError: an argument is not usable.
         """
-        super().__init__(name, dtype)
-        self.filters = check_positive_integer("Conv1D", "filters", filters)
-        self.groups = check_positive_integer("Conv1D", "groups", groups)
-        if self.filters % self.groups:
-            raise ValueError(f"Conv1D: groups must divide filters; got {groups=} and {filters=}.")
-        self.kernel_size = spatial.find_one("Conv1D", "kernel_size", kernel_size)
-        self.strides = spatial.find_one("Conv1D", "strides", strides)
-        self.dilation_rate = spatial.find_one("Conv1D", "dilation_rate", dilation_rate)
-        self.is_causal = isinstance(padding, str) and padding.lower() == "causal"
-        self.padding = "causal" if self.is_causal else spatial.find_padding("Conv1D", padding)
-        spatial.check_data_format("Conv1D", data_format)
-        self.use_bias = check_flag("Conv1D", "use_bias", use_bias)
-        self._activation = find_activation(activation)
-        self._kernel_initializer = find_initializer(kernel_initializer)
-        self._bias_initializer = find_initializer(bias_initializer)
+        is_causal = isinstance(padding, str) and padding.lower() == "causal"
+        super().__init__(name, dtype, param_dtype)
+        padding = "valid" if is_causal else padding
+        self._find_window(kernel_size, strides, padding, data_format, dilation_rate)
+        self._find_rest(activation, use_bias, kernel_initializer, bias_initializer)
+        self._find_filters(filters, groups)
+        if is_causal:
+            self.padding = "causal"
 
     def _apply(self, inputs: jax.Array) -> jax.Array:
         inputs = self._as_own_dtype(inputs)
-        reach = (self.kernel_size - 1) * self.dilation_rate + 1
+        (reach,) = self._reach
         if inputs.ndim != 3 or (self.padding == "valid" and inputs.shape[1] < reach):
             raise ValueError(
                 f"{self._full_name()} needs inputs of rank 3, [batch, length, channels], and with padding "
                 f"'valid' at least {reach} long; got shape {inputs.shape}."
             )
-        channels = inputs.shape[-1]
-        if channels % self.groups:
-            raise ValueError(
-                f"{self._full_name()}: groups must divide the channels of the inputs; got "
-                f"groups={self.groups} and inputs of shape {inputs.shape}."
-            )
-        shape = (self.kernel_size, channels // self.groups, self.filters)
-        outputs = jax.lax.conv_general_dilated(
-            inputs,
-            get_variable("kernel", shape, self.dtype, self._kernel_initializer),
-            (self.strides,),
-            [(reach - 1, 0)] if self.is_causal else self.padding.upper(),
-            rhs_dilation=(self.dilation_rate,),
-            dimension_numbers=("NWC", "WIO", "NWC"),
-            feature_group_count=self.groups,
-        )
-        if self.use_bias:
-            outputs += get_variable("bias", (self.filters,), self.dtype, self._bias_initializer)
-        return self._activation(outputs)
+        padding = [(reach - 1, 0)] if self.padding == "causal" else self.padding.upper()
+        return self._finish(self._convolve(inputs, self._grouped_kernel(inputs), padding, self.groups))
 
 
-class DepthwiseConv2D(Layer):
+class DepthwiseConv2D(_Convolution):
     """Each channel convolved with kernels of its own: `activation(convolution + bias)`.
 
     Inputs are [batch, height, width, channels], outputs [batch, rows, columns, channels x multiplier].
@@ -227,7 +251,8 @@ class DepthwiseConv2D(Layer):
         bias_initializer: Any = "zeros",
         *,
         name: str | None = None,
-        dtype: Any = jnp.float32,
+        dtype: Any = None,
+        param_dtype: Any = None,
     ) -> None:
         """Describes the layer.
 
@@ -244,49 +269,30 @@ class DepthwiseConv2D(Layer):
             Keras, or as for `get_variable`.
           bias_initializer: of `bias`, [channels x multiplier].
           name: the scope of its variables.
-          dtype: of its variables and of the computation.
+          dtype: of the computation and the outputs; None: see `mixed_precision`, by default float32.
+          param_dtype: of its variables; None: likewise, by default `dtype`.
 
         Raises:
           ValueError: an argument is not usable.
         """
-        super().__init__(name, dtype)
-        layer = "DepthwiseConv2D"
-        self.depth_multiplier = check_positive_integer(layer, "depth_multiplier", depth_multiplier)
-        self.kernel_size = spatial.find_pair(layer, "kernel_size", kernel_size)
-        self.strides = spatial.find_pair(layer, "strides", strides)
-        self.dilation_rate = spatial.find_pair(layer, "dilation_rate", dilation_rate)
-        self.padding = spatial.find_padding(layer, padding)
-        spatial.check_data_format(layer, data_format)
-        self.use_bias = check_flag(layer, "use_bias", use_bias)
-        self._activation = find_activation(activation)
-        self._kernel_initializer = find_initializer(depthwise_initializer)
-        self._bias_initializer = find_initializer(bias_initializer)
+        super().__init__(name, dtype, param_dtype)
+        self._find_window(kernel_size, strides, padding, data_format, dilation_rate)
+        self._find_rest(activation, use_bias, depthwise_initializer, bias_initializer)
+        self.depth_multiplier = check_positive_integer(
+            "DepthwiseConv2D", "depth_multiplier", depth_multiplier
+        )
 
     def _apply(self, inputs: jax.Array) -> jax.Array:
         inputs = self._as_own_dtype(inputs)
-        height, width = (
-            (size - 1) * rate + 1 for size, rate in zip(self.kernel_size, self.dilation_rate, strict=True)
-        )
-        spatial.check_images(self._full_name(), inputs, (height, width), self.padding)
+        spatial.check_images(self._full_name(), inputs, self._reach, self.padding)
         channels = inputs.shape[-1]
-        number = channels * self.depth_multiplier
         shape = (*self.kernel_size, channels, self.depth_multiplier)
-        kernel = get_variable("depthwise_kernel", shape, self.dtype, self._kernel_initializer)
-        outputs = jax.lax.conv_general_dilated(
-            inputs,
-            kernel.reshape(*self.kernel_size, 1, number),
-            self.strides,
-            self.padding.upper(),
-            rhs_dilation=self.dilation_rate,
-            dimension_numbers=("NHWC", "HWIO", "NHWC"),
-            feature_group_count=channels,
-        )
-        if self.use_bias:
-            outputs += get_variable("bias", (number,), self.dtype, self._bias_initializer)
-        return self._activation(outputs)
+        kernel = self._own_variable("depthwise_kernel", shape, self._kernel_initializer)
+        kernel = kernel.reshape(*self.kernel_size, 1, channels * self.depth_multiplier)
+        return self._finish(self._convolve(inputs, kernel, self.padding.upper(), channels))
 
 
-class Conv2DTranspose(Layer):
+class Conv2DTranspose(_Convolution):
     """The transpose of a convolution, which makes images larger: `activation(it + bias)`.
 
     Inputs are [batch, height, width, channels]. It is the gradient of `Conv2D` with the same arguments with
@@ -309,7 +315,8 @@ class Conv2DTranspose(Layer):
         bias_initializer: Any = "zeros",
         *,
         name: str | None = None,
-        dtype: Any = jnp.float32,
+        dtype: Any = None,
+        param_dtype: Any = None,
     ) -> None:
         """Describes the layer.
 
@@ -327,41 +334,34 @@ class Conv2DTranspose(Layer):
             `get_variable`.
           bias_initializer: of `bias`, [filters].
           name: the scope of its variables.
-          dtype: of its variables and of the computation.
+          dtype: of the computation and the outputs; None: see `mixed_precision`, by default float32.
+          param_dtype: of its variables; None: likewise, by default `dtype`.
 
         Raises:
           NotImplementedError: `output_padding` is given.
           ValueError: an argument is not usable.
         """
-        super().__init__(name, dtype)
         layer = "Conv2DTranspose"
         if output_padding is not None:
             raise NotImplementedError(
                 f"{layer}: output_padding must be None, for the usual sizes; got {output_padding!r}. "
                 "jnp.pad makes images larger."
             )
+        super().__init__(name, dtype, param_dtype)
+        self._find_window(kernel_size, strides, padding, data_format, 1)
+        self._find_rest(activation, use_bias, kernel_initializer, bias_initializer)
         self.filters = check_positive_integer(layer, "filters", filters)
-        self.kernel_size = spatial.find_pair(layer, "kernel_size", kernel_size)
-        self.strides = spatial.find_pair(layer, "strides", strides)
-        self.padding = spatial.find_padding(layer, padding)
-        spatial.check_data_format(layer, data_format)
-        self.use_bias = check_flag(layer, "use_bias", use_bias)
-        self._activation = find_activation(activation)
-        self._kernel_initializer = find_initializer(kernel_initializer)
-        self._bias_initializer = find_initializer(bias_initializer)
 
     def _apply(self, inputs: jax.Array) -> jax.Array:
         inputs = self._as_own_dtype(inputs)
         spatial.check_images(self._full_name(), inputs, (1, 1), "same")
         shape = (*self.kernel_size, self.filters, inputs.shape[-1])
-        outputs = jax.lax.conv_transpose(
+        outputs: jax.Array = jax.lax.conv_transpose(
             inputs,
-            get_variable("kernel", shape, self.dtype, self._kernel_initializer),
+            self._own_variable("kernel", shape, self._kernel_initializer),
             self.strides,
             self.padding.upper(),
-            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+            dimension_numbers=self._dimensions,
             transpose_kernel=True,
         )
-        if self.use_bias:
-            outputs += get_variable("bias", (self.filters,), self.dtype, self._bias_initializer)
-        return self._activation(outputs)
+        return self._finish(outputs)

@@ -38,7 +38,8 @@ class Dense(Layer):
         bias_initializer: Any = "zeros",
         *,
         name: str | None = None,
-        dtype: Any = jnp.float32,
+        dtype: Any = None,
+        param_dtype: Any = None,
     ) -> None:
         """Describes the layer.
 
@@ -49,13 +50,14 @@ class Dense(Layer):
           kernel_initializer: of `kernel`, [inputs, units]: a name in Keras, or as for `get_variable`.
           bias_initializer: of `bias`, [units].
           name: the scope of its variables.
-          dtype: of its variables and of the computation.
+          dtype: of the computation and the outputs; None: see `mixed_precision`, by default float32.
+          param_dtype: of its variables; None: likewise, by default `dtype`.
 
         Raises:
           TypeError: `use_bias` is neither True nor False.
           ValueError: `units` is not a positive integer; an activation or initializer is unknown.
         """
-        super().__init__(name, dtype)
+        super().__init__(name, dtype, param_dtype)
         self.units = check_positive_integer("Dense", "units", units)
         self.use_bias = check_flag("Dense", "use_bias", use_bias)
         self._activation = find_activation(activation)
@@ -70,9 +72,9 @@ class Dense(Layer):
                 f"got shape {inputs.shape}."
             )
         shape = (inputs.shape[-1], self.units)
-        outputs = inputs @ get_variable("kernel", shape, self.dtype, self._kernel_initializer)
+        outputs = inputs @ self._own_variable("kernel", shape, self._kernel_initializer)
         if self.use_bias:
-            outputs += get_variable("bias", (self.units,), self.dtype, self._bias_initializer)
+            outputs = self._add_bias(outputs, self._bias_initializer)
         return self._activation(outputs)
 
 
@@ -93,7 +95,8 @@ class Embedding(Layer):
         embeddings_initializer: Any = "uniform",
         *,
         name: str | None = None,
-        dtype: Any = jnp.float32,
+        dtype: Any = None,
+        param_dtype: Any = None,
     ) -> None:
         """Describes the layer.
 
@@ -103,12 +106,14 @@ class Embedding(Layer):
           embeddings_initializer: of `embeddings`, [input_dim, output_dim]: a name in Keras, or as for
             `get_variable`. "uniform" is from -0.05 to 0.05.
           name: the scope of its variables.
-          dtype: of `embeddings` and of the outputs; the inputs are integers.
+          dtype: of the outputs; None: see `mixed_precision`, by default float32. Rows are looked up, and
+            then cast.
+          param_dtype: of `embeddings`; None: likewise, by default `dtype`.
 
         Raises:
           ValueError: a size is not a positive integer; the initializer is unknown.
         """
-        super().__init__(name, dtype)
+        super().__init__(name, dtype, param_dtype)
         self.input_dim = check_positive_integer("Embedding", "input_dim", input_dim)
         self.output_dim = check_positive_integer("Embedding", "output_dim", output_dim)
         self._embeddings_initializer = find_initializer(embeddings_initializer)
@@ -121,8 +126,8 @@ class Embedding(Layer):
         if inputs.dtype.itemsize < 4:  # input_dim need not fit into a narrow dtype
             inputs = inputs.astype(jnp.int32)
         shape = (self.input_dim, self.output_dim)
-        embeddings = get_variable("embeddings", shape, self.dtype, self._embeddings_initializer)
-        return jnp.take(embeddings, inputs, axis=0)
+        embeddings = get_variable("embeddings", shape, self.param_dtype, self._embeddings_initializer)
+        return self._cast(jnp.take(embeddings, inputs, axis=0))
 
 
 class Flatten(Layer):

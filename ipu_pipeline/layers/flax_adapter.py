@@ -16,6 +16,7 @@ import numpy as np
 from ipu_pipeline.engine import jax_compat, jaxprs
 from ipu_pipeline.engine.tracing import frames, keys, scopes
 from ipu_pipeline.engine.tracing.variables import assign, get_variable
+from ipu_pipeline.layers import policies
 from ipu_pipeline.layers.base import Layer
 
 __all__ = ["Flax"]
@@ -52,6 +53,12 @@ class Flax(Layer):
     of one module or of those of several layers (tied embeddings), is one variable of the program, called
     after the first place that is traced. The given module itself is never changed.
 
+    A module has dtypes of its own. What is said here, by arguments or by `mixed_precision`, comes on top:
+    with `param_dtype`, the variables of its floating-point parameters have that dtype in place of the
+    module's; with `dtype`, the module gets these parameters and its floating-point inputs cast to it, and
+    so computes in it wherever it has no other dtype of its own. Its outputs are left as it makes them, and
+    what else it keeps (batch statistics) has the dtype that the module gives it.
+
     Example:
       class Encoder(flax.linen.Module):
           @flax.linen.compact
@@ -68,18 +75,24 @@ class Flax(Layer):
 
     kind = "flax"
 
-    def __init__(self, module: Any, *, name: str | None = None) -> None:
+    def __init__(
+        self, module: Any, *, name: str | None = None, dtype: Any = None, param_dtype: Any = None
+    ) -> None:
         """Describes the layer.
 
         Args:
           module: an unbound flax.linen module, or a flax.nnx module.
           name: the scope of its variables.
+          dtype: of parameters and inputs when the module is applied; None: see `mixed_precision`, by
+            default as they are.
+          param_dtype: of the parameters' variables; None: likewise, by default the module's own.
 
         Raises:
           ImportError: Flax is not installed.
           TypeError: it is no such module.
+          ValueError: a dtype is not a floating-point one.
         """
-        super().__init__(name)
+        super().__init__(name, dtype, param_dtype)
         try:
             from flax import linen, nnx
         except ImportError as error:
@@ -117,6 +130,7 @@ class Flax(Layer):
             return self._apply(inputs, training, options)
 
     def _apply(self, inputs: Any, training: bool | None = None, options: Any = None) -> Any:
+        inputs, options = self._cast_floating((inputs, options))
         if self._is_linen:
             return self._apply_linen(inputs, {**self._find_training(training, options), **options})
         return self._apply_nnx(inputs, options, self._is_training(training))
@@ -151,7 +165,9 @@ class Flax(Layer):
             is_parameter = path[0].key == "params"
             name = _name(path[1:] if is_parameter else path)
             initialize = _initializer(flat, position)
-            values.append(get_variable(name, aval.shape, aval.dtype, initialize, trainable=is_parameter))
+            dtype = self._variable_dtype(aval.dtype, is_parameter)
+            value = get_variable(name, aval.shape, dtype, initialize, trainable=is_parameter)
+            values.append(self._cast_floating(value) if is_parameter else value)
         key = self._key()
         streams = {} if key is None else {"dropout": key, "params": jax.random.fold_in(key, 1)}
         variables = jax.tree.unflatten(tree, values)
@@ -165,7 +181,7 @@ class Flax(Layer):
         for path, value in jax.tree_util.tree_flatten_with_path(changed)[0]:
             known = values[paths.index(path)] if path in paths else value  # what is new is dropped
             if value is not known:
-                assign(_name(path), value)
+                assign(_name(path), self._cast_back(value, known))
         return outputs
 
     def _apply_nnx(self, inputs: tuple[Any, ...], options: dict[str, Any], training: bool) -> Any:
@@ -194,12 +210,17 @@ class Flax(Layer):
             for inner, leaf in leaves:
                 self._check_concrete(leaf, path)
                 name = "/".join([names[path], *_words(inner)])
-                shape, dtype = jnp.shape(leaf), jnp.result_type(leaf)
+                shape, dtype = jnp.shape(leaf), self._variable_dtype(jnp.result_type(leaf), is_parameter)
                 with scopes.absolute_scope("", reuse=names[path] != own_name):
-                    values[name] = get_variable(name, shape, dtype, _copy_of(leaf), trainable=is_parameter)
+                    value = get_variable(name, shape, dtype, _copy_of(leaf), trainable=is_parameter)
+                values[name] = self._cast_floating(value) if is_parameter else value
                 read.append(values[name])
             parts[path] = variable.replace(jax.tree.unflatten(tree, read))
         module = nnx.merge(graphdef, nnx.from_flat_state(parts))
+        part: Any
+        for _path, part in nnx.iter_modules(module):
+            if getattr(part, "dtype", self) is None:
+                part.dtype = self._policy.dtype  # a BatchNorm would compute in the dtype of its statistics
         if training:
             module.train()
         else:
@@ -217,8 +238,23 @@ class Flax(Layer):
                         f"{self._full_name()}: the module changes its parameter {_name(path)} when it is "
                         "called, but parameters are the optimizer's. Make it another kind of nnx.Variable."
                     )
-                assign(name, leaf)
+                assign(name, self._cast_back(leaf, values[name]))
         return outputs
+
+    def _cast_floating(self, tree: Any) -> Any:
+        """What the module is given, as somebody said that it computes; as it is, if nobody has."""
+        return policies.cast_floating(tree, self._policy.dtype)
+
+    def _variable_dtype(self, dtype: Any, is_parameter: bool) -> Any:
+        """That of a variable to which the module gives a dtype."""
+        said = self._policy.param_dtype
+        is_told = is_parameter and said is not None and jnp.issubdtype(dtype, jnp.floating)
+        return said if is_told else dtype
+
+    def _cast_back(self, value: Any, known: Any) -> Any:
+        """What a module makes of a variable may have the dtype that it was told to compute in."""
+        is_told = self._policy.dtype is not None
+        return policies.cast_floating(value, known.dtype) if is_told else value
 
     def _check_concrete(self, leaf: Any, path: tuple[Any, ...]) -> None:
         if jax_compat.is_traced(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
@@ -252,22 +288,22 @@ def _initializer(flat: jaxprs.FlatJaxpr, position: int) -> Callable[..., jax.Arr
     """An initializer that computes one of the results of `init`, and nothing else."""
 
     def initialize(key: jax.Array, shape: Any, dtype: Any) -> jax.Array:
-        del shape, dtype  # they are those of the result
+        del shape  # that of the result
         program = jaxprs.extract(flat, [flat.outputs[position]])
 
         def evaluate(key: jax.Array) -> list[Any]:
             return program(*([key] if program.inputs else []))
 
         value: jax.Array = jax.jit(evaluate)(key)[0]
-        return value
+        return value.astype(dtype)
 
     return initialize
 
 
 def _copy_of(leaf: Any) -> Callable[..., jax.Array]:
     def initialize(key: jax.Array, shape: Any, dtype: Any) -> jax.Array:
-        del key, shape, dtype
-        return jnp.array(leaf)
+        del key, shape
+        return jnp.array(leaf, dtype)
 
     return initialize
 

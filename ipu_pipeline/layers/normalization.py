@@ -6,7 +6,8 @@ Normalization, arXiv:1607.06450; Y. Wu and K. He, Group Normalization, arXiv:180
     outputs = (inputs - mean) / sqrt(variance + epsilon) * gamma + beta
 
 The variance is the biased one, the mean of the squared distances from the mean. All of this is computed
-in float32 at least; the outputs have the layer's dtype.
+in float32 at least, with the inputs as they are in the layer's dtype, and `gamma` and `beta` as they are in
+its `param_dtype`; the outputs have the layer's dtype.
 """
 
 from __future__ import annotations
@@ -42,8 +43,9 @@ class _Normalization(Layer):
         gamma_initializer: Any,
         name: str | None,
         dtype: Any,
+        param_dtype: Any,
     ) -> None:
-        super().__init__(name, dtype)
+        super().__init__(name, dtype, param_dtype)
         if not epsilon >= 0:
             raise ValueError(f"{type(self).__name__}: epsilon must be at least 0; got {epsilon!r}.")
         self.epsilon = float(epsilon)
@@ -51,7 +53,10 @@ class _Normalization(Layer):
         self.scale = check_flag(type(self).__name__, "scale", scale)
         self._beta_initializer = find_initializer(beta_initializer)
         self._gamma_initializer = find_initializer(gamma_initializer)
-        self._statistics_dtype = at_least_float32(self.dtype)
+
+    @property
+    def _statistics_dtype(self) -> np.dtype[Any]:
+        return at_least_float32(self.dtype)
 
     def _as_statistics_dtype(self, inputs: jax.Array) -> jax.Array:
         return self._as_own_dtype(inputs).astype(self._statistics_dtype)
@@ -72,15 +77,15 @@ class _Normalization(Layer):
         return (inputs - mean) * jax.lax.rsqrt(variance + self.epsilon)
 
     def _scale_and_center(self, normalized: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-        """Applies `gamma` and `beta`, which have the given axes; the result has the layer's dtype."""
+        """Applies `gamma` and `beta`, which have the given axes; the result has the outputs' dtype."""
         size = tuple(normalized.shape[axis] for axis in axes)
         if self.scale:
-            gamma = get_variable("gamma", size, self.dtype, self._gamma_initializer)
+            gamma = get_variable("gamma", size, self.param_dtype, self._gamma_initializer)
             normalized *= _along(axes, normalized, gamma.astype(self._statistics_dtype))
         if self.center:
-            beta = get_variable("beta", size, self.dtype, self._beta_initializer)
+            beta = get_variable("beta", size, self.param_dtype, self._beta_initializer)
             normalized += _along(axes, normalized, beta.astype(self._statistics_dtype))
-        return normalized.astype(self.dtype)
+        return self._cast(normalized)
 
 
 class BatchNormalization(_Normalization):
@@ -93,7 +98,7 @@ class BatchNormalization(_Normalization):
 
     Otherwise by the moving ones. The variance that goes into `moving_variance` is the biased one, which
     also normalizes, as in Keras 3. (TensorFlow 1's fused kernel, for inputs of rank 4, took the unbiased
-    one.) Both moving statistics are at least float32, whatever the layer's dtype is: in bfloat16 a step of
+    one.) Both moving statistics are at least float32, whatever dtypes the layer has: in bfloat16 a step of
     a hundredth would mostly be rounded away.
     """
 
@@ -112,7 +117,8 @@ class BatchNormalization(_Normalization):
         moving_variance_initializer: Any = "ones",
         *,
         name: str | None = None,
-        dtype: Any = jnp.float32,
+        dtype: Any = None,
+        param_dtype: Any = None,
     ) -> None:
         """Describes the layer.
 
@@ -127,12 +133,16 @@ class BatchNormalization(_Normalization):
           moving_mean_initializer: of `moving_mean`, [features], which is not trained.
           moving_variance_initializer: of `moving_variance`, [features], which is not trained.
           name: the scope of its variables.
-          dtype: of `beta`, `gamma` and the outputs.
+          dtype: of the outputs; None: see `mixed_precision`, by default float32.
+          param_dtype: of `beta` and `gamma`, and if it is at least float32, of the moving statistics; None:
+            likewise, by default `dtype`.
 
         Raises:
           ValueError: an argument is not usable.
         """
-        super().__init__(epsilon, center, scale, beta_initializer, gamma_initializer, name, dtype)
+        super().__init__(
+            epsilon, center, scale, beta_initializer, gamma_initializer, name, dtype, param_dtype
+        )
         if not 0 <= momentum <= 1:
             raise ValueError(f"BatchNormalization: momentum must be from 0 to 1; got {momentum!r}.")
         self.axis = _check_axis("BatchNormalization", axis)
@@ -150,13 +160,18 @@ class BatchNormalization(_Normalization):
             others = tuple(axis for axis in range(inputs.ndim) if axis not in axes)
             moving_mean, moving_variance = mean, variance
             mean, variance = jnp.mean(inputs, others), jnp.var(inputs, others)
-            assign("moving_mean", moving_mean * self.momentum + mean * (1 - self.momentum))
-            assign("moving_variance", moving_variance * self.momentum + variance * (1 - self.momentum))
+            self._move("moving_mean", moving_mean, mean)
+            self._move("moving_variance", moving_variance, variance)
+        mean, variance = mean.astype(inputs.dtype), variance.astype(inputs.dtype)
         normalized = self._normalize(inputs, _along(axes, inputs, mean), _along(axes, inputs, variance))
         return self._scale_and_center(normalized, axes)
 
     def _moving(self, name: str, features: int, initializer: Any) -> jax.Array:
-        return get_variable(name, (features,), self._statistics_dtype, initializer, trainable=False)
+        dtype = at_least_float32(self.param_dtype)
+        return get_variable(name, (features,), dtype, initializer, trainable=False)
+
+    def _move(self, name: str, moving: jax.Array, new: jax.Array) -> None:
+        assign(name, moving * self.momentum + new.astype(moving.dtype) * (1 - self.momentum))
 
 
 class LayerNormalization(_Normalization):
@@ -174,7 +189,8 @@ class LayerNormalization(_Normalization):
         gamma_initializer: Any = "ones",
         *,
         name: str | None = None,
-        dtype: Any = jnp.float32,
+        dtype: Any = None,
+        param_dtype: Any = None,
     ) -> None:
         """Describes the layer.
 
@@ -187,12 +203,15 @@ class LayerNormalization(_Normalization):
             name in Keras, or as for `get_variable`.
           gamma_initializer: of `gamma`, likewise.
           name: the scope of its variables.
-          dtype: of its variables and the outputs.
+          dtype: of the outputs; None: see `mixed_precision`, by default float32.
+          param_dtype: of its variables; None: likewise, by default `dtype`.
 
         Raises:
           ValueError: an argument is not usable.
         """
-        super().__init__(epsilon, center, scale, beta_initializer, gamma_initializer, name, dtype)
+        super().__init__(
+            epsilon, center, scale, beta_initializer, gamma_initializer, name, dtype, param_dtype
+        )
         axes = tuple(axis) if isinstance(axis, Sequence) else (axis,)
         if not axes:
             raise ValueError("LayerNormalization: axis must name at least one axis; got none.")
@@ -222,7 +241,8 @@ class GroupNormalization(_Normalization):
         gamma_initializer: Any = "ones",
         *,
         name: str | None = None,
-        dtype: Any = jnp.float32,
+        dtype: Any = None,
+        param_dtype: Any = None,
     ) -> None:
         """Describes the layer.
 
@@ -236,12 +256,15 @@ class GroupNormalization(_Normalization):
           beta_initializer: of `beta`, [channels]: a name in Keras, or as for `get_variable`.
           gamma_initializer: of `gamma`, [channels].
           name: the scope of its variables.
-          dtype: of its variables and the outputs.
+          dtype: of the outputs; None: see `mixed_precision`, by default float32.
+          param_dtype: of its variables; None: likewise, by default `dtype`.
 
         Raises:
           ValueError: an argument is not usable.
         """
-        super().__init__(epsilon, center, scale, beta_initializer, gamma_initializer, name, dtype)
+        super().__init__(
+            epsilon, center, scale, beta_initializer, gamma_initializer, name, dtype, param_dtype
+        )
         is_each = not isinstance(groups, bool) and groups == -1
         self.groups = -1 if is_each else check_positive_integer("GroupNormalization", "groups", groups)
         self.axis = _check_axis("GroupNormalization", axis)

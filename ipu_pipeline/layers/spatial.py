@@ -36,7 +36,7 @@ def find_pair(layer: str, argument: str, value: Any) -> tuple[int, int]:
     return int(sizes[0]), int(sizes[1])
 
 
-def find_one(layer: str, argument: str, value: Any) -> int:
+def find_one(layer: str, argument: str, value: Any) -> tuple[int]:
     """The size along one axis.
 
     Args:
@@ -52,7 +52,7 @@ def find_one(layer: str, argument: str, value: Any) -> int:
         raise ValueError(f"{layer}: {argument} must be a positive integer; got {value!r}.")
     if sizes[0] < 1:
         raise ValueError(f"{layer}: {argument} must be a positive integer; got {value!r}.")
-    return int(sizes[0])
+    return (int(sizes[0]),)
 
 
 def find_padding(layer: str, padding: Any) -> str:
@@ -88,7 +88,7 @@ def check_data_format(layer: str, data_format: Any) -> None:
         )
 
 
-def check_images(full_name: str, inputs: jax.Array, window: tuple[int, int], padding: str) -> None:
+def check_images(full_name: str, inputs: jax.Array, window: Sequence[int], padding: str) -> None:
     """Checks that inputs are [batch, height, width, channels], and large enough for one window.
 
     Args:
