@@ -215,6 +215,52 @@ def test_the_number_of_updates_goes_on_after_a_restore(tmp_path):
 
 
 @pytest.mark.parametrize("mapping", [[0, 0, 0], [0, 1, 2]])
+def test_recomputation_does_not_report_again(mapping):
+    pipeline = engine.Pipeline(
+        [first, second, third],
+        num_micro_batches=COUNT,
+        loss=lambda loss: loss,
+        optimizer=optax.sgd(0.1),
+        recompute="recompute_then_backpropagate",
+        device_mapping=mapping,
+    )
+    state = pipeline.init(jax.random.key(0), rows()[0])
+    _state, outputs = pipeline.step(state, rows())
+    wanted = expected()
+    for name, value in outputs.metrics.items():
+        np.testing.assert_allclose(value, wanted[name][0], rtol=1e-5)
+
+
+def test_programs_of_one_name_may_report_different_metrics():
+    def silent(loss):
+        return OptimizerFunctionOutput(optax.adam(schedule), loss)
+
+    with ipu.Session() as session:
+        Model([0, 1, 2], repeat=1).run(session)
+        Model([0, 1, 2], repeat=1, optimizer=silent).run(session)
+        found = session.metrics()
+    assert list(found["update"]) == [1, 2]
+    assert list(np.isnan(found["loss"])) == [False, True]
+    assert not np.isnan(found["mean"]).any()
+
+
+def test_an_exported_program_has_the_count_and_no_metrics(tmp_path):
+    step = ipu.get_global_step()
+
+    def scaled(x, y):
+        ipu.metric("mean", jnp.mean(x))
+        return layer(0, x) * (1 + step).astype(jnp.float32)
+
+    with ipu.Session() as session:
+        Model([0, 1, 2]).run(session)
+        session.export(tmp_path / "exported", Model([0], stages=[scaled], optimizer=None).program)
+        weight = session.variables["w0"]
+    found = ipu.load_program(tmp_path / "exported").run(rows()[:2])
+    wanted = [np.tanh(row["x"] @ weight) * (1 + UPDATES) for row in rows()[:2]]
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+
+
+@pytest.mark.parametrize("mapping", [[0, 0, 0], [0, 1, 2]])
 def test_a_model_computes_with_the_global_step(mapping):
     """The learning rate, and what a stage does, depend on the number of the update."""
     step = ipu.get_global_step()  # as a model_fn has it, before the pipeline

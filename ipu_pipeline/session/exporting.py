@@ -44,12 +44,14 @@ class Exported:
       key: gives the random key that all others are folded from, and starts JAX's backend.
       seed: what that was made from.
       execution_count: says how often the pipelines of a name have run.
+      update_count: says how many weight updates they have done.
     """
 
     variable: Callable[[VariableSpec], Any]
     key: Callable[[], Any]
     seed: int
     execution_count: Callable[[str], int]
+    update_count: Callable[[str], int]
 
 
 def export(
@@ -105,7 +107,8 @@ def export(
                 "ipu": pipeline.device_mapping[number],
                 "arguments": [_describe_binding(binding) for binding in arguments],
                 "results": [
-                    [_describe_binding(binding) for binding in bound]
+                    # What is enqueued on the way to the outfeed goes to nobody.
+                    [_describe_binding(one) for one in bound if one.kind is not BindingKind.ENQUEUED]
                     for bound in bindings.results(number, own.forward)
                 ],
             }
@@ -132,6 +135,7 @@ def export(
                     for number, value in enumerate(operands)
                 ],
                 "execution_count": exported.execution_count(call.name),
+                "update_count": exported.update_count(call.name),
                 "stages": stages,
                 "outputs": [_source(source) for source in collecting.sources],
                 "output_tree": _encode(call.outfeed_tree.unflatten(collecting.avals)),

@@ -198,6 +198,8 @@ class LoadedProgram:
                 return jax.random.key_data(jax.random.key(self._snapshot.seed, impl=implementation))
             if kind == "execution_count":
                 return as_int32(self._execution_count + number // self._program["num_micro_batches"])
+            if kind == "update_count":
+                return as_int32(self._program["update_count"])
             if kind == "micro_batch":
                 return np.int32(number % self._program["num_micro_batches"])
             return _find_source(argument, leaves, inputs, outputs)

@@ -240,7 +240,8 @@ class Session:
         """Writes an inference pipeline as a directory that `ipu.load_program` runs without its Python code.
 
         It has the variables that the program uses, as they are now, and its stages as JAX exports them, for
-        the kind of device that the program runs on.
+        the kind of device that the program runs on. Metrics, and what stages enqueue to outfeeds of their
+        own, are left out.
 
         Args:
           path: a directory to make; an exported program or checkpoint that is there is replaced.
@@ -259,7 +260,13 @@ class Session:
                 path,
                 program,
                 dict(inputs or {}),
-                exporting.Exported(self._store.variable, lambda: self.key, self.seed, self.execution_count),
+                exporting.Exported(
+                    self._store.variable,
+                    lambda: self.key,
+                    self.seed,
+                    self.execution_count,
+                    self.update_count,
+                ),
             )
 
     def restore(
