@@ -32,7 +32,7 @@ def parse_args(argv=None):
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--gradient-accumulation-count", type=int, default=4)
     parser.add_argument("--batches-per-step", type=int, default=2, help="Weight updates in one run.")
-    parser.add_argument("--base-learning-rate", type=float, default=0.02)
+    parser.add_argument("--base-learning-rate", type=float, default=0.05)
     parser.add_argument("--warmup-steps", type=int, default=2)
     parser.add_argument("--weight-decay", type=float, default=0.01)
     parser.add_argument("--max-grad-norm", type=float, default=1.0)
@@ -58,7 +58,7 @@ class PretrainingData:
         args, rng = self.args, np.random.default_rng(self.args.seed)
         half, words = args.seq_length // 2, args.vocab_size - 1
         while True:
-            starts = rng.integers(0, words, (args.batch_size, 2))
+            starts = rng.integers(0, words // 6, (args.batch_size, 2))
             is_next = rng.integers(0, 2, args.batch_size)
             starts[:, 1] = np.where(is_next, starts[:, 0] + half, starts[:, 1])
             ids = 1 + (starts[:, :, np.newaxis] + np.arange(half)).reshape(args.batch_size, -1) % words
@@ -135,11 +135,9 @@ class BertModel:
     def self_attention(self, x):
         batch, length, size = x.shape
         heads = self.args.attention_heads
-        split = [
-            self.dense(x, size, name).reshape(batch, length, heads, size // heads)
-            for name in ("query", "key", "value")
-        ]
-        query, key, value = split
+        kernel = ipu.get_variable("qkv_kernel", [size, 3 * size])
+        split = (x @ kernel).reshape(batch, length, 3, heads, size // heads)
+        query, key, value = jnp.unstack(split, axis=2)
         scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) / (size // heads) ** 0.5
         probabilities = self.dropout(jax.nn.softmax(scores.astype(jnp.float32)).astype(x.dtype))
         return jnp.einsum("bhqk,bkhd->bqhd", probabilities, value).reshape(x.shape)
@@ -167,12 +165,13 @@ class BertModel:
         return x, *labels
 
     def heads_stage(self, x, masked_lm_positions, masked_lm_ids, masked_lm_weights, next_sentence_labels):
+        table = self.word_table()  # asked for outside of the scopes below, which would be part of its name
         with self.scope("cls/predictions"):
             masked = jnp.take_along_axis(x, masked_lm_positions[:, :, np.newaxis], axis=1)
             with ipu.variable_scope("transform"):
                 masked = self.norm(self.dense(masked, x.shape[-1], "dense", nn_ops.gelu))
             bias = ipu.get_variable("output_bias", [self.args.vocab_size], initializer="zeros")
-            logits = (masked @ self.word_table().T + bias).astype(jnp.float32)
+            logits = (masked @ table.T + bias).astype(jnp.float32)
             losses = optax.softmax_cross_entropy_with_integer_labels(logits, masked_lm_ids)
             mlm_loss = jnp.sum(losses * masked_lm_weights)
             num_tokens = jnp.sum(masked_lm_weights)
@@ -285,7 +284,7 @@ def main(argv=None):
             all_losses.append(mlm_loss + nsp_loss)
             if args.save_path is not None and (step + 1) % args.steps_per_save == 0:
                 print(f"Saved {graph.saver.save(session, args.save_path)}")
-        return np.array(all_losses)
+        return np.array(all_losses), session.variables
 
 
 if __name__ == "__main__":

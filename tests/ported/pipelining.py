@@ -131,7 +131,7 @@ def main(argv=None):
             rate = examples_per_step / (time.time() - begin)
             print(f"Step {step}: loss {np.mean(losses):.4f}, {rate:.0f} images per second")
         session.run(graph.infeed_queue.deleter)
-    return np.concatenate(all_losses)
+        return np.concatenate(all_losses), session.variables
 
 
 if __name__ == "__main__":
