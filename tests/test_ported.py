@@ -101,106 +101,166 @@ def make_updates(dataset, rates, count):
 # The programs
 
 
-def test_pipelining():
-    """The learning rate is an input, and goes through the stages."""
-    argv = ["--steps", "3", "--filters", "4"]
-    with pytest.warns(UserWarning, match="move_variable_initialization_to_cpu has no effect"):
-        losses, variables = pipelining.main(argv)
+def run_pipelining(argv):
+    """A run's losses and variables, and those of a plain loop."""
     args = pipelining.parse_args(argv)
-    assert len(losses) == 3 * args.repeat_count * args.gradient_accumulation_count
-    assert losses[-8:].mean() < losses[:8].mean()
-    program = pipelining.Graph(args).train_op
+    pipelining.configure(args)
+    graph = pipelining.Graph(args)
+    found = pipelining.train(args, graph)
     rates = [args.learning_rate] * args.steps * args.repeat_count
     updates = make_updates(pipelining.create_dataset(args), rates, args.gradient_accumulation_count)
-    expected = plain_loop(program, initial_variables(program, args.seed), updates, optax.sgd)
+    start = initial_variables(graph.train_op, args.seed)
+    return found, plain_loop(graph.train_op, start, updates, optax.sgd)
+
+
+def test_pipelining():
+    """The learning rate is an input, and goes through the stages."""
+    with pytest.warns(UserWarning, match="move_variable_initialization_to_cpu has no effect"):
+        (losses, variables), expected = run_pipelining(["--steps", "3", "--filters", "4"])
+    assert len(losses) == 3 * 2 * 4
+    assert losses[-8:].mean() < losses[:8].mean()
     models.assert_trees_close((losses, variables), expected)
 
 
-def test_unet_industrial(tmp_path):
-    """Skip connections cross stages; an estimator trains, evaluates and predicts."""
-    args = unet_industrial.parse_args(["--steps", "16", "--model-dir", str(tmp_path)])
-    estimator, metrics, masks = unet_industrial.run(args)
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore:.*move_variable_initialization_to_cpu has no effect")
+@pytest.mark.parametrize("schedule", ["Interleaved", "Sequential"])
+def test_pipelining_with_another_schedule(schedule):
+    models.assert_trees_close(*run_pipelining(["--steps", "10", "--pipeline-schedule", schedule]))
+
+
+def run_unet(argv):
+    """A run's variables and what the estimator did last, and a plain loop's losses and variables."""
+    args = unet_industrial.parse_args(argv)
+    estimator, results = unet_industrial.run(args)
     names = [name for name in estimator.get_variable_names() if name != "global_step"]
     variables = {name: estimator.get_variable_value(name) for name in names}
-    train, evaluate = (
-        compile_spec(mode, estimator.params) for mode in (ipu.ModeKeys.TRAIN, ipu.ModeKeys.EVAL)
-    )
+    program = compile_spec(ipu.ModeKeys.TRAIN, estimator.params)
     count = args.gradient_accumulation_count
+    rates = [args.learning_rate] * (estimator.get_variable_value("global_step") // count)
     dataset = unet_industrial.training_input_fn(estimator.params)()
-    losses, expected = plain_loop(
-        train,
-        initial_variables(train, args.seed),
-        make_updates(dataset, [args.learning_rate] * (args.steps // count), count),
-        lambda rate: optax.rmsprop(rate, decay=0.9),
-        is_mean=True,
+    start, updates = initial_variables(program, args.seed), make_updates(dataset, rates, count)
+    expected = plain_loop(
+        program, start, updates, lambda rate: optax.rmsprop(rate, decay=0.9), is_mean=True
     )
-    assert losses[-count:].mean() < losses[:count].mean()
-    models.assert_trees_close(variables, expected)
-    found = plain_outputs(evaluate, variables, unet_industrial.eval_input_fn(estimator.params))
-    np.testing.assert_allclose([metrics["loss"], metrics["dice"]], np.mean(found, axis=0), rtol=1e-5)
-    assert np.shape(masks) == (args.eval_steps * args.batch_size, 16, 16, 1)
+    return variables, results, expected
 
 
 def compile_spec(mode, params):
-    """What an estimator compiles, in one program."""
+    """What an estimator compiles."""
     spec = unet_industrial.model_fn(mode, params)
-    is_training = mode == ipu.ModeKeys.TRAIN
     return front.compile_program(
         lambda: ipu.pipelining_ops.pipeline(
             spec.computational_stages,
             gradient_accumulation_count=spec.gradient_accumulation_count,
             infeed_queue=ipu.ipu_infeed_queue.IPUInfeedQueue(unet_industrial.eval_input_fn(params)),
             outfeed_queue=ipu.ipu_outfeed_queue.IPUOutfeedQueue(),
-            optimizer_function=spec.optimizer_function if is_training else None,
+            optimizer_function=spec.optimizer_function if mode == ipu.ModeKeys.TRAIN else None,
         )
     )
 
 
-def assert_bert_equals_a_plain_loop(argv):
-    _losses, variables = bert.main(argv)
+def assert_evaluated(argv, variables, metrics):
+    params = vars(unet_industrial.parse_args(argv))
+    program = compile_spec(ipu.ModeKeys.EVAL, params)
+    expected = plain_outputs(program, variables, unet_industrial.eval_input_fn(params))
+    np.testing.assert_allclose([metrics["loss"], metrics["dice"]], expected.mean(axis=0), rtol=1e-5)
+
+
+def test_unet(tmp_path):
+    """Skip connections cross stages; an estimator trains and evaluates."""
+    argv = ["--steps", "16", "--model-dir", str(tmp_path)]
+    variables, metrics, (losses, expected) = run_unet(argv)
+    assert losses[-4:].mean() < losses[:4].mean()
+    models.assert_trees_close(variables, expected)
+    assert_evaluated(argv, variables, metrics)
+
+
+@pytest.mark.thorough
+def test_unet_goes_on_and_predicts(tmp_path):
+    argv = ["--steps", "32", "--base-filters", "8", "--model-dir", str(tmp_path)]
+    unet_industrial.main([*argv, "--exec-mode", "train"])
+    variables, metrics, (losses, expected) = run_unet(argv)
+    assert len(losses) == 64
+    assert losses[-16:].mean() < 0.9 * losses[:16].mean()
+    models.assert_trees_close(variables, expected)
+    assert_evaluated(argv, variables, metrics)
+    _estimator, masks = unet_industrial.run(unet_industrial.parse_args([*argv, "--exec-mode", "predict"]))
+    params = vars(unet_industrial.parse_args(argv))
+    program = compile_spec(ipu.ModeKeys.PREDICT, params)
+    expected = plain_outputs(program, variables, unet_industrial.eval_input_fn(params))
+    np.testing.assert_allclose(masks, expected.reshape(masks.shape), rtol=1e-5)
+
+
+def run_bert(argv):
+    """The losses of a run's micro-batches, for each token, and its variables; and those of a plain loop."""
     args = bert.parse_args(argv)
-    program = bert.Graph(args).train
+    bert.configure(args)
+    graph = bert.Graph(args)
+    (mlm_losses, nsp_losses, num_tokens), variables = bert.train(args, graph)
     rates = [bert.learning_rate_at(args, step) for step in range(args.steps)]
     updates = make_updates(
         bert.PretrainingData(args),
         np.repeat(rates, args.batches_per_step),
         args.gradient_accumulation_count,
     )
-    _losses, expected = plain_loop(
-        program,
-        initial_variables(program, args.seed),
+    losses, expected = plain_loop(
+        graph.train,
+        initial_variables(graph.train, args.seed),
         updates,
         lambda rate: bert.get_optimizer(args, rate),
         seed=args.seed,
-        find_weight=lambda outputs: sum(num_tokens for _mlm, _nsp, num_tokens, *_captured in outputs),
+        find_weight=lambda outputs: sum(number for _mlm, _nsp, number, *_captured in outputs),
     )
-    models.assert_trees_close(variables, expected)
-    assert [name for name in variables if "word_embeddings" in name] == ["bert/embeddings/word_embeddings"]
-    return _losses
+    losses = losses[-len(num_tokens) :] / num_tokens
+    return (mlm_losses / num_tokens + nsp_losses, variables), (losses, expected)
 
 
-def test_bert(tmp_path):
-    """With dropout: the plain loop has the same keys."""
-    argv = ["--steps", "3", "--warmup-steps", "1", "--recompute", "--offload-optimizer"]
-    argv += ["--save-path", str(tmp_path), "--steps-per-save", "1"]
-    losses = assert_bert_equals_a_plain_loop(argv)
+def test_bert():
+    """Embeddings and heads have one table; the loss is a sum over tokens."""
+    found, expected = run_bert(["--steps", "3", "--warmup-steps", "1", "--dropout-prob", "0"])
+    losses, variables = found
     assert losses[-8:].mean() < losses[:8].mean()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["4", "6"]
+    assert [name for name in variables if "word_embeddings" in name] == ["bert/embeddings/word_embeddings"]
+    models.assert_trees_close(found, expected)
 
 
-def test_resnet(tmp_path):
-    """Training, validation and checkpoints."""
-    argv = ["--epochs", "2", "--log-dir", str(tmp_path)]
-    history, variables = resnet.main(argv)
+@pytest.mark.thorough
+def test_bert_with_everything(tmp_path):
+    """Dropout, too: the plain loop has the same keys. A second run goes on in another split."""
+    argv = ["--num-layers", "4", "--layers-per-stage", "2", "--recompute", "--offload-optimizer"]
+    argv += ["--save-path", str(tmp_path), "--steps-per-save", "2"]
+    models.assert_trees_close(*run_bert([*argv, "--steps", "4"]))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["4", "8"]
+
+
+@pytest.mark.thorough
+def test_bert_in_bfloat16():
+    """Variables, accumulators and the optimizer are in float32."""
+    args = bert.parse_args(["--precision", "16.32", "--optimizer", "adamw", "--base-learning-rate", "0.01"])
+    bert.configure(args)
+    (mlm_losses, _nsp_losses, num_tokens), variables = bert.train(args, bert.Graph(args))
+    assert (
+        mlm_losses[-16:].sum() / num_tokens[-16:].sum()
+        < 0.9 * mlm_losses[:16].sum() / num_tokens[:16].sum()
+    )
+    assert {value.dtype.name for value in variables.values()} == {"float32"}
+
+
+def run_resnet(argv, is_compared=True):
     args = resnet.parse_args(argv)
+    resnet.configure(args)
     digits = datasets.load_digits()
     train, valid = resnet.training_graph(args, digits), resnet.validation_graph(args, digits)
-    batches, held_out = (
-        datasets.TrainingBatches(images[..., np.newaxis], labels, args.batch_size, seed)
-        for images, labels, seed in (
-            (digits.train_images, digits.train_labels, args.seed),
-            (digits.test_images, digits.test_labels, 0),
-        )
+    history, variables = resnet.train_process(args, train, valid)
+    losses = np.concatenate([losses for losses, _accuracy in history])
+    if not is_compared:
+        return losses, variables
+    images = digits.train_images[..., np.newaxis]
+    batches = datasets.TrainingBatches(images, digits.train_labels, args.batch_size, args.seed)
+    rates = [resnet.learning_rate_at(args, epoch) for epoch in range(args.epochs)]
+    updates = make_updates(
+        batches, np.repeat(rates, args.updates_per_epoch), args.gradient_accumulation_count
     )
 
     def make_optimizer(rate):
@@ -210,14 +270,29 @@ def test_resnet(tmp_path):
         decay = optax.add_decayed_weights(args.weight_decay, is_decayed)
         return optax.chain(decay, optax.sgd(rate, args.momentum))
 
-    rates = [resnet.learning_rate_at(args, epoch) for epoch in range(args.epochs)]
-    updates = make_updates(
-        batches, np.repeat(rates, args.updates_per_epoch), args.gradient_accumulation_count
-    )
     start = initial_variables(train.run, args.seed)
-    expected = plain_loop(train.run, start, updates, make_optimizer, is_mean=True)
-    losses = np.concatenate([losses for losses, _accuracy in history])
-    assert losses[-8:].mean() < losses[:8].mean()
-    models.assert_trees_close((losses, variables), expected)
+    models.assert_trees_close(
+        (losses, variables), plain_loop(train.run, start, updates, make_optimizer, is_mean=True)
+    )
+    images = digits.test_images[..., np.newaxis]
+    held_out = datasets.TrainingBatches(images, digits.test_labels, args.batch_size)
     accuracies = plain_outputs(valid.run, variables, itertools.islice(iter(held_out), valid.num_batches))
     assert history[-1][1] == pytest.approx(np.mean(accuracies))
+    return losses, variables
+
+
+def test_resnet():
+    """Stages are cut at names; validation shares the variables, the moving means among them."""
+    losses, _variables = run_resnet(["--epochs", "2", "--blocks", "1", "1", "--pipeline-splits", "b2/0"])
+    assert losses[-8:].mean() < losses[:8].mean()
+
+
+@pytest.mark.thorough
+def test_resnet_goes_on_in_another_split(tmp_path):
+    argv = ["--norm-type", "GROUP", "--blocks", "1", "2", "1"]
+    whole, variables = run_resnet([*argv, "--epochs", "4"])
+    argv += ["--log-dir", str(tmp_path)]
+    first, _variables = run_resnet([*argv, "--epochs", "4", "--stop-after", "2"], is_compared=False)
+    argv += ["--restoring", "--pipeline-splits", "b2/1", "head"]
+    second, restored = run_resnet([*argv, "--epochs", "4"], is_compared=False)
+    models.assert_trees_close((np.concatenate([first, second]), restored), (whole, variables), 1e-5)

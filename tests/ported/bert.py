@@ -264,27 +264,31 @@ def learning_rate_at(args, step):
     return args.base_learning_rate * (args.steps - step) / max(1, args.steps - args.warmup_steps)
 
 
+def train(args, graph):
+    """What the outfeed gave, [micro-batches] each, and the variables."""
+    with ipu.Session() as session:
+        session.run(graph.infeed_queue.initializer)
+        if args.restore:
+            graph.saver.restore(session, ipu.latest_checkpoint(args.save_path))
+        outputs = []
+        for step in range(session.update_count() // args.batches_per_step, args.steps):
+            session.run(graph.train, {graph.learning_rate: learning_rate_at(args, step)})
+            outputs.append(session.run(graph.outfeed))
+            mlm_losses, nsp_losses, num_tokens = outputs[-1]
+            mlm_loss, nsp_loss = mlm_losses.sum() / num_tokens.sum(), nsp_losses.mean()
+            print(f"Step {step}: masked words {mlm_loss:.4f}, next sentences {nsp_loss:.4f}")
+            if args.save_path is not None and (step + 1) % args.steps_per_save == 0:
+                print(f"Saved {graph.saver.save(session, args.save_path)}")
+        return np.concatenate(outputs, axis=1), session.variables
+
+
 def main(argv=None):
     args = parse_args(argv)
     configure(args)
     graph = Graph(args)
     num_parameters = sum(int(np.prod(variable.shape)) for variable in ipu.trainable_variables())
     print(f"{num_parameters:,} parameters")
-    with ipu.Session() as session:
-        session.run(graph.infeed_queue.initializer)
-        if args.restore:
-            graph.saver.restore(session, ipu.latest_checkpoint(args.save_path))
-        first = session.update_count() // args.batches_per_step
-        all_losses = []
-        for step in range(first, args.steps):
-            session.run(graph.train, {graph.learning_rate: learning_rate_at(args, step)})
-            mlm_losses, nsp_losses, num_tokens = session.run(graph.outfeed)
-            mlm_loss, nsp_loss = mlm_losses.sum() / num_tokens.sum(), nsp_losses.mean()
-            print(f"Step {step}: masked words {mlm_loss:.4f}, next sentences {nsp_loss:.4f}")
-            all_losses.append(mlm_loss + nsp_loss)
-            if args.save_path is not None and (step + 1) % args.steps_per_save == 0:
-                print(f"Saved {graph.saver.save(session, args.save_path)}")
-        return np.array(all_losses), session.variables
+    train(args, graph)
 
 
 if __name__ == "__main__":

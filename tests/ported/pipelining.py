@@ -114,10 +114,8 @@ def configure(args):
     ipu.utils.reset_ipu_seed(args.seed)
 
 
-def main(argv=None):
-    args = parse_args(argv)
-    configure(args)
-    graph = Graph(args)
+def train(args, graph):
+    """The losses of all micro-batches, and the variables."""
     examples_per_step = args.batch_size * args.gradient_accumulation_count * args.repeat_count
     with ipu.Session() as session:
         session.run(graph.init_op)
@@ -128,10 +126,16 @@ def main(argv=None):
             session.run(graph.train_op, feed_dict={graph.learning_rate: args.learning_rate})
             losses = session.run(graph.outfeed_op)
             all_losses.append(losses)
-            rate = examples_per_step / (time.time() - begin)
-            print(f"Step {step}: loss {np.mean(losses):.4f}, {rate:.0f} images per second")
+            speed = examples_per_step / (time.time() - begin)
+            print(f"Step {step}: loss {np.mean(losses):.4f}, {speed:.0f} images per second")
         session.run(graph.infeed_queue.deleter)
         return np.concatenate(all_losses), session.variables
+
+
+def main(argv=None):
+    args = parse_args(argv)
+    configure(args)
+    train(args, Graph(args))
 
 
 if __name__ == "__main__":

@@ -211,8 +211,8 @@ def learning_rate_at(args, epoch):
     return args.base_learning_rate * args.learning_rate_decay[number]
 
 
-def train_process(args, digits):
-    train, valid = training_graph(args, digits), validation_graph(args, digits)
+def train_process(args, train, valid):
+    """The losses and the validation's accuracy of each epoch, and the variables."""
     saver = ipu.Saver(max_to_keep=3)
     history = []
     with ipu.Session() as session:
@@ -239,7 +239,8 @@ def train_process(args, digits):
 def main(argv=None):
     args = parse_args(argv)
     configure(args)
-    return train_process(args, datasets.load_digits())
+    digits = datasets.load_digits()
+    train_process(args, training_graph(args, digits), validation_graph(args, digits))
 
 
 if __name__ == "__main__":

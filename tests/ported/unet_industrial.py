@@ -18,6 +18,11 @@ from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput
 
 def parse_args(argv=None):
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--exec-mode",
+        choices=["train_and_evaluate", "train", "evaluate", "predict"],
+        default="train_and_evaluate",
+    )
     parser.add_argument("--batch-size", type=int, default=2)
     parser.add_argument("--image-size", type=int, default=16)
     parser.add_argument("--base-filters", type=int, default=4)
@@ -143,22 +148,27 @@ def create_estimator(args):
     )
 
 
+def run(args):
+    """The estimator, and what it did last: metrics or masks."""
+    estimator, results = create_estimator(args), None
+    if "train" in args.exec_mode:
+        estimator.train(training_input_fn, steps=args.steps)
+    if "evaluate" in args.exec_mode:
+        results = estimator.evaluate(eval_input_fn, steps=args.eval_steps)
+        print(", ".join(f"{name} {value:.4f}" for name, value in sorted(results.items())))
+    if args.exec_mode == "predict":
+        results = np.stack(list(estimator.predict(eval_input_fn)))
+        print(f"{len(results)} masks; defects take {np.mean(results > 0.5):.1%} of all pixels")
+    return estimator, results
+
+
 def main(argv=None):
     args = parse_args(argv)
-    if args.model_dir is None:
-        with tempfile.TemporaryDirectory() as args.model_dir:
-            return run(args)
-    return run(args)
-
-
-def run(args):
-    estimator = create_estimator(args)
-    estimator.train(training_input_fn, steps=args.steps)
-    metrics = estimator.evaluate(eval_input_fn, steps=args.eval_steps)
-    print(", ".join(f"{name} {value:.4f}" for name, value in sorted(metrics.items())))
-    masks = list(estimator.predict(eval_input_fn))
-    print(f"{len(masks)} masks; {np.mean([mask > 0.5 for mask in masks]):.1%} of all pixels are of defects")
-    return estimator, metrics, masks
+    if args.model_dir is not None:
+        run(args)
+        return
+    with tempfile.TemporaryDirectory() as args.model_dir:
+        run(args)
 
 
 if __name__ == "__main__":
