@@ -1,6 +1,7 @@
 """The programs in `ported`: they run, their losses fall, and they compute what a plain loop computes."""
 
 import itertools
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -124,9 +125,8 @@ def test_pipelining():
 
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:.*move_variable_initialization_to_cpu has no effect")
-@pytest.mark.parametrize("schedule", ["Interleaved", "Sequential"])
-def test_pipelining_with_another_schedule(schedule):
-    models.assert_trees_close(*run_pipelining(["--steps", "10", "--pipeline-schedule", schedule]))
+def test_pipelining_with_another_schedule():
+    models.assert_trees_close(*run_pipelining(["--steps", "8", "--pipeline-schedule", "Interleaved"]))
 
 
 def run_unet(argv):
@@ -212,8 +212,7 @@ def run_bert(argv):
         seed=args.seed,
         find_weight=lambda outputs: sum(number for _mlm, _nsp, number, *_captured in outputs),
     )
-    losses = losses[-len(num_tokens) :] / num_tokens
-    return (mlm_losses / num_tokens + nsp_losses, variables), (losses, expected)
+    return (mlm_losses / num_tokens + nsp_losses, variables), (losses / num_tokens, expected)
 
 
 def test_bert():
@@ -227,11 +226,18 @@ def test_bert():
 
 @pytest.mark.thorough
 def test_bert_with_everything(tmp_path):
-    """Dropout, too: the plain loop has the same keys. A second run goes on in another split."""
-    argv = ["--num-layers", "4", "--layers-per-stage", "2", "--recompute", "--offload-optimizer"]
+    """Dropout, too: the plain loop has the same keys. Later a run goes on from an older checkpoint."""
+    argv = ["--recompute", "--offload-optimizer", "--steps", "4"]
     argv += ["--save-path", str(tmp_path), "--steps-per-save", "2"]
-    models.assert_trees_close(*run_bert([*argv, "--steps", "4"]))
+    found, expected = run_bert(argv)
+    models.assert_trees_close(found, expected)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["4", "8"]
+    shutil.rmtree(tmp_path / "8")
+    args = bert.parse_args([*argv, "--restore", "--layers-per-stage", "2"])
+    bert.configure(args)
+    (mlm_losses, nsp_losses, num_tokens), variables = bert.train(args, bert.Graph(args))
+    losses, expected = found
+    models.assert_trees_close((mlm_losses / num_tokens + nsp_losses, variables), (losses[16:], expected))
 
 
 @pytest.mark.thorough
@@ -283,16 +289,18 @@ def run_resnet(argv, is_compared=True):
 
 def test_resnet():
     """Stages are cut at names; validation shares the variables, the moving means among them."""
-    losses, _variables = run_resnet(["--epochs", "2", "--blocks", "1", "1", "--pipeline-splits", "b2/0"])
-    assert losses[-8:].mean() < losses[:8].mean()
+    argv = ["--epochs", "2", "--updates-per-epoch", "2", "--blocks", "1", "1", "--pipeline-splits", "b2/0"]
+    losses, _variables = run_resnet(argv)
+    assert losses[-4:].mean() < losses[:4].mean()
 
 
 @pytest.mark.thorough
 def test_resnet_goes_on_in_another_split(tmp_path):
-    argv = ["--norm-type", "GROUP", "--blocks", "1", "2", "1"]
-    whole, variables = run_resnet([*argv, "--epochs", "4"])
+    argv = ["--norm-type", "GROUP", "--blocks", "1", "2", "--updates-per-epoch", "2"]
+    argv += ["--pipeline-splits", "b2/0", "b2/1"]
+    losses, variables = run_resnet([*argv, "--epochs", "4"])
     argv += ["--log-dir", str(tmp_path)]
-    first, _variables = run_resnet([*argv, "--epochs", "4", "--stop-after", "2"], is_compared=False)
-    argv += ["--restoring", "--pipeline-splits", "b2/1", "head"]
+    first, _variables = run_resnet([*argv, "--epochs", "2"], is_compared=False)
+    argv += ["--restoring", "--pipeline-splits", "b1/0"]
     second, restored = run_resnet([*argv, "--epochs", "4"], is_compared=False)
-    models.assert_trees_close((np.concatenate([first, second]), restored), (whole, variables), 1e-5)
+    models.assert_trees_close((np.concatenate([first, second]), restored), (losses, variables))
