@@ -38,6 +38,11 @@ def parse_args(argv=None):
     parser.add_argument("--max-grad-norm", type=float, default=1.0)
     parser.add_argument("--optimizer", choices=["lamb", "adamw"], default="lamb")
     parser.add_argument("--precision", choices=["32", "16.32"], default="32", help="Computation.variables.")
+    parser.add_argument(
+        "--pipeline-schedule",
+        type=lambda name: pipelining_ops.PipelineSchedule[name],
+        default="Grouped",
+    )
     parser.add_argument("--recompute", action="store_true")
     parser.add_argument("--offload-optimizer", action="store_true")
     parser.add_argument("--steps", type=int, default=10)
@@ -161,7 +166,7 @@ class BertModel:
     def encoder_stage(self, x, *labels, layers):
         for number in layers:
             with self.scope(f"bert/encoder/layer_{number}"):
-                x = pipelining_ops.recomputation_checkpoint(self.encoder_layer(x))
+                x = pipelining_ops.recomputation_checkpoint(self.encoder_layer(x), name=f"layer_{number}")
         return x, *labels
 
     def heads_stage(self, x, masked_lm_positions, masked_lm_ids, masked_lm_weights, next_sentence_labels):
@@ -232,6 +237,7 @@ class Graph:
                 outfeed_queue=self.outfeed_queue,
                 optimizer_function=optimizer_function,
                 device_mapping=device_mapping,
+                pipeline_schedule=args.pipeline_schedule,
                 recomputation_mode=(
                     pipelining_ops.RecomputationMode.RecomputeAndBackpropagateInterleaved
                     if args.recompute
