@@ -36,7 +36,7 @@ def parse_args(argv=None):
     parser.add_argument("--warmup-steps", type=int, default=2)
     parser.add_argument("--weight-decay", type=float, default=0.01)
     parser.add_argument("--max-grad-norm", type=float, default=1.0)
-    parser.add_argument("--optimizer", choices=["lamb", "adamw"], default="lamb")
+    parser.add_argument("--optimizer", choices=["lamb", "adamw", "momentum"], default="lamb")
     parser.add_argument("--precision", choices=["32", "16.32"], default="32", help="Computation.variables.")
     parser.add_argument(
         "--pipeline-schedule",
@@ -204,11 +204,14 @@ def get_optimizer(args, learning_rate):
     def is_decayed(parameters):
         return {name: not name.endswith(NOT_DECAYED) for name in parameters}
 
-    make = {"lamb": optax.lamb, "adamw": optax.adamw}[args.optimizer]
-    return optax.chain(
-        optax.clip_by_global_norm(args.max_grad_norm),
-        make(learning_rate, eps=1e-6, weight_decay=args.weight_decay, mask=is_decayed),
-    )
+    if args.optimizer == "momentum":
+        optimizer = optax.chain(
+            optax.add_decayed_weights(args.weight_decay, is_decayed), optax.sgd(learning_rate, momentum=0.9)
+        )
+    else:
+        make = {"lamb": optax.lamb, "adamw": optax.adamw}[args.optimizer]
+        optimizer = make(learning_rate, eps=1e-6, weight_decay=args.weight_decay, mask=is_decayed)
+    return optax.chain(optax.clip_by_global_norm(args.max_grad_norm), optimizer)
 
 
 class Graph:
