@@ -21,15 +21,15 @@ from figures import rooms  # noqa: E402  # scripts are no package
 README = (ROOT / "README.md").read_text()
 
 
-def run(code, folder=ROOT):
-    """What a snippet prints, run in a folder."""
+def run(code, folder=ROOT, as_tests=False):
+    """What a snippet prints, run in a folder; see `environment`."""
     result = subprocess.run(
         [sys.executable, "-W", "error", "-c", code],
         capture_output=True,
         text=True,
         timeout=120,
         cwd=folder,
-        env=environment() | {"PYTHONPATH": str(ROOT)},
+        env=environment(as_tests) | {"PYTHONPATH": str(ROOT)},
         check=False,
     )
     assert result.returncode == 0, result.stderr
@@ -103,7 +103,7 @@ def test_figures_of_speed_are_those_of_the_benchmarks_page():
         assert on[0] in " ".join(README.split())
 
 
-PAGES = ["memory.md", "checkpoints.md", "porting.md", "watching.md", "mixed_precision.md"]
+PAGES = ["memory.md", "checkpoints.md", "watching.md", "mixed_precision.md"]
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -116,6 +116,15 @@ def test_what_examples_of_pages_print(name, tmp_path):
         return re.sub(r"\d+ (of temporaries)", r"\1", text)
 
     assert without_temporaries(printed) == without_temporaries("".join(text for _code, text in pairs))
+
+
+def test_programs_of_the_porting_page():
+    """Each is complete in itself."""
+    page = (ROOT / "docs" / "porting.md").read_text()
+    pairs = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", page, re.DOTALL)
+    assert len(pairs) == page.count("```python") == 2
+    for code, expected in pairs:
+        assert run(code, as_tests=True) == expected
 
 
 def test_links_lead_somewhere():

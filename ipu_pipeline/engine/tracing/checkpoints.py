@@ -17,7 +17,7 @@ __all__ = ["check_marks", "has_marks", "mark_of", "recomputation_checkpoint"]
 _MARK = "ipu_pipeline.recomputation_checkpoint."
 
 
-def recomputation_checkpoint(tree: Any) -> Any:
+def recomputation_checkpoint(tree: Any, name: str | None = None) -> Any:
     """Marks values that a stage keeps for its backward where it would compute them again.
 
     Without recomputation, and in the mode RecomputeThenBackpropagate, it does nothing. A value that is used
@@ -25,6 +25,7 @@ def recomputation_checkpoint(tree: Any) -> Any:
 
     Args:
       tree: a pytree of arrays in the stage being traced.
+      name: of an operation in TensorFlow; nothing is called so here.
 
     Returns:
       The same values, which are to be used from here on.
@@ -36,6 +37,7 @@ def recomputation_checkpoint(tree: Any) -> Any:
       x = recomputation_checkpoint(first_half(x))
       return second_half(x)
     """
+    del name
     current = frames.current_frame("recomputation_checkpoint")
     if not current.may_recompute:
         raise RuntimeError(

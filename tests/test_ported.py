@@ -1,0 +1,313 @@
+"""The programs in `ported`: they run, their losses fall, and they compute what a plain loop computes.
+
+Runs are short where there are ReLUs: sooner or later an activation is so near to 0 that rounding decides
+whether it has a gradient.
+"""
+
+import itertools
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import ipu_pipeline as ipu
+from ipu_pipeline import config_categories, datasets, utils
+from ipu_pipeline.engine import reference
+from ipu_pipeline.engine.state import PipelineState
+from tests import front, models
+from tests.ported import bert, pipelining, resnet, unet_industrial
+
+
+@pytest.fixture(autouse=True)
+def as_in_a_new_process(monkeypatch):
+    monkeypatch.setattr(config_categories, "_warned", set())
+    monkeypatch.setattr(utils, "_seed", 0)
+
+
+def plain_loop(program, start, updates, make_optimizer, seed=0, is_mean=False, find_weight=None):
+    """Weight updates on one device, each from `jax.grad` of one micro-batch after another.
+
+    Args:
+      program: of one pipeline; of it only what its stages compute is used.
+      start: the variables.
+      updates: for each update its micro-batches, and the learning rate, which the program has as its input.
+      make_optimizer: takes the learning rate.
+      seed: the session's.
+      is_mean: whether gradients are divided by the number of micro-batches.
+      find_weight: what gradients are divided by, from what the last stage returned for each micro-batch.
+
+    Returns:
+      The losses, and the variables.
+    """
+    traced = program.calls[0].pipeline.traced
+    specs = traced.variables.values()
+    hidden = {spec.name: jnp.zeros(spec.shape, spec.dtype) for spec in specs if spec.name not in start}
+    trained = [spec.name for spec in specs if spec.trainable and spec.name in start]
+    variables = jax.tree.map(jnp.asarray, {**start, **hidden})
+    optimizer_state, losses = None, []
+
+    @jax.jit
+    def gradients(variables, micro_batch, number, count, rate):
+        state = PipelineState(variables, None, np.int32(0), count, jax.random.key(seed))
+        return reference.gradients(traced, state, micro_batch, number, [rate], trained)
+
+    @jax.jit
+    def updated(parameters, total, optimizer_state, rate):
+        with jax.numpy_dtype_promotion("standard"):
+            changes, state = make_optimizer(rate).update(total, optimizer_state, parameters)
+            return optax.apply_updates(parameters, changes), state
+
+    for update, (micro_batches, rate) in enumerate(updates):
+        before, total, all_outputs = variables, None, []
+        for number, micro_batch in enumerate(micro_batches):
+            loss, found, outputs, variables = gradients(
+                variables, micro_batch, np.int32(number), np.int32(update), rate
+            )
+            total = found if total is None else jax.tree.map(jnp.add, total, found)
+            losses.append(loss)
+            all_outputs.append(outputs)
+        divisor = len(micro_batches) if is_mean else 1 if find_weight is None else find_weight(all_outputs)
+        total = jax.tree.map(lambda value, by=divisor: value / by, total)
+        parameters = {name: before[name] for name in trained}
+        if optimizer_state is None:
+            optimizer_state = jax.jit(make_optimizer(rate).init)(parameters)
+        parameters, optimizer_state = updated(parameters, total, optimizer_state, rate)
+        variables = {**variables, **parameters}
+    return np.array(losses), {name: np.asarray(variables[name]) for name in sorted(start)}
+
+
+def plain_outputs(program, variables, micro_batches):
+    """What the last stage of a program that infers returns, for one micro-batch after another."""
+    traced = program.calls[0].pipeline.traced
+
+    @jax.jit
+    def outputs(micro_batch):
+        state = PipelineState(variables, None, np.int32(0), np.int32(0), jax.random.key(0))
+        return reference.gradients(traced, state, micro_batch, 0, [], [])[2]
+
+    return np.array([outputs(micro_batch) for micro_batch in micro_batches])
+
+
+def initial_variables(program, seed):
+    with ipu.Session(seed) as session:
+        session.create_variables(program)
+        return session.variables
+
+
+def make_updates(dataset, rates, count):
+    """The first micro-batches of a data set, so many for each learning rate."""
+    micro_batches = iter(dataset)
+    return [(list(itertools.islice(micro_batches, count)), np.float32(rate)) for rate in rates]
+
+
+# The programs
+
+
+def run_pipelining(argv):
+    """A run's losses and variables, and those of a plain loop."""
+    args = pipelining.parse_args(argv)
+    pipelining.configure(args)
+    graph = pipelining.Graph(args)
+    found = pipelining.train(args, graph)
+    rates = [args.learning_rate] * args.steps * args.repeat_count
+    updates = make_updates(pipelining.create_dataset(args), rates, args.gradient_accumulation_count)
+    start = initial_variables(graph.train_op, args.seed)
+    return found, plain_loop(graph.train_op, start, updates, optax.sgd)
+
+
+def test_pipelining():
+    """The learning rate is an input, and goes through the stages."""
+    with pytest.warns(UserWarning, match="move_variable_initialization_to_cpu has no effect"):
+        (losses, variables), expected = run_pipelining(["--steps", "3", "--filters", "4"])
+    assert len(losses) == 3 * 2 * 4
+    assert losses[-8:].mean() < losses[:8].mean()
+    models.assert_trees_close((losses, variables), expected)
+
+
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore:.*move_variable_initialization_to_cpu has no effect")
+def test_pipelining_with_another_schedule():
+    models.assert_trees_close(*run_pipelining(["--steps", "4", "--pipeline-schedule", "Interleaved"]))
+
+
+def run_unet(argv):
+    """A run's variables and what the estimator did last, and a plain loop's losses and variables."""
+    args = unet_industrial.parse_args(argv)
+    estimator, results = unet_industrial.run(args)
+    names = [name for name in estimator.get_variable_names() if name != "global_step"]
+    variables = {name: estimator.get_variable_value(name) for name in names}
+    program = compile_spec(ipu.ModeKeys.TRAIN, estimator.params)
+    count = args.gradient_accumulation_count
+    rates = [args.learning_rate] * (estimator.get_variable_value("global_step") // count)
+    dataset = unet_industrial.training_input_fn(estimator.params)()
+    start, updates = initial_variables(program, args.seed), make_updates(dataset, rates, count)
+    expected = plain_loop(
+        program, start, updates, lambda rate: optax.rmsprop(rate, decay=0.9), is_mean=True
+    )
+    return variables, results, expected
+
+
+def compile_spec(mode, params):
+    """What an estimator compiles."""
+    spec = unet_industrial.model_fn(mode, params)
+    return front.compile_program(
+        lambda: ipu.pipelining_ops.pipeline(
+            spec.computational_stages,
+            gradient_accumulation_count=spec.gradient_accumulation_count,
+            infeed_queue=ipu.ipu_infeed_queue.IPUInfeedQueue(unet_industrial.eval_input_fn(params)),
+            outfeed_queue=ipu.ipu_outfeed_queue.IPUOutfeedQueue(),
+            optimizer_function=spec.optimizer_function if mode == ipu.ModeKeys.TRAIN else None,
+        )
+    )
+
+
+def assert_evaluated(argv, variables, metrics):
+    params = vars(unet_industrial.parse_args(argv))
+    program = compile_spec(ipu.ModeKeys.EVAL, params)
+    expected = plain_outputs(program, variables, unet_industrial.eval_input_fn(params))
+    np.testing.assert_allclose([metrics["loss"], metrics["dice"]], expected.mean(axis=0), rtol=1e-5)
+
+
+def test_unet(tmp_path):
+    """Skip connections cross stages; an estimator trains."""
+    argv = ["--steps", "16", "--exec-mode", "train", "--model-dir", str(tmp_path)]
+    variables, _nothing, (losses, expected) = run_unet(argv)
+    assert losses[-4:].mean() < losses[:4].mean()
+    models.assert_trees_close(variables, expected)
+
+
+@pytest.mark.thorough
+def test_unet_goes_on_evaluates_and_predicts(tmp_path):
+    argv = ["--steps", "16", "--base-filters", "8", "--model-dir", str(tmp_path)]
+    unet_industrial.main([*argv, "--exec-mode", "train"])
+    variables, metrics, (losses, expected) = run_unet(argv)
+    assert len(losses) == 32
+    assert losses[-8:].mean() < 0.95 * losses[:8].mean()
+    models.assert_trees_close(variables, expected)
+    assert_evaluated(argv, variables, metrics)
+    _estimator, masks = unet_industrial.run(unet_industrial.parse_args([*argv, "--exec-mode", "predict"]))
+    params = vars(unet_industrial.parse_args(argv))
+    program = compile_spec(ipu.ModeKeys.PREDICT, params)
+    expected = plain_outputs(program, variables, unet_industrial.eval_input_fn(params))
+    np.testing.assert_allclose(masks, expected.reshape(masks.shape), rtol=1e-5)
+
+
+def run_bert(argv):
+    """The losses of a run's micro-batches, for each token, and its variables; and those of a plain loop."""
+    args = bert.parse_args(argv)
+    bert.configure(args)
+    graph = bert.Graph(args)
+    (mlm_losses, nsp_losses, num_tokens), variables = bert.train(args, graph)
+    rates = [bert.learning_rate_at(args, step) for step in range(args.steps)]
+    updates = make_updates(
+        bert.PretrainingData(args),
+        np.repeat(rates, args.batches_per_step),
+        args.gradient_accumulation_count,
+    )
+    losses, expected = plain_loop(
+        graph.train,
+        initial_variables(graph.train, args.seed),
+        updates,
+        lambda rate: bert.get_optimizer(args, rate),
+        seed=args.seed,
+        find_weight=lambda outputs: sum(number for _mlm, _nsp, number, *_captured in outputs),
+    )
+    return (mlm_losses / num_tokens + nsp_losses, variables), (losses / num_tokens, expected)
+
+
+def test_bert():
+    """Embeddings and heads have one table; the loss is a sum over tokens, whose number the update sees.
+
+    With LAMB, or where the norm is clipped, it would see the gradients' direction only.
+    """
+    options = "--steps 3 --warmup-steps 1 --dropout-prob 0 --optimizer momentum --base-learning-rate 0.1"
+    found, expected = run_bert([*options.split(), "--max-grad-norm", "100"])
+    losses, variables = found
+    assert losses[-8:].mean() < losses[:8].mean()
+    assert [name for name in variables if "word_embeddings" in name] == ["bert/embeddings/word_embeddings"]
+    models.assert_trees_close(found, expected)
+
+
+@pytest.mark.thorough
+def test_bert_with_everything(tmp_path):
+    """Dropout, too: the plain loop has the same keys. Later a run goes on from an older checkpoint."""
+    argv = ["--steps", "4", "--save-path", str(tmp_path), "--steps-per-save", "2"]
+    found, expected = run_bert([*argv, "--recompute", "--offload-optimizer"])
+    models.assert_trees_close(found, expected)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["4", "8"]
+    shutil.rmtree(tmp_path / "8")
+    args = bert.parse_args([*argv, "--restore", "--layers-per-stage", "2"])
+    bert.configure(args)
+    (mlm_losses, nsp_losses, num_tokens), variables = bert.train(args, bert.Graph(args))
+    losses, expected = found
+    models.assert_trees_close((mlm_losses / num_tokens + nsp_losses, variables), (losses[16:], expected))
+
+
+@pytest.mark.thorough
+def test_bert_in_bfloat16():
+    """Variables, accumulators and the optimizer are in float32."""
+    options = "--precision 16.32 --num-layers 1 --optimizer adamw --base-learning-rate 0.01"
+    args = bert.parse_args(options.split())
+    bert.configure(args)
+    (mlm_losses, _nsp_losses, num_tokens), variables = bert.train(args, bert.Graph(args))
+    first, last = (
+        mlm_losses[part].sum() / num_tokens[part].sum() for part in (slice(16), slice(-16, None))
+    )
+    assert last < 0.9 * first
+    assert {value.dtype.name for value in variables.values()} == {"float32"}
+
+
+def run_resnet(argv, is_compared=True):
+    args = resnet.parse_args(argv)
+    resnet.configure(args)
+    digits = datasets.load_digits()
+    train, valid = resnet.training_graph(args, digits), resnet.validation_graph(args, digits)
+    history, variables = resnet.train_process(args, train, valid)
+    losses = np.concatenate([losses for losses, _accuracy in history])
+    if not is_compared:
+        return losses, variables
+    images = digits.train_images[..., np.newaxis]
+    batches = datasets.TrainingBatches(images, digits.train_labels, args.batch_size, args.seed)
+    rates = [resnet.learning_rate_at(args, epoch) for epoch in range(args.epochs)]
+    updates = make_updates(
+        batches, np.repeat(rates, args.updates_per_epoch), args.gradient_accumulation_count
+    )
+
+    def make_optimizer(rate):
+        def is_decayed(parameters):
+            return {name: name.endswith("kernel") for name in parameters}
+
+        decay = optax.add_decayed_weights(args.weight_decay, is_decayed)
+        return optax.chain(decay, optax.sgd(rate, args.momentum))
+
+    start = initial_variables(train.run, args.seed)
+    models.assert_trees_close(
+        (losses, variables), plain_loop(train.run, start, updates, make_optimizer, is_mean=True)
+    )
+    images = digits.test_images[..., np.newaxis]
+    held_out = datasets.TrainingBatches(images, digits.test_labels, args.batch_size)
+    accuracies = plain_outputs(valid.run, variables, itertools.islice(iter(held_out), valid.num_batches))
+    assert history[-1][1] == pytest.approx(np.mean(accuracies))
+    return losses, variables
+
+
+def test_resnet():
+    """Stages are cut at names; validation shares the variables, the moving means among them."""
+    argv = ["--epochs", "2", "--updates-per-epoch", "2", "--blocks", "1", "1", "--pipeline-splits", "b2/0"]
+    losses, _variables = run_resnet(argv)
+    assert losses[-4:].mean() < losses[:4].mean()
+
+
+@pytest.mark.thorough
+def test_resnet_goes_on_in_another_split(tmp_path):
+    argv = ["--norm-type", "GROUP", "--blocks", "2", "--updates-per-epoch", "2"]
+    argv += ["--pipeline-splits", "b1/0", "b1/1"]
+    losses, variables = run_resnet([*argv, "--epochs", "4"])
+    argv += ["--log-dir", str(tmp_path)]
+    first, _variables = run_resnet([*argv, "--epochs", "2"], is_compared=False)
+    argv += ["--restoring", "--pipeline-splits", "head"]
+    second, restored = run_resnet([*argv, "--epochs", "4"], is_compared=False)
+    models.assert_trees_close((np.concatenate([first, second]), restored), (losses, variables))
