@@ -178,6 +178,11 @@ def test_loops_that_are_not_reduced():
         hoisting.test_a_scan_s_variable_has_the_gradient_of_the_same_scan_by_hand(np.random.default_rng(0))
 
 
+def test_stages_that_differentiate_by_themselves():
+    with without("jax.interpreters.ad:primitive_jvps") as import_module:
+        import_module("tests.test_metrics").test_nothing_is_differentiated_through_a_metric()
+
+
 @pytest.mark.parametrize("name", ["", *MOVING])
 def test_executables_are_moved_to_other_devices_only_with(name, no_cache):  # noqa: F811
     with without(*filter(None, [name])) as import_module:

@@ -207,15 +207,60 @@ def test_a_saver_keeps_the_newest(tmp_path):
         np.testing.assert_array_equal(session.variables["w"], values)
         session.run(trained.compiled)
         np.testing.assert_array_equal(session.variables["w"], later)
-        assert ipu.Saver(None).save(session, directory, global_step=100) == str(directory / "100")
-        assert ipu.Saver(1).save(session, directory, global_step=7) == str(directory / "7")
+        assert ipu.Saver(max_to_keep=None).save(session, directory, global_step=100) == str(
+            directory / "100"
+        )
+        assert ipu.Saver(max_to_keep=1).save(session, directory, global_step=7) == str(directory / "7")
     assert sorted(path.name for path in directory.iterdir()) == ["100", "7"]
 
 
 @pytest.mark.parametrize("number", [-1, 1.5, True, "3"])
 def test_wrong_savers(number):
     with pytest.raises(ValueError, match="max_to_keep must be an integer from 0, or None"):
-        ipu.Saver(number)
+        ipu.Saver(max_to_keep=number)
+
+
+def test_a_saver_as_in_tensorflow(tmp_path):
+    """The path is a prefix there, and the newest checkpoint is asked for by the directory around it."""
+    trained = Trained()
+    assert ipu.latest_checkpoint(tmp_path) is None
+    with ipu.Session() as session:
+        session.run(trained.compiled)
+        for step in (1, 2):
+            path = ipu.Saver().save(session, save_path=tmp_path / "model.ckpt", global_step=step)
+        assert ipu.latest_checkpoint(tmp_path) == path == str(tmp_path / "model.ckpt" / "2")
+        assert ipu.latest_checkpoint(tmp_path / "model.ckpt") == path
+        with pytest.raises(
+            ValueError, match="it is None, as latest_checkpoint returns it where there is none"
+        ):
+            ipu.Saver().restore(session, ipu.latest_checkpoint(tmp_path / "other"))
+    with pytest.raises(ValueError, match="var_list must be None"):
+        ipu.Saver([trained])
+
+
+def test_a_dict_is_run_in_its_order():
+    trained = Trained()
+    with ipu.Session() as session:
+        found = session.run({"z": ipu.global_variables_initializer(), "b": trained.compiled})
+        assert list(found) == ["z", "b"]
+        assert session.update_count() == 1  # after the initializer, not before it
+        with pytest.raises(TypeError, match="or a list or dict of them; got str"):
+            session.run({"a": "b"})
+
+
+@pytest.mark.parametrize(
+    ("argument", "reason"),
+    [
+        ("feed_name", "told apart by what they are"),
+        ("device_ordinal", "by its ipu_scope"),
+        ("optimise_latency", "as"),
+    ],
+)
+def test_arguments_of_queues_that_mean_nothing(argument, reason):
+    with pytest.warns(UserWarning, match=f"IPUOutfeedQueue.{argument}=1. has no effect: .*{reason}"):
+        ipu.ipu_outfeed_queue.IPUOutfeedQueue(**{argument: 1})
+    with pytest.warns(UserWarning, match=f"IPUInfeedQueue.{argument}=1. has no effect: .*{reason}"):
+        ipu.ipu_infeed_queue.IPUInfeedQueue([np.zeros(1)], **{argument: 1})
 
 
 # Functions
@@ -425,8 +470,8 @@ def test_a_saver_deletes_only_checkpoints(tmp_path):
     (tmp_path / "2020" / "photo").write_text("x")
     with ipu.Session() as session:
         session.run(Trained().compiled)
-        ipu.Saver(1).save(session, tmp_path, np.int64(3000))
-        ipu.Saver(1).save(session, tmp_path, 3001)
+        ipu.Saver(max_to_keep=1).save(session, tmp_path, np.int64(3000))
+        ipu.Saver(max_to_keep=1).save(session, tmp_path, 3001)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["2020", "3001"]
 
 

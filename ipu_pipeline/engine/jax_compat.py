@@ -27,8 +27,10 @@ from jax.extend import core as jex_core
 __all__ = [
     "NAMES",
     "WrittenExecutable",
+    "as_operand",
     "can_move_executables",
     "dce_rules",
+    "end_derivatives",
     "fresh_trace",
     "is_device_array",
     "is_traced",
@@ -240,6 +242,28 @@ def within_scopes(caller: Any, equation: Any) -> Any:
 dce_rules: Mapping[Any, Callable[[list[bool], Any], tuple[Any, Any]]] = (
     _find("jax.interpreters.partial_eval:dce_rules") or {}
 )
+
+# Primitives that nothing is differentiated through.
+
+_derivatives = _find("jax.interpreters.ad:primitive_jvps")
+
+
+def end_derivatives(primitive: Any) -> None:
+    """Lets a primitive stand in functions that are differentiated; its one result is an integer."""
+
+    def derivative(operands: Any, tangents: Any, **params: Any) -> Any:
+        del tangents
+        return primitive.bind(*operands, **params), np.zeros((), jax.dtypes.float0)
+
+    if _derivatives is not None:
+        _derivatives[primitive] = derivative
+
+
+def as_operand(value: Any) -> Any:
+    """A value as an operand of such a primitive; without the name it takes an operation to end derivatives."""
+    is_smooth = jnp.issubdtype(value.dtype, jnp.inexact)
+    return jax.lax.stop_gradient(value) if _derivatives is None and is_smooth else value
+
 
 # Executables: loaded for other devices than they were compiled for, and JAX's persistent cache.
 

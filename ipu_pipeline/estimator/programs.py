@@ -257,7 +257,9 @@ def build_estimator_program(
     run_config = config.ipu_run_config
     _check_num_shards(spec, run_config.num_shards)
     repeat_count = _repeat_count(run_config.iterations_per_loop, spec)
-    depth = {} if run_config.prefetch_depth is None else {"prefetch_depth": run_config.prefetch_depth}
+    depth: dict[str, Any] = {}
+    if run_config.prefetch_depth is not None:
+        depth["prefetch_depth"] = run_config.prefetch_depth
     infeed = IPUInfeedQueue(dataset, **depth)
     outfeed = IPUOutfeedQueue()
     hooks = tuple(hook for hook in spec.hooks if isinstance(hook, IPULoggingTensorHook))

@@ -9,6 +9,7 @@ import jax
 
 from ipu_pipeline.engine.devices.feeds import Take
 from ipu_pipeline.engine.jaxprs.shapes import as_shape
+from ipu_pipeline.queues.arguments import warn_of_queue_arguments
 from ipu_pipeline.queues.feeder import Feeder, Place, as_array
 from ipu_pipeline.queues.positions import DataPass, Position, is_factory, is_sequence
 
@@ -33,7 +34,15 @@ class IPUInfeedQueue:
       session.run(infeed_queue.initializer)
     """
 
-    def __init__(self, dataset: Any, prefetch_depth: int = 3) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        prefetch_depth: int = 3,
+        *,
+        feed_name: str | None = None,
+        device_ordinal: int | None = None,
+        optimise_latency: bool = False,
+    ) -> None:
         """Takes the data set; nothing is read from it yet.
 
         Args:
@@ -45,11 +54,15 @@ class IPUInfeedQueue:
           prefetch_depth: how many elements are fetched ahead, 1..255. A program on one device takes blocks
             of elements, and of these one is fetched ahead where it is larger; programs that handle chunks
             of several elements have four chunks fetched ahead.
+          feed_name: has no effect and warns, like what follows; there for TensorFlow 1 code.
+          device_ordinal: likewise.
+          optimise_latency: likewise.
 
         Raises:
           TypeError: the data set cannot be iterated over, or only once.
           ValueError: `prefetch_depth` is out of range.
         """
+        warn_of_queue_arguments("IPUInfeedQueue", feed_name, device_ordinal, optimise_latency)
         is_integer = isinstance(prefetch_depth, int) and not isinstance(prefetch_depth, bool)
         if not is_integer or not 1 <= prefetch_depth <= 255:
             raise ValueError(f"prefetch_depth must be an integer from 1 to 255; got {prefetch_depth!r}.")

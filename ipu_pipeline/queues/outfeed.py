@@ -16,6 +16,7 @@ import numpy as np
 from ipu_pipeline.engine.tracing import frames
 from ipu_pipeline.engine.tracing.enqueuing import enqueue
 from ipu_pipeline.graph.operations import Operation
+from ipu_pipeline.queues.arguments import warn_of_queue_arguments
 
 __all__ = ["IPUOutfeedMode", "IPUOutfeedQueue", "OutfeedOperation"]
 
@@ -71,17 +72,29 @@ class IPUOutfeedQueue:
       losses = session.run(outfeed_queue.dequeue())  # one per micro-batch since the last dequeue
     """
 
-    def __init__(self, outfeed_mode: IPUOutfeedMode = IPUOutfeedMode.ALL, buffer_depth: int = 3) -> None:
+    def __init__(
+        self,
+        outfeed_mode: IPUOutfeedMode = IPUOutfeedMode.ALL,
+        buffer_depth: int = 3,
+        *,
+        feed_name: str | None = None,
+        device_ordinal: int | None = None,
+        optimise_latency: bool = False,
+    ) -> None:
         """Makes an empty queue.
 
         Args:
           outfeed_mode: see `IPUOutfeedMode`.
           buffer_depth: how many enqueued elements stay on the device before they are copied to the host.
+          feed_name: has no effect and warns, like what follows; there for TensorFlow 1 code.
+          device_ordinal: likewise.
+          optimise_latency: likewise.
 
         Raises:
           TypeError: the mode is none.
           ValueError: `buffer_depth` is below 1.
         """
+        warn_of_queue_arguments("IPUOutfeedQueue", feed_name, device_ordinal, optimise_latency)
         if not isinstance(outfeed_mode, IPUOutfeedMode):
             raise TypeError(f"outfeed_mode must be an IPUOutfeedMode; got {outfeed_mode!r}.")
         is_integer = isinstance(buffer_depth, int) and not isinstance(buffer_depth, bool)

@@ -23,28 +23,36 @@ class Saver:
       saver.restore(session, ipu.latest_checkpoint("checkpoints"))
     """
 
-    def __init__(self, max_to_keep: int | None = 5) -> None:
+    def __init__(self, var_list: None = None, *, max_to_keep: int | None = 5) -> None:
         """Writes nothing yet.
 
         Args:
+          var_list: only None; there for TensorFlow 1 code.
           max_to_keep: the oldest checkpoints beyond this number are deleted; None or 0 keeps all.
 
         Raises:
-          ValueError: it is no such number.
+          ValueError: `max_to_keep` is no such number, or there is a `var_list`.
         """
+        if var_list is not None:
+            raise ValueError(
+                "Saver: var_list must be None, since a checkpoint has all that training goes on from. "
+                "`session.restore(path, allow_partial=True)` takes what a model has of it, and "
+                "`session.load` some variables."
+            )
         is_number = isinstance(max_to_keep, int) and not isinstance(max_to_keep, bool) and max_to_keep >= 0
         if max_to_keep is not None and not is_number:
             raise ValueError(f"Saver: max_to_keep must be an integer from 0, or None; got {max_to_keep!r}.")
         self.max_to_keep = max_to_keep or None
 
     def save(
-        self, session: Session, directory: str | os.PathLike[str], global_step: int | None = None
+        self, session: Session, save_path: str | os.PathLike[str], global_step: int | None = None
     ) -> str:
         """Writes a checkpoint, and deletes the oldest ones. One of the same step is replaced.
 
         Args:
           session: whose variables and optimizer states, counts and positions in data sets it has.
-          directory: where the checkpoints are; it is made.
+          save_path: the directory where the checkpoints are; it is made. What TensorFlow 1 code gives, such
+            as "logs/model.ckpt", is a directory here, too, and `latest_checkpoint("logs")` finds it.
           global_step: the number that is its name; None: the count of weight updates, that of the pipeline
             with the most.
 
@@ -59,7 +67,7 @@ class Saver:
         if isinstance(step, bool) or not hasattr(type(step), "__index__") or step < 0:
             raise ValueError(f"Saver.save: global_step must be an integer from 0; got {global_step!r}.")
         step = operator.index(step)
-        series = CheckpointSeries(directory, self.max_to_keep)
+        series = CheckpointSeries(save_path, self.max_to_keep)
         path = series.path(step)
         path.parent.mkdir(parents=True, exist_ok=True)
         session.save(path)
@@ -67,7 +75,16 @@ class Saver:
         return str(path)
 
     def restore(self, session: Session, save_path: str | os.PathLike[str]) -> None:
-        """Has a session go on from a checkpoint; see `Session.restore`."""
+        """Has a session go on from a checkpoint; see `Session.restore`.
+
+        Raises:
+          ValueError: the path is None, as `latest_checkpoint` returns it where there is no checkpoint.
+        """
+        if save_path is None:
+            raise ValueError(
+                "Saver.restore: save_path must be the path of a checkpoint; it is None, as "
+                "latest_checkpoint returns it where there is none."
+            )
         session.restore(save_path)
 
 
@@ -75,7 +92,13 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
     """The path of the newest checkpoint in a directory that is complete; None if there is none.
 
     Args:
-      directory: where `Saver.save` or an estimator wrote them.
+      directory: where `Saver.save` or an estimator wrote them. If there are none, those in the directories
+        within it are looked at, as those of `saver.save(session, "logs/model.ckpt")` are for "logs"; of
+        several the newest is that which was written last.
     """
     found: Path | None = CheckpointSeries(directory).latest()
+    if found is None and os.path.isdir(directory):
+        inner = [CheckpointSeries(path).latest() for path in Path(directory).iterdir() if path.is_dir()]
+        newest = [path for path in inner if path is not None]
+        found = max(newest, key=lambda path: path.stat().st_mtime_ns, default=None)
     return None if found is None else str(found)

@@ -333,12 +333,13 @@ class Session:
 
         Args:
           fetch: a program, an infeed's `initializer` or `deleter`, what an outfeed's `dequeue` returned,
-            `global_variables_initializer()`, or a list of them, which are run in that order.
+            `global_variables_initializer()`, or a list or dict of them, which are run in that order.
           feed_dict: placeholder -> value, for programs.
 
         Returns:
           What the compiled function returned, as NumPy arrays, with None for pipelines; for a dequeue the
-          elements (see `IPUOutfeedQueue.dequeue`); None for initializers. For a list, a list.
+          elements (see `IPUOutfeedQueue.dequeue`); None for initializers. For a list, a list; for a dict,
+          a dict.
 
         Raises:
           OutOfRangeError: an infeed's data ended; completed weight updates stand.
@@ -353,13 +354,15 @@ class Session:
     def _run(self, fetch: Any, feed_dict: Mapping[Any, Any]) -> Any:
         if self._is_closed:
             raise RuntimeError("Attempted to use a closed Session.")
+        if isinstance(fetch, dict):  # in its own order, which is not JAX's
+            return dict(zip(fetch, self._run(list(fetch.values()), feed_dict), strict=True))
         fetches, tree = jax.tree.flatten(fetch, is_leaf=lambda node: not isinstance(node, (list, tuple)))
         for one in fetches:
             if not isinstance(one, (Program, InfeedOperation, OutfeedOperation, InitializerOperation)):
                 raise TypeError(
                     "Session.run: fetch must be a compiled program, an infeed's initializer, what an "
-                    "outfeed's dequeue() returned, global_variables_initializer(), or a list of them; got "
-                    f"{type(one).__name__}."
+                    "outfeed's dequeue() returned, global_variables_initializer(), or a list or dict of "
+                    f"them; got {type(one).__name__}."
                 )
         programs = [one for one in fetches if isinstance(one, Program)]
         outfeeds = [one.queue for one in fetches if isinstance(one, OutfeedOperation)]

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex_core
 
@@ -30,6 +29,9 @@ def _enqueue_abstract(*leaves: Any, index: int, serial: int) -> Any:
     return jax_compat.shaped_array((), np.dtype(np.int32))  # nobody reads it; a marker needs a result
 
 
+jax_compat.end_derivatives(enqueue_p)
+
+
 def enqueue(frame: Frame, target: Any, value: Any) -> None:
     """Records what the function being traced enqueues, at this point of its trace.
 
@@ -42,15 +44,10 @@ def enqueue(frame: Frame, target: Any, value: Any) -> None:
         return
     assert frame.enqueued is not None
     leaves, tree = jax.tree.flatten(value)
-    leaves = [_stopped(leaf) for leaf in leaves]
     avals = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
     frame.enqueued.append(Enqueued(target, tree, avals))
+    leaves = [jax_compat.as_operand(leaf) for leaf in leaves]
     enqueue_p.bind(*leaves, index=len(frame.enqueued) - 1, serial=next(serial_numbers))
-
-
-def _stopped(leaf: Any) -> Any:
-    # The marker has no derivative, and needs none where its operands have none.
-    return jax.lax.stop_gradient(leaf) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf
 
 
 def first_leaves(entries: Sequence[Enqueued]) -> list[int]:
