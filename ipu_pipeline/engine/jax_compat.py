@@ -260,7 +260,7 @@ def end_derivatives(primitive: Any) -> None:
 
 
 def as_operand(value: Any) -> Any:
-    """A value as an operand of such a primitive; without the name it takes an operation to end derivatives."""
+    """A value as an operand of such a primitive; without that name it takes one more operation."""
     is_smooth = jnp.issubdtype(value.dtype, jnp.inexact)
     return jax.lax.stop_gradient(value) if _derivatives is None and is_smooth else value
 
