@@ -151,7 +151,8 @@ class IPUPipelineEstimator:
         same name and the data had not ended: so training that was interrupted, or done in parts, gives the
         same as all of it at once. It has to give the same elements again.
 
-        Checkpoints are saved as `config` says and at the end. SIGINT and SIGTERM end training after the
+        Checkpoints are saved as `config` says and at the end, unless a hook ends training with a
+        FloatingPointError because the loss is not finite. SIGINT and SIGTERM end training after the
         running weight update: it saves a checkpoint, and the process exits with 130 or 143. A second one
         does not wait for the update.
 
@@ -204,7 +205,7 @@ class IPUPipelineEstimator:
                 goes_on = is_same_data and not snapshot.extra.get("data_has_ended")
                 session.take_over(snapshot, path, fits=False, feeds=goes_on)
                 begins_anew = goes_on and bool(snapshot.extra.get("is_complete"))
-                _logger.info("The state of step %d is restored from %s.", global_step, path)
+                _logger.info("Training goes on from step %d, restored from %s.", global_step, path)
             elif self._warm_start_from is not None:
                 session.load(self._warm_variables(made))
             final_step = max_steps if max_steps is not None else global_step + (steps or 0)
@@ -399,7 +400,7 @@ class IPUPipelineEstimator:
                 )
             else:
                 path, snapshot = found
-                _logger.info("%s: the variables are those of %s.", mode.name, path)
+                _logger.info("The variables are those of %s.", path)
                 check_program(snapshot, path, made.program, allow_extra=True)
                 session.take_over(snapshot, path, fits=False, feeds=False)
                 global_step = int(snapshot.extra.get(_GLOBAL_STEP, 0))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import re
 import signal
 import sys
 import time
@@ -41,6 +42,7 @@ __all__ = [
 
 _PRINT_EVERY = 10  # steps
 _INTERRUPTED = 130  # the exit code of programs that Ctrl-C ends: 128 and the signal's number
+_ERRNO = re.compile(r"^\[Errno \d+\] ")
 _FLAGS = {  # for what messages about the number of IPUs advise
     "IPUConfig.auto_round_num_ipus = True": "--auto-round-num-ipus",
     "IPUConfig.ipu_model = True": "--ipu-model",
@@ -159,8 +161,8 @@ def exit_on_error(main: Callable[[], None]) -> None:
         sys.exit(1)
     except (ValueError, OSError, FloatingPointError) as error:
         flags = [flag for advice, flag in _FLAGS.items() if advice in str(error)]
-        advised = f" This program does so with {flags[0]}." if flags else ""
-        print(f"Error: {error}{advised}", file=sys.stderr)
+        advised = f" For this program that is {flags[0]}." if flags else ""
+        print(f"Error: {_ERRNO.sub('', str(error))}{advised}", file=sys.stderr)
         sys.exit(1)
 
 

@@ -19,13 +19,12 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax.monitoring
+from ipu_pipeline.engine import jax_compat
 
 __all__ = ["Compilation", "between_bars", "compiling", "is_shown_on", "watched_by"]
 
 _DELAY = 0.3  # seconds; what compiles in less shows nothing
 _INTERVAL = 0.1  # seconds between changes of the line
-_CACHE_HIT = "/jax/compilation_cache/cache_hits"  # recorded in the thread that compiles
 _logger = logging.getLogger("ipu_pipeline")
 _thread = threading.local()  # has the `compilation` that the thread compiles for
 _current: contextvars.ContextVar[Compilation | None] = contextvars.ContextVar("compilation", default=None)
@@ -205,9 +204,9 @@ def _show(compilation: Compilation, stream: Any, ended: threading.Event) -> None
 
 @functools.cache
 def _listen_to_jax() -> None:
-    def note(event: str, **_details: Any) -> None:
+    def note() -> None:
         compilation: Compilation | None = getattr(_thread, "compilation", None)
-        if event == _CACHE_HIT and compilation is not None:
+        if compilation is not None:
             compilation.note_cached()
 
-    jax.monitoring.register_event_listener(note)
+    jax_compat.notify_of_cache_hits(note)

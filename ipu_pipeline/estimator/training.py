@@ -141,15 +141,15 @@ class Training:
     def run_until(self, final_step: int) -> None:
         """Trains until a number of micro-batches, or until the data end, a hook stops it or a signal comes.
 
-        Whatever ends it, completed weight updates are saved.
+        Whatever ends it, completed weight updates are saved; but not if a hook raises FloatingPointError,
+        and the loss is no finite number.
 
         Raises:
           CheckpointError: the last checkpoint cannot be saved.
           SystemExit: SIGINT or SIGTERM came; the state after the running weight update is saved.
         """
         _logger.info(
-            "Training %s step %d, until step %d: %d micro-batches per weight update, up to %d per run.",
-            "goes on from" if self._first_step else "begins at",
+            "Training from step %d to %d: %d micro-batches per weight update, up to %d per run.",
             self._first_step,
             final_step,
             self._made.spec.micro_batches_per_update,
@@ -163,16 +163,13 @@ class Training:
                     self._is_complete = not request.is_made()
             except StoppedAtOnce:
                 pass
-            except BaseException:
-                if math.isfinite(self._last_loss):
+            except BaseException as error:
+                if isinstance(error, FloatingPointError) and not math.isfinite(self._last_loss):
+                    self._series.wait()  # from such a state no training goes on
+                    text = "The state after step %d is not saved, since the loss is %s."
+                    _logger.error(text, self._step, self._last_loss)
+                else:
                     self._save_finally(request, is_error=True)
-                else:  # from such a state no training goes on
-                    self._series.wait()
-                    _logger.error(
-                        "The state after step %d is not saved, since the loss is %s.",
-                        self._step,
-                        self._last_loss,
-                    )
                 raise
             self._save_finally(request, is_error=request.is_made())
             if request.number is not None:
@@ -182,17 +179,20 @@ class Training:
             _logger.info("Training ended at step %d, after %.1f s.", self._step, seconds)
 
     @contextlib.contextmanager
-    def _showing(self, final_step: int) -> Iterator[tqdm]:
-        """A bar on the standard error, if that is a terminal."""
+    def _showing(self, final_step: int) -> Iterator[tqdm | None]:
+        """A bar on the standard error, if that is a terminal.
+
+        Elsewhere there is none at all: a process's first one fixes the start method of multiprocessing.
+        """
+        if not is_shown_on(sys.stderr):
+            yield None
+            return
         with tqdm(
-            total=final_step - self._first_step,
-            desc="Training",
-            unit=" steps",
-            disable=not is_shown_on(sys.stderr),
+            total=final_step - self._first_step, desc="Training", unit=" steps", disable=False
         ) as bar:
             yield bar
 
-    def _loop(self, final_step: int, request: StopRequest, bar: tqdm) -> None:
+    def _loop(self, final_step: int, request: StopRequest, bar: tqdm | None) -> None:
         per_update = self._made.spec.micro_batches_per_update
         is_first = True
         while self._step < final_step and not request.is_made():
@@ -214,8 +214,9 @@ class Training:
             except BaseException:
                 self._step += (self._session.execution_count(self._made.name) - before) * per_update
                 raise
-            bar.set_postfix_str(f"loss {self._last_loss:.6g}", refresh=False)
-            bar.update(run.context.global_step - self._step)
+            if bar is not None:
+                bar.set_postfix_str(f"loss {self._last_loss:.6g}", refresh=False)
+                bar.update(run.context.global_step - self._step)
             self._step = run.context.global_step
             for since in (self._logged, self._written):
                 since.add(*self._sum_losses(run.outputs))
@@ -264,13 +265,8 @@ class Training:
             loss, speed = found
             examples = speed * self._made.num_examples
             with between_bars():
-                _logger.info(
-                    "loss = %.6g, step = %d (%.6g steps/s, %.6g examples/s)",
-                    loss,
-                    self._step,
-                    speed,
-                    examples,
-                )
+                _logger.info("loss = %.6g, step = %d", loss, self._step)
+                _logger.info("global_step/sec: %.6g, examples/sec: %.6g", speed, examples)
         if (found := self._written.take(self._step, is_due)) is not None:
             loss, speed = found
             examples = speed * self._made.num_examples
