@@ -206,15 +206,19 @@ def train(
       KeyboardInterrupt: on Ctrl-C; it says after which step.
     """
     begin = time.perf_counter()
-    with tqdm(total=steps, unit="step", file=sys.stdout, disable=not is_shown_on(sys.stdout)) as progress:
-        for step in range(steps):
-            try:
+    done = None
+    try:
+        with tqdm(
+            total=steps, unit="step", file=sys.stdout, disable=not is_shown_on(sys.stdout)
+        ) as progress:
+            for step in range(steps):
                 losses = run_step()
-            except KeyboardInterrupt:
-                when = f"after step {step - 1}" if step else "before the first step was done"
-                raise KeyboardInterrupt(when) from None
-            print_step(step, steps, examples_per_step, num_examples, losses)
-            progress.update()
+                done = step
+                print_step(step, steps, examples_per_step, num_examples, losses)
+                progress.update()
+    except KeyboardInterrupt:
+        when = "before the first step was done" if done is None else f"after step {done}"
+        raise KeyboardInterrupt(when) from None
     print_speed(steps * examples_per_step, time.perf_counter() - begin)
 
 

@@ -62,7 +62,14 @@ def test_a_user_of_orbax_keeps_its_messages(tmp_path, caplog):
     assert [record for record in caplog.records if record.name == "absl"]
 
 
-@pytest.mark.parametrize(("every", "steps"), [(8, [8, 16, 24, 32]), (16, [8, 16, 32]), (None, [])])
+@pytest.mark.parametrize(
+    ("every", "steps"),
+    [
+        (8, [8, 16, 24, 32]),
+        pytest.param(16, [8, 16, 32], marks=pytest.mark.thorough),
+        pytest.param(None, [], marks=pytest.mark.thorough),
+    ],
+)
 def test_save_summary_steps(every, steps, tmp_path, caplog):
     caplog.set_level(logging.INFO, "ipu_pipeline")
     config = {"log_step_count_steps": 24, "save_summary_steps": every}

@@ -45,8 +45,8 @@ def test_ctrl_c_in_training_on_a_terminal():
     assert not [line for line in before if "Traceback" in line or "Compiling" in line]
     printed = [line for line in before if line.startswith("Step ")]
     assert re.fullmatch(r"Step 0, Epoch 0.0, Mean loss: \d\.\d{3}", printed[0])
-    assert len(printed) == step // 10 + 1
-    assert re.search(rf"{step + 1}/5000", before[-1])  # the bar
+    assert abs(len(printed) - (step // 10 + 1)) <= 1  # it may come between a step and its line
+    assert re.search(r" \d+/5000 \[", before[-1])  # the bar
 
 
 @pytest.mark.thorough
