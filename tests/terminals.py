@@ -1,8 +1,10 @@
 """Programs on a pseudo terminal, as a person starts them."""
 
+import contextlib
 import fcntl
 import os
 import pty
+import select
 import signal
 import struct
 import subprocess
@@ -36,13 +38,15 @@ class Terminal:
         """Reads until the program has written something; with None until it has ended."""
         deadline = time.monotonic() + seconds
         while text is None or text not in self.output:
-            try:
-                read = os.read(self._descriptor, 4096)
-            except OSError:  # it has ended
-                read = b""
+            ready, _, _ = select.select([self._descriptor], [], [], max(0, deadline - time.monotonic()))
+            read = b""
+            with contextlib.suppress(OSError):  # it has ended
+                read = os.read(self._descriptor, 4096) if ready else b""
             self.output += read.decode(errors="replace")
-            if not read or time.monotonic() > deadline:
-                assert text is None, self.output
+            if not read:
+                if text is not None:
+                    self._end()
+                    raise AssertionError(self.output)
                 break
 
     def interrupt(self):
@@ -59,9 +63,12 @@ class Terminal:
             self.read_until(None)
             return self._process.wait(timeout=60), shown(self.output)
         finally:
-            self._process.kill()
-            self._process.wait()
-            os.close(self._descriptor)
+            self._end()
+
+    def _end(self):
+        self._process.kill()
+        self._process.wait()
+        os.close(self._descriptor)
 
 
 def shown(output):

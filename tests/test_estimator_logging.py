@@ -181,6 +181,8 @@ def test_save_finds_a_path_that_cannot_be_written_before_it_takes_anything(no_pl
         monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)  # it is not even imported
         with pytest.raises(NotADirectoryError, match="save: a checkpoint cannot be written to .*/below: "):
             session.save(no_place)
+        with pytest.raises(NotADirectoryError, match="save: a checkpoint cannot be written to .*/it: "):
+            ipu.Saver().save(session, no_place)
 
 
 def test_what_can_be_written_is_left_as_it_was(tmp_path):

@@ -27,9 +27,9 @@ def raising(error):
     return main
 
 
-def interrupted(program, after, *options):
+def interrupted(program, after, *options, **variables):
     """Interrupts a program when it has written something; returns its exit code and lines."""
-    terminal = Terminal(program, "--dataset", "digits", "--steps", "5000", *options)
+    terminal = Terminal(program, "--dataset", "digits", "--steps", "5000", *options, **variables)
     terminal.read_until(after)
     terminal.interrupt()
     return terminal.finish()
@@ -51,7 +51,7 @@ def test_ctrl_c_in_training_on_a_terminal():
 
 @pytest.mark.thorough
 def test_ctrl_c_while_programs_compile():
-    code, lines = interrupted(STEP3, "Compiling: 1 of 5 programs")
+    code, lines = interrupted(STEP3, "Compiling: ", JAX_ENABLE_COMPILATION_CACHE="false")
     assert code == 130
     assert lines[-2:] == ["Interrupted before the first step was done.", ""]
     assert not [line for line in lines if "Traceback" in line or "Compiling" in line]

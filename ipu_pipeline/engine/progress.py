@@ -111,8 +111,8 @@ class Compilation:
         return f"Compiling: {self.num_done} of {_count(self.total)}, {seconds:.1f} s"
 
     def log(self) -> None:
-        """Says what was compiled, if anything was."""
-        if not self.num_done:
+        """Says what was compiled, if anything was, and if anybody listens."""
+        if not self.num_done or not _logger.isEnabledFor(logging.INFO):
             return
         parts = []
         if self._num_cached:

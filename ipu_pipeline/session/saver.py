@@ -61,7 +61,6 @@ class Saver:
         step = operator.index(step)
         series = CheckpointSeries(directory, self.max_to_keep)
         path = series.path(step)
-        path.parent.mkdir(parents=True, exist_ok=True)
         session.save(path)
         series.delete_old(step)
         return str(path)
