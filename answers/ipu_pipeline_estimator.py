@@ -134,9 +134,9 @@ class PrintingHook(ipu.ipu_session_run_hooks.SessionRunHook):
     def after_run(self, run_context: Any, run_values: Any) -> None:
         """Prints it if it is time."""
         step = run_context.global_step // self._iterations_per_loop - 1
-        if step % 10 == 0 or step == self._steps - 1:
-            epoch = self._examples_per_step * step / self._num_examples
-            print(f"Step {step}, Epoch {epoch:.1f}, Mean loss: {run_values.results:.3f}", flush=True)
+        tutorial_support.print_step(
+            step, self._steps, self._examples_per_step, self._num_examples, run_values.results
+        )
 
 
 def run(args: argparse.Namespace, model_dir: str) -> None:
@@ -151,6 +151,7 @@ def run(args: argparse.Namespace, model_dir: str) -> None:
 
     ipu_options = ipu.config.IPUConfig()
     ipu_options.auto_select_ipus = 2
+    ipu_options.ipu_model = args.ipu_model
     ipu_options.selection_order = ipu.utils.SelectionOrder.SNAKE
     ipu_run_config = ipu.ipu_run_config.IPURunConfig(
         num_shards=2, iterations_per_loop=iterations_per_loop, ipu_options=ipu_options
@@ -160,6 +161,7 @@ def run(args: argparse.Namespace, model_dir: str) -> None:
         ipu_run_config=ipu_run_config,
         tf_random_seed=args.seed,
         log_step_count_steps=iterations_per_loop,
+        save_summary_steps=iterations_per_loop,
         save_checkpoints_steps=None if every is None else every * iterations_per_loop,
     )
     estimator = ipu.ipu_pipeline_estimator.IPUPipelineEstimator(
@@ -183,12 +185,12 @@ def run(args: argparse.Namespace, model_dir: str) -> None:
     if estimator.latest_checkpoint() is not None:
         before = int(estimator.get_variable_value("global_step"))
         print(f"Training goes on after step {before // iterations_per_loop - 1}")
-    begin = time.time()
+    begin = time.perf_counter()
     hook = PrintingHook(examples_per_step, num_examples, iterations_per_loop, steps)
     estimator.train(input_fn, hooks=[hook], max_steps=steps * iterations_per_loop)
-    elapsed = time.time() - begin
+    elapsed = time.perf_counter() - begin
     trained = (int(estimator.get_variable_value("global_step")) - before) * args.batch_size
-    print(f"Elapsed {elapsed}, {trained / elapsed} samples/sec")
+    tutorial_support.print_speed(trained, elapsed)
 
     metrics = estimator.evaluate(test_input_fn)
     num_test_images = len(data.test_images)

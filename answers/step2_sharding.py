@@ -89,6 +89,7 @@ def main() -> None:
     config = ipu.config.IPUConfig()
     config.auto_select_ipus = 2
     config.selection_order = ipu.utils.SelectionOrder.SNAKE
+    config.ipu_model = args.ipu_model
     config.configure_ipu_system()
 
     examples_per_step = args.batch_size * args.repeat_count

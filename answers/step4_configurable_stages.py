@@ -30,6 +30,11 @@ def parse_arguments(layer_names: list[str]) -> argparse.Namespace:
         + ", ".join(layer_names)
         + ".",
     )
+    parser.add_argument(
+        "--auto-round-num-ipus",
+        action="store_true",
+        help="Take as many IPUs as the next power of two, where the stages are fewer.",
+    )
     return parser.parse_args()
 
 
@@ -204,7 +209,9 @@ def main() -> None:
 
     config = ipu.config.IPUConfig()
     config.auto_select_ipus = len(stages)
+    config.auto_round_num_ipus = args.auto_round_num_ipus
     config.selection_order = ipu.utils.SelectionOrder.SNAKE
+    config.ipu_model = args.ipu_model
     config.configure_ipu_system()
 
     examples_per_step = args.batch_size * args.batches_to_accumulate * args.repeat_count

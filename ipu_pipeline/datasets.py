@@ -173,13 +173,18 @@ def load(selection: str, data_dir: str | None = None) -> tuple[ImageData, str]:
       The data, and one line that says which it is and why.
 
     Raises:
-      ValueError: `selection` is none of the three; MNIST is wanted, and there is none; or what the given
-        folder has is not as it should be.
+      ValueError: `selection` is none of the three; it is "digits", and a folder is given; MNIST is wanted,
+        and there is none; or what the given folder has is not as it should be.
       FileNotFoundError: the given folder has no MNIST.
     """
     if selection not in ("auto", "mnist", "digits"):
         raise ValueError(f"--dataset must be auto, mnist or digits; got {selection!r}.")
     if selection == "digits":
+        if data_dir is not None:
+            raise ValueError(
+                f"--data-dir {data_dir} has no use with --dataset digits, as the digits are embedded: "
+                "leave one of the two out."
+            )
         return load_digits(), "Data set: the embedded 8x8 digits, as --dataset digits asks"
     given_by = "--data-dir"
     if data_dir is None:

@@ -19,6 +19,7 @@ from ipu_pipeline import config as ipu_config
 from ipu_pipeline.checkpointing import checkpoints
 from ipu_pipeline.checkpointing.checkpoints import CheckpointSeries
 from ipu_pipeline.checkpointing.snapshots import Snapshot
+from ipu_pipeline.checkpointing.writable import check_writable
 from ipu_pipeline.estimator.inference import Inference, PaddedData
 from ipu_pipeline.estimator.programs import (
     EstimatorProgram,
@@ -40,7 +41,7 @@ __all__ = ["IPUPipelineEstimator", "IPUPipelineEstimatorSpec", "ModeKeys"]
 _CHECKPOINTS = "checkpoints"  # the folder in `model_dir`
 _GLOBAL_STEP = "global_step"
 _RESERVED = ("input_fn",)
-_logger = logging.getLogger("ipu_pipeline")
+_logger = logging.getLogger("ipu_pipeline.estimator")
 
 
 class IPUPipelineEstimator:
@@ -61,7 +62,8 @@ class IPUPipelineEstimator:
       estimator.train(input_fn, steps=1600)
       print(estimator.evaluate(test_input_fn))
 
-    A step is a micro-batch, and `global_step` counts them. Messages go to the logger "ipu_pipeline".
+    A step is a micro-batch, and `global_step` counts them. Messages go to the logger
+    "ipu_pipeline.estimator", and what a terminal shows is in `train`.
     """
 
     def __init__(
@@ -149,9 +151,13 @@ class IPUPipelineEstimator:
         same name and the data had not ended: so training that was interrupted, or done in parts, gives the
         same as all of it at once. It has to give the same elements again.
 
-        Checkpoints are saved as `config` says and at the end. SIGINT and SIGTERM end training after the
+        Checkpoints are saved as `config` says and at the end, unless a hook ends training with a
+        FloatingPointError because the loss is not finite. SIGINT and SIGTERM end training after the
         running weight update: it saves a checkpoint, and the process exits with 130 or 143. A second one
         does not wait for the update.
+
+        A terminal shows a bar. The logger is told where training begins and ends, of every checkpoint, and
+        as `config` says the loss and the speed. What cannot be written is found before anything compiles.
 
         Args:
           input_fn: takes any of `mode`, `params` and `config`, returns a data set as `IPUInfeedQueue`
@@ -166,6 +172,7 @@ class IPUPipelineEstimator:
         Raises:
           CheckpointError: no checkpoint in `model_dir` can be read, or the newest that can be is of another
             model; the data set is shorter than it was; or the last checkpoint cannot be written.
+          OSError: nothing can be written to `model_dir`.
           SystemExit: a signal came.
           TypeError, ValueError: an argument, or what `model_fn` or `input_fn` returns, is not usable.
         """
@@ -176,6 +183,9 @@ class IPUPipelineEstimator:
             raise ValueError("One of `steps` or `max_steps` must be specified.")
         self._check_steps(steps)
         _check_number("max_steps", max_steps)
+        latest = self._series.latest()
+        if max_steps is None or latest is None or int(latest.name) < max_steps:
+            check_writable(self._model_dir, "train: checkpoints and scalars")
         self._select_devices()
         dataset = call_input_fn(input_fn, ModeKeys.TRAIN, self.params, self._config)
         made = self._build(ModeKeys.TRAIN, dataset)
@@ -390,6 +400,7 @@ class IPUPipelineEstimator:
                 )
             else:
                 path, snapshot = found
+                _logger.info("The variables are those of %s.", path)
                 check_program(snapshot, path, made.program, allow_extra=True)
                 session.take_over(snapshot, path, fits=False, feeds=False)
                 global_step = int(snapshot.extra.get(_GLOBAL_STEP, 0))

@@ -89,8 +89,10 @@ class RunConfig:
         that reaches them. None, without the next one too: a checkpoint every ten minutes.
       save_checkpoints_secs: seconds between checkpoints, instead.
       keep_checkpoint_max: how many checkpoints stay; None or 0 for all.
-      log_step_count_steps: micro-batches between lines about the loss and the speed, and between scalars,
-        which there are at the first run and at the end too; None for none.
+      log_step_count_steps: micro-batches between lines about the loss and the speed, which there are at the
+        first run and at the end too; None for none.
+      save_summary_steps: micro-batches between scalars that training writes, which there are at the first
+        run and at the end too; None for none.
     """
 
     ipu_run_config: IPURunConfig = field(default_factory=IPURunConfig)
@@ -101,6 +103,7 @@ class RunConfig:
     save_checkpoints_secs: float | None = None
     keep_checkpoint_max: int | None = 5
     log_step_count_steps: int | None = 100
+    save_summary_steps: int | None = 100
 
     def __post_init__(self) -> None:
         """Checks the fields.
@@ -115,9 +118,9 @@ class RunConfig:
             )
         if self.save_checkpoints_steps is not None and self.save_checkpoints_secs is not None:
             raise ValueError("Can not provide both save_checkpoints_steps and save_checkpoints_secs.")
-        for name, least in (("save_checkpoints_steps", 1), ("log_step_count_steps", 1)):
+        for name in ("save_checkpoints_steps", "log_step_count_steps", "save_summary_steps"):
             if getattr(self, name) is not None:
-                _check_integer(f"RunConfig: {name}", getattr(self, name), least)
+                _check_integer(f"RunConfig: {name}", getattr(self, name), 1)
         if self.keep_checkpoint_max is not None:
             _check_integer("RunConfig: keep_checkpoint_max", self.keep_checkpoint_max, 0)
         seconds = self.save_checkpoints_secs

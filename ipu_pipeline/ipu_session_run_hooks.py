@@ -26,7 +26,7 @@ __all__ = [
     "collecting_logs",
 ]
 
-_logger = logging.getLogger("ipu_pipeline")
+_logger = logging.getLogger("ipu_pipeline.estimator")
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
+import re
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -13,25 +16,37 @@ import numpy as np
 from tqdm import tqdm
 
 from ipu_pipeline import datasets, pipelining_ops
+from ipu_pipeline.engine.progress import between_bars, is_shown_on
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
 from ipu_pipeline.queues.outfeed import IPUOutfeedQueue
 from ipu_pipeline.session.session import Session
 
 __all__ = [
     "add_arguments",
+    "add_ipu_model_argument",
     "add_schedule_argument",
+    "check_loss",
     "count_steps",
     "evaluate",
     "exit_on_error",
+    "is_shown_on",
     "make_evaluation_feeds",
     "positive_float",
     "positive_int",
+    "print_speed",
+    "print_step",
     "schedule_of",
     "seed",
     "train",
 ]
 
 _PRINT_EVERY = 10  # steps
+_INTERRUPTED = 130  # the exit code of programs that Ctrl-C ends: 128 and the signal's number
+_ERRNO = re.compile(r"^\[Errno \d+\] ")
+_FLAGS = {  # for what messages about the number of IPUs advise
+    "IPUConfig.auto_round_num_ipus = True": "--auto-round-num-ipus",
+    "IPUConfig.ipu_model = True": "--ipu-model",
+}
 
 
 def positive_int(text: str) -> int:
@@ -99,15 +114,27 @@ def add_arguments(parser: argparse.ArgumentParser, repeat_count: int) -> None:
     parser.add_argument(
         "--seed", type=seed, default=0, help="Of the initial variables and the order of the examples."
     )
+    add_ipu_model_argument(parser)
+
+
+def add_ipu_model_argument(parser: argparse.ArgumentParser) -> None:
+    """Adds the argument for machines with fewer accelerators than a program has IPUs."""
+    parser.add_argument(
+        "--ipu-model",
+        action="store_true",
+        help="Use CPU devices as IPUs, also where there are accelerators.",
+    )
 
 
 def add_schedule_argument(parser: argparse.ArgumentParser) -> None:
     """Adds the argument that programs with a pipeline have."""
+    names = {schedule.name.lower(): schedule.name for schedule in pipelining_ops.PipelineSchedule}
     parser.add_argument(
         "--schedule",
-        choices=[schedule.name for schedule in pipelining_ops.PipelineSchedule],
+        type=lambda text: names.get(text.lower(), text),
+        choices=list(names.values()),
         default="Grouped",
-        help="The pipeline schedule.",
+        help="The pipeline schedule, in upper or lower case.",
     )
 
 
@@ -117,11 +144,25 @@ def schedule_of(arguments: argparse.Namespace) -> pipelining_ops.PipelineSchedul
 
 
 def exit_on_error(main: Callable[[], None]) -> None:
-    """Runs a program; an error in what it was given is printed without a traceback, and exits with 1."""
+    """Runs a program, and ends it without a traceback where its user knows better than its author.
+
+    An error in what it was given, a file that cannot be written or a loss that is not finite is printed
+    on the standard error, and the exit code is 1. Ctrl-C prints one line, and the exit code is 130.
+    """
     try:
         main()
-    except (ValueError, FileNotFoundError) as error:
-        print(f"Error: {error}", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        # Programs that XLA compiles are waited for; a second Ctrl-C does not wait, and needs no words.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        print(" ".join(["Interrupted", *map(str, interrupt.args)]) + ".", file=sys.stderr)
+        sys.exit(_INTERRUPTED)
+    except BrokenPipeError:  # whoever read the output has ended
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would try again
+        sys.exit(1)
+    except (ValueError, OSError, FloatingPointError) as error:
+        flags = [flag for advice, flag in _FLAGS.items() if advice in str(error)]
+        advised = f" For this program that is {flags[0]}." if flags else ""
+        print(f"Error: {_ERRNO.sub('', str(error))}{advised}", file=sys.stderr)
         sys.exit(1)
 
 
@@ -159,22 +200,69 @@ def train(
       steps: how many steps.
       examples_per_step: in each.
       num_examples: of the training data, an epoch.
+
+    Raises:
+      FloatingPointError: a loss is not finite.
+      KeyboardInterrupt: on Ctrl-C; it says after which step.
     """
     begin = time.perf_counter()
-    is_terminal = sys.stdout.isatty()
-    with tqdm(total=steps, unit="step", file=sys.stdout, disable=not is_terminal) as progress:
-        for step in range(steps):
-            losses = run_step()
-            if step % _PRINT_EVERY == 0 or step == steps - 1:
-                epoch = examples_per_step * step / num_examples
-                line = f"Step {step}, Epoch {epoch:.1f}, Mean loss: {np.mean(losses):.3f}"
-                if is_terminal:
-                    progress.write(line, file=sys.stdout)
-                else:
-                    print(line, flush=True)
-            progress.update()
-    elapsed = time.perf_counter() - begin
-    print(f"Elapsed {elapsed}, {steps * examples_per_step / elapsed} samples/sec")
+    done = None
+    try:
+        with tqdm(
+            total=steps, unit="step", file=sys.stdout, disable=not is_shown_on(sys.stdout)
+        ) as progress:
+            for step in range(steps):
+                losses = run_step()
+                done = step
+                print_step(step, steps, examples_per_step, num_examples, losses)
+                progress.update()
+    except KeyboardInterrupt:
+        when = "before the first step was done" if done is None else f"after step {done}"
+        raise KeyboardInterrupt(when) from None
+    print_speed(steps * examples_per_step, time.perf_counter() - begin)
+
+
+def print_step(step: int, steps: int, examples_per_step: int, num_examples: int, losses: Any) -> None:
+    """Prints the mean loss of every tenth step and of the last one.
+
+    Args:
+      step: which, from 0.
+      steps: how many there are.
+      examples_per_step: in each.
+      num_examples: of the training data, an epoch.
+      losses: of the step.
+
+    Raises:
+      FloatingPointError: one is not finite, whatever step it is.
+    """
+    check_loss(f"step {step}", losses)
+    if step % _PRINT_EVERY == 0 or step == steps - 1:
+        epoch = examples_per_step * step / num_examples
+        with between_bars():
+            print(f"Step {step}, Epoch {epoch:.1f}, Mean loss: {np.mean(losses):.3f}", flush=True)
+
+
+def check_loss(when: str, losses: Any) -> None:
+    """Ends training whose losses are no numbers any more.
+
+    Args:
+      when: they are of, for the message.
+      losses: an array, or one.
+
+    Raises:
+      FloatingPointError: one is infinite or no number.
+    """
+    values = np.ravel(np.asarray(losses))
+    wrong = values[~np.isfinite(values)]
+    if len(wrong):
+        raise FloatingPointError(
+            f"The loss of {when} is {wrong[0]}, not a finite number. A smaller --learning-rate may help."
+        )
+
+
+def print_speed(num_examples: int, seconds: float) -> None:
+    """Prints how long training took, and how many examples it trained on per second."""
+    print(f"Elapsed {seconds:.2f} s, {num_examples / seconds:,.0f} samples/sec")
 
 
 def make_evaluation_feeds(

@@ -56,6 +56,7 @@ def make_config(num_stages=2, iterations_per_loop=8, **options):
         iterations_per_loop=iterations_per_loop, num_shards=num_stages, ipu_options=ipu_options
     )
     defaults = {"ipu_run_config": run_config, "tf_random_seed": 7, "log_step_count_steps": 16}
+    defaults["save_summary_steps"] = options.get("log_step_count_steps", 16)
     return RunConfig(**(defaults | options))
 
 

@@ -11,14 +11,17 @@ import optax
 import pytest
 
 from ipu_pipeline import datasets, tutorial_support
-from tests.programs import ESTIMATOR, STEP1, STEP2, STEP3, STEP4, printed_losses, record, run
+from tests.programs import ESTIMATOR, STEP1, STEP2, STEP3, STEP4, printed_losses, record, run, start
 
+ELAPSED = r"Elapsed \d+\.\d\d s, [\d,]+ samples/sec"
 FOUR_STAGES = ("--splits", "dense256", "dense128", "dense64")
 
 
 def test_output_of_step_3():
-    output = run(STEP3, "--dataset", "digits", "--steps", "12")
-    lines = output.splitlines()
+    result = start(STEP3, "--dataset", "digits", "--steps", "12", "--schedule", "grouped")
+    assert result.returncode == 0, result.stderr
+    assert not re.search(r"Compil|\r|\d%", result.stderr)  # no bar, and no line about what compiles
+    lines = result.stdout.splitlines()
     assert lines[0] == "Data set: the embedded 8x8 digits, as --dataset digits asks"
     assert lines[1] == (
         "Steps 12 x examples per step 5120 (== 61440 training examples, 42.75574112734864 epochs of "
@@ -27,7 +30,7 @@ def test_output_of_step_3():
     assert re.fullmatch(r"Step 0, Epoch 0.0, Mean loss: 2\.\d{3}", lines[2])
     assert re.fullmatch(r"Step 10, Epoch 35.6, Mean loss: 0\.\d{3}", lines[3])
     assert re.fullmatch(r"Step 11, Epoch 39.2, Mean loss: 0\.\d{3}", lines[4])
-    assert re.fullmatch(r"Elapsed \d+\.\d+, \d+\.\d+ samples/sec", lines[5])
+    assert re.fullmatch(ELAPSED, lines[5])
     assert re.fullmatch(r"Test accuracy: 0\.9\d+ \(\d+ of 360 images\)", lines[6])
     assert lines[7:] == ["Program ran successfully"]
 
@@ -46,7 +49,7 @@ def test_the_estimator_trains_as_step_3_and_goes_on(tmp_path):
     accuracy = re.search(r"Test accuracy: .*", expected).group()
     for output in (second, at_once):
         lines = output.splitlines()
-        assert re.fullmatch(r"Elapsed \d+\.\d+, \d+\.\d+ samples/sec", lines[-5])
+        assert re.fullmatch(ELAPSED, lines[-5])
         assert lines[-4] == accuracy
         assert lines[-3].startswith("Predictions of the first images: ")
         assert lines[-1] == "Program ran successfully"
@@ -94,13 +97,21 @@ def test_output_of_step_4_with_four_stages():
 
 
 ERRORS = [
-    (["--splits", "dense128", "dense32"], "could not find an IPU device with 3 IPUs"),
+    (["--splits", "dense128", "dense32"], "could not find an IPU device with 3 IPUs.*auto-round-num-ipus"),
     (["--splits", "dense99"], "there is no layer 'dense99'; the layers are flatten, dense256"),
     (["--splits", "dense32", "dense64"], "is out of order"),
     (["--splits", "flatten"], "leaves stage 0 empty"),
     (["--splits", "dense32", "dense32"], "leaves stage 1 empty"),
     (["--dataset", "mnist"], "--dataset mnist: no folder was given"),
     (["--data-dir", "nowhere"], "the folder nowhere has no train-images-idx3-ubyte.gz"),
+    (
+        ["--dataset", "digits", "--data-dir", "nowhere"],
+        "--data-dir nowhere has no use with --dataset digits",
+    ),
+    (
+        ["--dataset", "digits", "--learning-rate", "1e30", "--steps", "2"],
+        r"^Error: The loss of step 0 is nan, not a finite number\. A smaller --learning-rate may help\.\n$",
+    ),
     (["--dataset", "digits", "--batch-size", "2000"], "batch_size must be from 1 to .* 1437; got 2000"),
 ]
 # One process for all, since starting it takes longer than they do.

@@ -689,6 +689,7 @@ def test_wrong_run_configurations(options, error, message):
         ),
         ({"save_checkpoints_steps": 0}, "save_checkpoints_steps must be an integer of at least 1; got 0"),
         ({"log_step_count_steps": 1.5}, "log_step_count_steps must be an integer"),
+        ({"save_summary_steps": 0}, "save_summary_steps must be an integer of at least 1; got 0"),
         ({"keep_checkpoint_max": -1}, "keep_checkpoint_max must be an integer of at least 0"),
         ({"save_checkpoints_secs": 0}, "save_checkpoints_secs must be a number above 0"),
         ({"tf_random_seed": "1"}, "tf_random_seed must be an integer"),

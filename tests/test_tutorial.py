@@ -23,7 +23,7 @@ from tests.programs import ROOT, STEP1, STEP2, STEP3, STEP4, record, start
 PAGE = ROOT / "tutorial" / "README.md"
 TEXT = PAGE.read_text()
 PROGRAMS = {1: STEP1, 2: STEP2, 3: STEP3, 4: STEP4}
-MASKED = re.compile(r"Elapsed \d+\.\d+, \d+\.\d+ samples/sec")
+MASKED = re.compile(r"Elapsed \d+\.\d\d s, [\d,]+ samples/sec")
 NUMBERS = {  # and how far they may be from the page's
     re.compile(r"(?<=loss: )\d+\.\d+"): 0.002,
     re.compile(r"(?<=accuracy: )\d+\.\d+"): 0.03,

@@ -86,6 +86,7 @@ def main() -> None:
 
     config = ipu.config.IPUConfig()
     config.auto_select_ipus = 1
+    config.ipu_model = args.ipu_model
     config.configure_ipu_system()
 
     examples_per_step = args.batch_size * args.repeat_count

@@ -9,7 +9,6 @@ Orbax is imported when it is first needed.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import itertools
 import json
@@ -22,7 +21,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ipu_pipeline.checkpointing.orbax_logs import quiet_orbax
 from ipu_pipeline.checkpointing.snapshots import Snapshot, from_numpy, to_numpy
+from ipu_pipeline.checkpointing.writable import check_writable
+from ipu_pipeline.engine.progress import between_bars
 from ipu_pipeline.errors import CheckpointError
 
 __all__ = [
@@ -64,9 +66,10 @@ def write_checkpoint(
     Raises:
       OSError, ValueError: it cannot be written. What was there stays.
     """
+    target = _find_directory(path)
+    check_writable(target.parent, "save: a checkpoint")
     import orbax.checkpoint as ocp
 
-    target = _find_directory(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     _recover(target)
     if target.exists() and not (target / DOCUMENT).exists():
@@ -75,11 +78,10 @@ def write_checkpoint(
     for left in target.parent.glob(f".{target.name}.{_WRITTEN}-*"):
         shutil.rmtree(left, ignore_errors=True)
     arrays = _storable(snapshot)
-    _quieten_orbax()
     try:
         started.mkdir()
         if arrays:
-            with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            with quiet_orbax(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
                 checkpointer.save(started / _ARRAYS, args=ocp.args.PyTreeSave(arrays))
         for name, content in (files or {}).items():
             (started / name).write_bytes(content)
@@ -166,7 +168,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Snapshot:
     try:
         stored: dict[str, Any] = {}
         if (directory / _ARRAYS).exists():
-            with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            with quiet_orbax(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
                 stored = checkpointer.restore(directory / _ARRAYS, args=ocp.args.PyTreeRestore())
         return Snapshot.of(document, _with_empty_ones(described, stored))
     except (ValueError, KeyError, TypeError) as error:
@@ -284,6 +286,8 @@ class CheckpointSeries:
             for left in self.directory.glob(pattern):
                 shutil.rmtree(left, ignore_errors=True)
         write_checkpoint(path, snapshot)
+        with between_bars():
+            _logger.info("The checkpoint of step %d is saved in %s.", step, path)
         self.delete_old(step)
         return path
 
@@ -415,17 +419,3 @@ def _digest_of(document: dict[str, Any]) -> str:
 def _digest_of_file(path: Path) -> str:
     with open(path, "rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-@functools.cache
-def _quieten_orbax() -> None:
-    """Keeps Orbax's threads and coroutines from logging the errors that it raises as well."""
-
-    def is_kept(record: logging.LogRecord) -> bool:
-        text = record.getMessage()
-        is_thread = "_SignalingThread" in text
-        is_coroutine = "was never retrieved" in text and ("OCDBT" in text or "orbax" in text)
-        return not is_thread and not is_coroutine
-
-    for name in ("absl", "asyncio"):
-        logging.getLogger(name).addFilter(is_kept)

@@ -4,8 +4,8 @@ Only this module uses such names, and `NAMES` lists them. A name is public if JA
 describes it. `jax.extend.core`, on which the engine is built, is public in this sense; `jax.core` is not,
 nor is anything in jaxlib. The names are looked up once, when this module is imported. If one is missing,
 everything still works, only more slowly or with more memory: arrays are moved by `jax.device_put`, loops
-are not reduced to the outputs that are needed, equal programs are compiled one by one, and what JAX traced
-for a program stays when the program is gone.
+are not reduced to the outputs that are needed, equal programs are compiled one by one, what JAX traced for
+a program stays when the program is gone, and what is found in JAX's cache counts as compiled.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ __all__ = [
     "is_traced",
     "make_copy",
     "make_send",
+    "notify_of_cache_hits",
     "read_executable",
     "reset_persistent_cache",
     "scope_names",
@@ -58,6 +59,22 @@ def _find(path: str) -> Any:
     except (ImportError, AttributeError):
         return None
     return found
+
+
+# The persistent compilation cache. Without the name, what was in it counts as compiled.
+
+_register_event_listener = _find("jax.monitoring:register_event_listener")
+
+
+def notify_of_cache_hits(callback: Callable[[], None]) -> None:
+    """Has a function called whenever a program is found in JAX's cache, in the thread that asks for it."""
+
+    def listen(event: str, **_details: Any) -> None:
+        if event == "/jax/compilation_cache/cache_hits":
+            callback()
+
+    if _register_event_listener is not None:
+        _register_event_listener(listen)
 
 
 # Moving arrays. jaxlib's functions are four to five times faster than `jax.device_put`.

@@ -16,7 +16,7 @@ __all__ = ["FILE", "ScalarWriter"]
 
 FILE = "metrics.jsonl"
 _SECONDS_BETWEEN_FLUSHES = 5
-_logger = logging.getLogger("ipu_pipeline")
+_logger = logging.getLogger("ipu_pipeline.estimator")
 
 
 class ScalarWriter:

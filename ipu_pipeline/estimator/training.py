@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
+import math
+import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
 from ipu_pipeline.checkpointing.checkpoints import DOCUMENT, CheckpointSeries
+from ipu_pipeline.engine.progress import between_bars, is_shown_on
 from ipu_pipeline.errors import CheckpointError, OutOfRangeError
 from ipu_pipeline.estimator.programs import EstimatorProgram
 from ipu_pipeline.estimator.runs import Runs
@@ -24,7 +29,7 @@ from ipu_pipeline.session.session import Session
 __all__ = ["Training", "describe_function"]
 
 _SIGNAL_EXIT = 128  # the exit status of a process that a signal ends is this and the signal's number
-_logger = logging.getLogger("ipu_pipeline")
+_logger = logging.getLogger("ipu_pipeline.estimator")
 
 
 def describe_function(function: Any) -> str:
@@ -43,6 +48,43 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, tuple):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, (bool, int, float, str))
+
+
+class _Since:
+    """What there was since a moment: losses, and how long it took."""
+
+    def __init__(self, every: int | None, step: int) -> None:
+        """Begins now.
+
+        Args:
+          every: after so many steps it is due; None never.
+          step: where it begins.
+        """
+        self._every = every
+        self._begin_anew(step)
+
+    def _begin_anew(self, step: int) -> None:
+        self._step, self._time = step, time.monotonic()
+        self._total, self._count = 0.0, 0
+
+    def add(self, total: float, count: int) -> None:
+        """Adds the sum of the losses of so many micro-batches."""
+        self._total += total
+        self._count += count
+
+    def take(self, step: int, is_due: bool) -> tuple[float, float] | None:
+        """The mean loss and the steps per second, and begins anew; None if that is not due.
+
+        Args:
+          step: where it ends.
+          is_due: whether it is, however few steps there were.
+        """
+        every = self._every
+        if every is None or not self._count or not (is_due or step // every != self._step // every):
+            return None
+        found = self._total / self._count, (step - self._step) / max(time.monotonic() - self._time, 1e-9)
+        self._begin_anew(step)
+        return found
 
 
 class Training:
@@ -84,42 +126,73 @@ class Training:
         self._series = series
         self._scalars = scalars
         self._input_fn = describe_function(input_fn)
-        self._first_step = self._step = self._saved_step = self._reported_step = global_step
+        self._first_step = self._step = self._saved_step = global_step
         self._is_same_data = is_same_data
         self._begins_anew = begins_anew
         self._initializer = initializer
         self._has_ended = False  # the data
         self._is_complete = False  # whether all steps were done that were asked for
-        self._losses: list[tuple[float, int]] = []  # sums, and of how many micro-batches, to be reported
+        self._logged = _Since(config.log_step_count_steps, global_step)
+        self._written = _Since(config.save_summary_steps, global_step)
+        self._last_loss = 0.0  # of the last run
         self._extra_scalars: dict[str, float] = {}
-        self._saved_at = self._reported_at = time.monotonic()
+        self._begun_at = self._saved_at = time.monotonic()
 
     def run_until(self, final_step: int) -> None:
         """Trains until a number of micro-batches, or until the data end, a hook stops it or a signal comes.
 
-        Whatever ends it, completed weight updates are saved.
+        Whatever ends it, completed weight updates are saved; but not if a hook raises FloatingPointError,
+        and the loss is no finite number.
 
         Raises:
           CheckpointError: the last checkpoint cannot be saved.
           SystemExit: SIGINT or SIGTERM came; the state after the running weight update is saved.
         """
+        _logger.info(
+            "Training from step %d to %d: %d micro-batches per weight update, up to %d per run.",
+            self._first_step,
+            final_step,
+            self._made.spec.micro_batches_per_update,
+            self._config.ipu_run_config.iterations_per_loop,
+        )
         with stopping_on_signals() as request:
             try:
-                with self._runs.started():
-                    self._loop(final_step, request)
+                with self._runs.started(), self._showing(final_step) as bar:
+                    self._loop(final_step, request, bar)
                     self._report(is_due=True)
                     self._is_complete = not request.is_made()
             except StoppedAtOnce:
                 pass
-            except BaseException:
-                self._save_finally(request, is_error=True)
+            except BaseException as error:
+                if isinstance(error, FloatingPointError) and not math.isfinite(self._last_loss):
+                    self._series.wait()  # from such a state no training goes on
+                    text = "The state after step %d is not saved, since the loss is %s."
+                    _logger.error(text, self._step, self._last_loss)
+                else:
+                    self._save_finally(request, is_error=True)
                 raise
             self._save_finally(request, is_error=request.is_made())
             if request.number is not None:
-                _logger.info("Training ends at step %d by signal %d.", self._step, request.number)
+                _logger.warning("Training ends at step %d by signal %d.", self._step, request.number)
                 raise SystemExit(_SIGNAL_EXIT + request.number)
+            seconds = time.monotonic() - self._begun_at
+            _logger.info("Training ended at step %d, after %.1f s.", self._step, seconds)
 
-    def _loop(self, final_step: int, request: StopRequest) -> None:
+    @contextlib.contextmanager
+    def _showing(self, final_step: int) -> Iterator[tqdm | None]:
+        """A bar on the standard error, if that is a terminal.
+
+        Elsewhere there is none at all: a process's first one fixes the start method of multiprocessing.
+        """
+        if not is_shown_on(sys.stderr):
+            yield None
+            return
+        with tqdm(
+            total=final_step - self._first_step, desc="Training", unit=" steps", disable=False
+        ) as bar:
+            yield bar
+
+    def _loop(self, final_step: int, request: StopRequest, bar: tqdm | None) -> None:
         per_update = self._made.spec.micro_batches_per_update
         is_first = True
         while self._step < final_step and not request.is_made():
@@ -141,8 +214,12 @@ class Training:
             except BaseException:
                 self._step += (self._session.execution_count(self._made.name) - before) * per_update
                 raise
+            if bar is not None:
+                bar.set_postfix_str(f"loss {self._last_loss:.6g}", refresh=False)
+                bar.update(run.context.global_step - self._step)
             self._step = run.context.global_step
-            self._losses.append(self._sum_losses(run.outputs))
+            for since in (self._logged, self._written):
+                since.add(*self._sum_losses(run.outputs))
             self._extra_scalars.update(run.context.scalars)
             self._report(is_due=is_first)
             is_first = False
@@ -166,7 +243,8 @@ class Training:
 
     def _mean_loss(self, outputs: Any) -> float:
         total, count = self._sum_losses(outputs)
-        return total / max(count, 1)
+        self._last_loss = total / max(count, 1)
+        return self._last_loss
 
     def _sum_losses(self, outputs: Any) -> tuple[float, int]:
         """The sum of the losses of a run, and of how many micro-batches."""
@@ -178,25 +256,23 @@ class Training:
         return float(np.sum(np.asarray(sums, np.float64))), len(sums) * per_update
 
     def _report(self, is_due: bool) -> None:
-        """Logs and writes scalars if it is time, or when so many steps have passed.
+        """Logs, and writes scalars, whichever is due.
 
-        It is time at the first run and at the end.
+        Args:
+          is_due: whether both are, as at the first run and at the end.
         """
-        every = self._config.log_step_count_steps
-        if every is None or not self._losses:
-            return
-        if not is_due and self._step // every == self._reported_step // every:
-            return
-        now = time.monotonic()
-        speed = (self._step - self._reported_step) / max(now - self._reported_at, 1e-9)
-        loss = sum(total for total, _count in self._losses) / max(sum(n for _total, n in self._losses), 1)
-        examples = speed * self._made.num_examples
-        _logger.info("loss = %.6g, step = %d", loss, self._step)
-        _logger.info("global_step/sec: %.6g, examples/sec: %.6g", speed, examples)
-        scalars = {"loss": loss, "steps/s": speed, "examples/s": examples, **self._extra_scalars}
-        self._scalars.write(self._step, scalars)
-        self._losses, self._extra_scalars = [], {}
-        self._reported_step, self._reported_at = self._step, now
+        if (found := self._logged.take(self._step, is_due)) is not None:
+            loss, speed = found
+            examples = speed * self._made.num_examples
+            with between_bars():
+                _logger.info("loss = %.6g, step = %d", loss, self._step)
+                _logger.info("global_step/sec: %.6g, examples/sec: %.6g", speed, examples)
+        if (found := self._written.take(self._step, is_due)) is not None:
+            loss, speed = found
+            examples = speed * self._made.num_examples
+            scalars = {"loss": loss, "steps/s": speed, "examples/s": examples, **self._extra_scalars}
+            self._scalars.write(self._step, scalars)
+            self._extra_scalars = {}
 
     def _save_if_due(self) -> None:
         every, seconds = self._config.save_checkpoints_steps, self._config.seconds_between_checkpoints

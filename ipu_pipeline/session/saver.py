@@ -69,7 +69,6 @@ class Saver:
         step = operator.index(step)
         series = CheckpointSeries(save_path, self.max_to_keep)
         path = series.path(step)
-        path.parent.mkdir(parents=True, exist_ok=True)
         session.save(path)
         series.delete_old(step)
         return str(path)

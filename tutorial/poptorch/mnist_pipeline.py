@@ -9,7 +9,15 @@ from tqdm import tqdm
 
 import ipu_pipeline.poptorch as poptorch
 from ipu_pipeline import datasets
-from ipu_pipeline.tutorial_support import exit_on_error, positive_float, positive_int, seed
+from ipu_pipeline.tutorial_support import (
+    add_ipu_model_argument,
+    check_loss,
+    exit_on_error,
+    is_shown_on,
+    positive_float,
+    positive_int,
+    seed,
+)
 
 GRADIENT_ACCUMULATION = 10  # micro-batches per weight update
 DEVICE_ITERATIONS = 10  # weight updates per call
@@ -117,6 +125,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--seed", type=seed, default=0, help="Of the initial weights and the order of the images."
     )
+    add_ipu_model_argument(parser)
     return parser.parse_args()
 
 
@@ -153,7 +162,9 @@ def make_training_options(args: argparse.Namespace, device_iterations: int) -> p
             poptorch.Stage("B4").ipu(3),
         )
     )
-    options.showCompilationProgressBar(sys.stderr.isatty())
+    options.showCompilationProgressBar(is_shown_on(sys.stderr))
+    if args.ipu_model:
+        options.useIpuModel(True)
     if args.offload_optimiser:
         options.TensorLocations.setOptimizerLocation(
             poptorch.TensorLocationSettings().useOnChipStorage(False)
@@ -204,10 +215,11 @@ def train(model: poptorch.PoplarExecutor, loader: poptorch.DataLoader, epochs: i
     model.compile(torch.zeros(size, 1, 28, 28), torch.zeros(size, dtype=torch.long))
     for epoch in range(1, epochs + 1):
         begin = time.perf_counter()
-        progress = tqdm(loader, desc=f"Epoch {epoch}", unit="call", disable=not sys.stderr.isatty())
-        for images, labels in progress:
+        progress = tqdm(loader, desc=f"Epoch {epoch}", unit="call", disable=not is_shown_on(sys.stderr))
+        for number, (images, labels) in enumerate(progress, 1):
             output, losses = model(images, labels)
             # Here, not after the loop: the loader's tensors are valid until it is asked for the next ones.
+            check_loss(f"call {number} of epoch {epoch}", losses)
             loss, accuracy = float(losses.mean()), count_right(output, labels) / size
             progress.set_postfix(loss=f"{loss:.3f}", accuracy=f"{accuracy:.2%}")
         rate = len(loader) / (time.perf_counter() - begin)
@@ -221,7 +233,7 @@ def train(model: poptorch.PoplarExecutor, loader: poptorch.DataLoader, epochs: i
 def test(model: poptorch.PoplarExecutor, loader: poptorch.DataLoader) -> None:
     """Prints the accuracy on the held-out images."""
     num_right = num_images = 0
-    for images, labels in tqdm(loader, desc="Test", unit="call", disable=not sys.stderr.isatty()):
+    for images, labels in tqdm(loader, desc="Test", unit="call", disable=not is_shown_on(sys.stderr)):
         # All calls take equally many images: the last is filled up, and what comes of that is dropped.
         missing = loader.combinedBatchSize - len(images)
         filled = torch.cat([images, images[:1].expand(missing, -1, -1, -1)])

@@ -25,6 +25,7 @@ from ipu_pipeline.engine.execution.dispatches import Plan
 from ipu_pipeline.engine.execution.executables import Executable, is_portable
 from ipu_pipeline.engine.execution.weight_updates import WeightUpdate
 from ipu_pipeline.engine.programs.chunks import ChunkForm
+from ipu_pipeline.engine.progress import Compilation, compiling
 from ipu_pipeline.engine.schedules.actions import ActionKind
 from ipu_pipeline.engine.updates.environment import UpdateCounts, UpdateEnvironment
 from ipu_pipeline.engine.updates.optimizer_tracing import UpdateKind
@@ -43,7 +44,8 @@ class _Lowered(NamedTuple):
 class _Programs:
     """Compiles programs in threads; one of those that are the same."""
 
-    def __init__(self, is_shared: bool) -> None:
+    def __init__(self, is_shared: bool, told: Compilation) -> None:
+        self._told = told
         self.threads = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="ipu-compile")
         self._is_shared = is_shared
         self._started: list[tuple[Future[Any], list[_Lowered]]] = []  # each, and the same elsewhere
@@ -75,7 +77,11 @@ class _Programs:
             if same[0] is not lowered:
                 same.append(lowered)
                 return
-        self._started.append((self.threads.submit(lowered.lowered.compile), same))
+        self._started.append((self.threads.submit(self._compile, lowered), same))
+
+    def _compile(self, program: _Lowered) -> Any:
+        with self._told.program():
+            return program.lowered.compile()
 
     def finish(self) -> dict[int, int]:
         """Waits for what was started, and puts the same on other devices.
@@ -86,7 +92,9 @@ class _Programs:
         temporary_bytes: dict[int, int] = {}
         compiled = [(future.result(), same) for future, same in self._started]
         waiting = [
-            (same[1:], self.threads.submit(_load, one, same[1:])) for one, same in compiled if len(same) > 1
+            (same[1:], self.threads.submit(self._load, one, same[1:]))
+            for one, same in compiled
+            if len(same) > 1
         ]
         for one, same in compiled:
             for lowered in same:
@@ -97,6 +105,21 @@ class _Programs:
                 program.install(function)
         return temporary_bytes
 
+    def _load(self, compiled: Any, programs: Sequence[_Lowered]) -> list[Any]:
+        """A compiled program, loaded for the others' devices.
+
+        Where that cannot be done, they are compiled; then nothing is returned, as JAX finds them.
+        """
+        try:
+            executable = Executable(compiled)
+            loaded = [executable.load(program.row.devices[0]) for program in programs]
+        except Exception:  # of JAX or XLA, whatever it is: loading only saves time
+            for program in programs:
+                self._compile(program)
+            return []
+        self._told.note_loaded(len(loaded))
+        return loaded
+
 
 def note_temporaries(temporary_bytes: dict[int, int], row: Row, compiled: Any) -> None:
     """Enters by IPU the most that a compiled program takes besides its arguments and results."""
@@ -104,20 +127,6 @@ def note_temporaries(temporary_bytes: dict[int, int], row: Row, compiled: Any) -
     if analysis is not None:
         known = temporary_bytes.get(row.ipu, 0)
         temporary_bytes[row.ipu] = max(known, int(analysis.temp_size_in_bytes))
-
-
-def _load(compiled: Any, programs: Sequence[_Lowered]) -> list[Any]:
-    """A compiled program, loaded for the others' devices.
-
-    Where that cannot be done, they are compiled; then nothing is returned, as JAX finds them.
-    """
-    try:
-        executable = Executable(compiled)
-        return [executable.load(program.row.devices[0]) for program in programs]
-    except Exception:  # of JAX or XLA, whatever it is: loading only saves time
-        for program in programs:
-            program.lowered.compile()
-        return []
 
 
 def compile_ahead(
@@ -145,14 +154,16 @@ def compile_ahead(
     Returns:
       The most temporary memory that a program takes, by IPU.
     """
-    programs = _Programs(is_shared)
-    try:
-        results = _start_templates(plan, prepared, accumulators, residence, chunk, options, programs)
-        if residence.updates is not None:
-            _start_updates(residence, accumulators, weight_update, results, options.update, programs)
-        return programs.finish()
-    finally:  # after an error or an interrupt, what has not begun is not waited for
-        programs.threads.shutdown(wait=False, cancel_futures=True)
+    num_updates = 0 if residence.updates is None else len(residence.updates.updates)
+    with compiling(len(plan.templates) + num_updates) as told:
+        programs = _Programs(is_shared, told)
+        try:
+            results = _start_templates(plan, prepared, accumulators, residence, chunk, options, programs)
+            if residence.updates is not None:
+                _start_updates(residence, accumulators, weight_update, results, options.update, programs)
+            return programs.finish()
+        finally:  # after an error or an interrupt, what has not begun is not waited for
+            programs.threads.shutdown(wait=False, cancel_futures=True)
 
 
 def _start_templates(

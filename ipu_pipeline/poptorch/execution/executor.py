@@ -155,7 +155,8 @@ class PoplarExecutor(Refused, Measured):
                     assert compiled.state is not None
                     state = training.put_saved(compiled.state.optimizer_state, saved)
                     compiled.replace(optimizer_state=state)
-            compiled.compile(batching_of(self.options).device_iterations if wrapped.trains else 1)
+            with progress.compiling():
+                compiled.compile(batching_of(self.options).device_iterations if wrapped.trains else 1)
             progress.done("compile")
             progress.end()
         finally:

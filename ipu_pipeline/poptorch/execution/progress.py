@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 
 import tqdm
 
+from ipu_pipeline.engine.progress import watched_by
+
 __all__ = ["CompileProgress"]
 
-_SHARES = {"capture": 30, "trace": 30, "compile": 40}  # of 100, roughly as their times
+_ENDS = {"capture": 30, "trace": 60, "compile": 100}  # of 100, roughly as their times
 
 
 class CompileProgress:
@@ -23,15 +28,31 @@ class CompileProgress:
         """Begins.
 
         Args:
-          shows_bar: whether a bar is shown on the standard error.
+          shows_bar: whether a bar is shown on the standard error, unless TQDM_DISABLE is set.
         """
         self.time: timedelta | None = None
         self._start = time.perf_counter()
-        self._bar = tqdm.tqdm(total=sum(_SHARES.values()), desc="Graph compilation", disable=not shows_bar)
+        is_disabled = not shows_bar or bool(os.environ.get("TQDM_DISABLE"))
+        self._bar = tqdm.tqdm(total=_ENDS["compile"], desc="Graph compilation", disable=is_disabled)
 
     def done(self, part: str) -> None:
         """Notes that "capture", "trace" or "compile" is done."""
-        self._bar.update(_SHARES[part])
+        self._move_to(_ENDS[part])
+
+    @contextlib.contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Counts the programs that the engine compiles in the block, in place of its own line."""
+        begin, end = _ENDS["trace"], _ENDS["compile"]
+
+        def show(num_done: int, total: int) -> None:
+            self._bar.set_postfix_str(f"{num_done} of {total} programs", refresh=False)
+            self._move_to(begin + (end - begin) * num_done // total)
+
+        with watched_by(show):
+            yield
+
+    def _move_to(self, place: int) -> None:
+        self._bar.update(max(0, place - self._bar.n))
 
     def end(self) -> None:
         """Notes the time."""

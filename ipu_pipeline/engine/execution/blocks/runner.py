@@ -33,6 +33,7 @@ from ipu_pipeline.engine.jaxprs.shapes import num_bytes
 from ipu_pipeline.engine.planning.memory import IpuMemory, StageMemory
 from ipu_pipeline.engine.programs.collecting import Collecting
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms
+from ipu_pipeline.engine.progress import compiling
 from ipu_pipeline.engine.state import Collected, Handed, Progress, RunState
 from ipu_pipeline.engine.tracing.keys import as_int32
 from ipu_pipeline.engine.updates.optimizer_tracing import UpdateKind
@@ -195,9 +196,11 @@ class BlockRunner(Runner[PendingBlock]):
         begun = Begun(Totals(state.accumulators, self._zero_sums()), {}, [], [])
         block = self._make_block(state, request, begun, [self._feed.add(zeros)], sizes.room)
         leaves = jax.tree.leaves(state.pipeline.optimizer_state)
-        if sizes.unit != request.every and request.every > sizes.capacity:
-            self._compile(state, [], block, updates=False)
-        self._compile(state, leaves, block, updates=True)
+        has_parts = sizes.unit != request.every and request.every > sizes.capacity
+        with compiling(1 + has_parts):
+            if has_parts:
+                self._compile(state, [], block, updates=False)
+            self._compile(state, leaves, block, updates=True)
 
     def fetch(self, state: RunState, request: Request, take: Take) -> PendingBlock:
         """Gets a block's micro-batches; of an update that does not fit a block, runs all but the last."""
@@ -317,7 +320,8 @@ class BlockRunner(Runner[PendingBlock]):
         function = self._functions.get((kind, donate))
         if function is None:
             function = self._jit(kind, donate)
-            compiled = function.lower(*arguments).compile()  # the call below finds it
+            with compiling(1) as told, told.program():
+                compiled = function.lower(*arguments).compile()  # the call below finds it
             note_temporaries(self.temporary_bytes, self.residence.rows[0], compiled)
             self._functions[kind, donate] = function
         return function, arguments

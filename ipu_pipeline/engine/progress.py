@@ -1,0 +1,212 @@
+"""What a terminal shows while programs compile, and what the log says once they have.
+
+On a terminal, one line on the standard error counts programs and seconds; it is cleared when they have
+compiled, so that whatever follows stands where it stood. The logger "ipu_pipeline" gets one line, of level
+INFO. There is no line on a standard error that is no terminal, or where the environment variable
+TQDM_DISABLE is set to anything, as for all bars of tqdm.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ipu_pipeline.engine import jax_compat
+
+__all__ = ["Compilation", "between_bars", "compiling", "is_shown_on", "watched_by"]
+
+_DELAY = 0.3  # seconds; what compiles in less shows nothing
+_INTERVAL = 0.1  # seconds between changes of the line
+_logger = logging.getLogger("ipu_pipeline")
+_thread = threading.local()  # has the `compilation` that the thread compiles for
+_current: contextvars.ContextVar[Compilation | None] = contextvars.ContextVar("compilation", default=None)
+_observer: contextvars.ContextVar[Callable[[int, int], None] | None] = contextvars.ContextVar(
+    "observer", default=None
+)
+
+
+def is_shown_on(stream: Any) -> bool:
+    """Whether progress is shown on a stream: on terminals, unless TQDM_DISABLE is set to anything."""
+    if os.environ.get("TQDM_DISABLE"):
+        return False
+    try:
+        return bool(stream.isatty())
+    except (AttributeError, ValueError):  # there is none, or it is closed
+        return False
+
+
+@contextlib.contextmanager
+def between_bars() -> Iterator[None]:
+    """For what is printed or logged while there may be bars of tqdm: these are drawn again below it.
+
+    Without bars tqdm is not asked, as its lock would fix the start method of the user's multiprocessing.
+    """
+    bars = getattr(sys.modules.get("tqdm"), "tqdm", None)
+    if not getattr(bars, "_instances", None):
+        yield
+        return
+    with bars.external_write_mode():  # type: ignore[union-attr]  # it has instances
+        yield
+
+
+class Compilation:
+    """Counts programs that are being compiled, from any thread.
+
+    Attributes:
+      total: how many there are to be.
+      num_done: how many are compiled.
+    """
+
+    def __init__(self, total: int, observer: Callable[[int, int], None] | None) -> None:
+        """Begins.
+
+        Args:
+          total: how many there are to be.
+          observer: called with `num_done` and `total` whenever there is one more.
+        """
+        self.total = total
+        self.num_done = 0
+        self._num_cached = self._num_loaded = 0
+        self._observer = observer
+        self._lock = threading.Lock()
+        self._begin = time.perf_counter()
+
+    @contextlib.contextmanager
+    def program(self) -> Iterator[None]:
+        """Surrounds the compilation of one program, in the thread that compiles it."""
+        before, _thread.compilation = getattr(_thread, "compilation", None), self
+        try:
+            yield
+        finally:
+            _thread.compilation = before
+        self._add(1)
+
+    def note_loaded(self, number: int) -> None:
+        """Notes programs that needed no compiling, as one like them was compiled for another device."""
+        self._num_loaded += number
+        self._add(number)
+
+    def note_cached(self) -> None:
+        """Notes that what is being compiled was in JAX's persistent cache."""
+        with self._lock:
+            self._num_cached += 1
+
+    def _add(self, number: int) -> None:
+        with self._lock:
+            self.num_done += number
+            if self._observer is not None:
+                self._observer(self.num_done, self.total)
+
+    def line(self) -> str:
+        """What the terminal shows now."""
+        seconds = time.perf_counter() - self._begin
+        return f"Compiling: {self.num_done} of {_count(self.total)}, {seconds:.1f} s"
+
+    def log(self) -> None:
+        """Says what was compiled, if anything was, and if anybody listens."""
+        if not self.num_done or not _logger.isEnabledFor(logging.INFO):
+            return
+        parts = []
+        if self._num_cached:
+            parts.append(f"{self._num_cached} from the cache")
+        if self._num_loaded:
+            parts.append(f"{self._num_loaded} like others, loaded for their devices")
+        details = f" ({'; '.join(parts)})" if parts else ""
+        seconds = time.perf_counter() - self._begin
+        with between_bars():
+            _logger.info("Compiled %s in %.1f s%s", _count(self.num_done), seconds, details)
+
+
+def _count(number: int) -> str:
+    return f"{number} program{'' if number == 1 else 's'}"
+
+
+@contextlib.contextmanager
+def compiling(total: int) -> Iterator[Compilation]:
+    """Surrounds the compilation of programs; within another one, it counts with that.
+
+    However the block ends, the terminal's line is gone afterwards. After an error nothing is logged.
+
+    Args:
+      total: how many programs there are.
+    """
+    outer = _current.get()
+    if outer is not None:
+        yield outer
+        return
+    _listen_to_jax()
+    observer = _observer.get()
+    compilation = Compilation(total, observer)
+    token = _current.set(compilation)
+    try:
+        if observer is None and is_shown_on(sys.stderr):
+            with _showing(compilation):
+                yield compilation
+        else:
+            yield compilation
+    finally:
+        _current.reset(token)
+    compilation.log()
+
+
+@contextlib.contextmanager
+def watched_by(observer: Callable[[int, int], None]) -> Iterator[None]:
+    """What compiles in the block shows no line, as an observer shows it.
+
+    Args:
+      observer: called with how many programs are compiled and how many there are, from any thread.
+    """
+    token = _observer.set(observer)
+    try:
+        yield
+    finally:
+        _observer.reset(token)
+
+
+@contextlib.contextmanager
+def _showing(compilation: Compilation) -> Iterator[None]:
+    """Shows the line while the block lasts, from a thread, as the block's own may be busy in XLA."""
+    ended = threading.Event()
+    thread = threading.Thread(
+        target=_show, args=(compilation, sys.stderr, ended), name="ipu-progress", daemon=True
+    )
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _show(compilation: Compilation, stream: Any, ended: threading.Event) -> None:
+    if ended.wait(_DELAY):
+        return
+    width = 0
+    with contextlib.suppress(OSError, ValueError):  # the terminal is gone, or the stream is closed
+        while True:
+            line = compilation.line()
+            stream.write(f"\r{line:{width}}")
+            stream.flush()
+            width = len(line)
+            if ended.wait(_INTERVAL):
+                break
+        stream.write(f"\r{'':{width}}\r")
+        stream.flush()
+
+
+@functools.cache
+def _listen_to_jax() -> None:
+    def note() -> None:
+        compilation: Compilation | None = getattr(_thread, "compilation", None)
+        if compilation is not None:
+            compilation.note_cached()
+
+    jax_compat.notify_of_cache_hits(note)
