@@ -91,8 +91,9 @@ class RunConfig:
       keep_checkpoint_max: how many checkpoints stay; None or 0 for all.
       log_step_count_steps: micro-batches between lines about the loss and the speed, which there are at the
         first run and at the end too; None for none.
-      save_summary_steps: micro-batches between scalars that training writes, which there are at the first
-        run and at the end too; None for none.
+      save_summary_steps: micro-batches between scalars that training writes (the loss, the speed, and the
+        means of what `ipu.metric` reported), which there are at the first run and at the end too; None for
+        none.
     """
 
     ipu_run_config: IPURunConfig = field(default_factory=IPURunConfig)

@@ -1,5 +1,6 @@
 """Scalars that users of a session write."""
 
+import dataclasses
 import json
 
 import jax.numpy as jnp
@@ -7,7 +8,9 @@ import numpy as np
 import pytest
 
 import ipu_pipeline as ipu
-from tests.estimating import read_events
+from ipu_pipeline.ipu_pipeline_estimator import IPUPipelineEstimator
+from tests.estimating import input_fn, make_config, model_fn, read_events
+from tests.resumable import MICRO_BATCHES
 from tests.test_metrics import COUNT, UPDATES, Model, expected
 
 
@@ -43,6 +46,28 @@ def test_an_event_file_has_the_same(tmp_path):
     (path,) = tmp_path.glob("events*")
     assert read_events(path) == [(7, "loss", 0.5), (8, "loss", 0.25)]
     assert [(line["step"], line["name"], line["value"]) for line in lines(tmp_path)] == read_events(path)
+
+
+def test_an_estimator_writes_means_of_metrics(tmp_path):
+    def with_norms(mode, params):
+        spec, own = model_fn(mode, params), [None]
+
+        def optimize(*outputs):
+            output = own[0](*outputs)
+            ipu.metric("twice", 2 * output.loss)
+            return dataclasses.replace(output, opt=ipu.optimizers.with_metrics(output.opt, 0.01))
+
+        spec.optimizer_function, own[0] = optimize, spec.optimizer_function
+        return spec
+
+    config = make_config(2, 2 * MICRO_BATCHES, log_step_count_steps=2 * MICRO_BATCHES)
+    estimator = IPUPipelineEstimator(with_norms, tmp_path, config, {"num_stages": 2})
+    estimator.train(input_fn, steps=4 * MICRO_BATCHES)
+    found = {(line["step"], line["name"]): line["value"] for line in lines(tmp_path)}
+    for step in (2 * MICRO_BATCHES, 4 * MICRO_BATCHES):
+        np.testing.assert_allclose(found[step, "twice"], 2 * found[step, "loss"], rtol=1e-5)
+        assert found[step, "gradient_norm"] > 0
+        np.testing.assert_allclose(found[step, "learning_rate"], 0.01, rtol=1e-6)
 
 
 def test_what_cannot_be_written_is_refused_before_training(tmp_path):

@@ -271,8 +271,13 @@ class Training:
             loss, speed = found
             examples = speed * self._made.num_examples
             scalars = {"loss": loss, "steps/s": speed, "examples/s": examples, **self._extra_scalars}
-            self._scalars.write(self._step, scalars)
+            self._scalars.write(self._step, {**self._mean_metrics(), **scalars})
             self._extra_scalars = {}
+
+    def _mean_metrics(self) -> dict[str, float]:
+        """The means of what the pipeline reported since this was last asked for."""
+        metrics = self._session.metrics(self._made.name)
+        return {name: float(np.nanmean(values)) for name, values in metrics.items() if name != "update"}
 
     def _save_if_due(self) -> None:
         every, seconds = self._config.save_checkpoints_steps, self._config.seconds_between_checkpoints
