@@ -12,6 +12,7 @@ from ipu_pipeline.engine.state import PipelineState, StepOutputs
 from ipu_pipeline.engine.tracing.checkpoints import recomputation_checkpoint
 from ipu_pipeline.engine.tracing.keys import next_rng_key
 from ipu_pipeline.engine.tracing.stage_lists import Stage
+from ipu_pipeline.engine.tracing.stage_parameters import Shared
 from ipu_pipeline.engine.tracing.variable_scopes import variable_scope
 from ipu_pipeline.engine.tracing.variables import assign, get_variable
 
@@ -25,6 +26,7 @@ __all__ = [
     "Recomputation",
     "Reduction",
     "ScheduleError",
+    "Shared",
     "Stage",
     "StepOutputs",
     "Timetable",
