@@ -100,14 +100,24 @@ def drop(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
     return jnp.where(jax.random.bernoulli(key, 1 - rate, x.shape), x / (1 - rate), 0)
 
 
+def attend(config: Config, x: jax.Array) -> jax.Array:
+    """Mixes what each position may see, itself and those before it; x has queries, keys and values."""
+    sequences, positions, _width = x.shape
+    size = config.width // config.heads
+    queries, keys, values = jnp.moveaxis(x.reshape(sequences, positions, 3, config.heads, size), 2, 0)
+    scores = jnp.einsum("sqhd,skhd->shqk", queries, keys) / math.sqrt(size)
+    may_see = jnp.tril(jnp.ones((positions, positions), bool))
+    shares = jax.nn.softmax(jnp.where(may_see, scores.astype(config.dtype), -jnp.inf))
+    mixed = jnp.einsum("shqk,skhd->sqhd", shares.astype(x.dtype), values)
+    return mixed.reshape(sequences, positions, config.width)
+
+
 def apply_block(config: Config, x: jax.Array, parameters: Any, key: jax.Array | None) -> jax.Array:
     """A transformer block; x has the axes [sequence, position, width]."""
     key1, key2 = (None, None) if key is None else jax.random.split(key)
     attention, mlp = parameters["attention"], parameters["mlp"]
-    heads = (*x.shape[:2], 3, config.heads, config.width // config.heads)
-    qkv = (normalize(attention["norm"], x) @ attention["in"]).reshape(heads)
-    mixed = jax.nn.dot_product_attention(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], is_causal=True)
-    x = x + drop(mixed.reshape(x.shape) @ attention["out"], config.dropout, key1)
+    mixed = attend(config, normalize(attention["norm"], x) @ attention["in"])
+    x = x + drop(mixed @ attention["out"], config.dropout, key1)
     hidden = jax.nn.gelu(normalize(mlp["norm"], x) @ mlp["in"])
     return x + drop(hidden @ mlp["out"], config.dropout, key2)
 
@@ -184,9 +194,9 @@ class Text:
             raise ValueError(f"The text has {len(text):,} characters, too few for a context of {context}.")
 
     def encode(self, text: str) -> np.ndarray[Any, Any]:
-        """The numbers of its characters."""
-        numbers = {character: number for number, character in enumerate(self.characters)}
-        return np.array([numbers[character] for character in text], np.int32)
+        """The numbers of its characters, all of which must be known."""
+        codes = np.array([ord(character) for character in self.characters])
+        return np.searchsorted(codes, np.frombuffer(text.encode(), np.uint8)).astype(np.int32)
 
     def draw(self, seed: int, step: int, num_micro_batches: int, size: int) -> Iterator[Any]:
         """The micro-batches of a step. They depend on nothing else, so a resumed run draws the same."""
@@ -219,12 +229,18 @@ def decays(parameters: Any) -> Any:
     return jax.tree_util.tree_map_with_path(decays, parameters)
 
 
-def make_optimizer(rate: float, steps: int) -> optax.GradientTransformation:
+def make_optimizer(rate: float, steps: int, dtype: str = "float32") -> optax.GradientTransformation:
     warmup = max(1, steps // 20)
     schedule = optax.warmup_cosine_decay_schedule(0.0, rate, warmup, max(steps, warmup + 1), rate / 10)
+
+    def rate_after(count: Any) -> Any:
+        return schedule(
+            count.astype(dtype)
+        )  # of an integer, Optax would make float32 whatever the model has
+
     return optax.chain(
         optax.clip_by_global_norm(1.0),  # over all stages
-        optax.adamw(schedule, b2=0.95, weight_decay=0.1, mask=decays),
+        optax.adamw(rate_after, b2=0.95, weight_decay=0.1, mask=decays),
     )
 
 
@@ -427,14 +443,11 @@ def open_checkpoints(args: argparse.Namespace, text: Text) -> Checkpoints | None
     return checkpoints
 
 
-def open_log(path: Path, done: int) -> Any:
-    """A file of JSON lines; those of steps that are done over again are taken out."""
-    kept = []
-    if done and path.exists():
-        lines = path.read_text().splitlines(keepends=True)
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= done]
+def start_log(path: Path, done: int) -> None:
+    """Empties a file of JSON lines, but for those of steps that are not done over again."""
+    lines = path.read_text().splitlines(keepends=True) if done and path.exists() else []
+    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= done]
     path.write_text("".join(kept))
-    return path.open("a")
 
 
 def train(args: argparse.Namespace) -> engine.PipelineState:
@@ -457,7 +470,7 @@ def train(args: argparse.Namespace) -> engine.PipelineState:
         config,
         args.seed,
         num_micro_batches=args.micro_batches,
-        optimizer=make_optimizer(args.rate, args.steps),
+        optimizer=make_optimizer(args.rate, args.steps, config.dtype),
         schedule=args.schedule,
     )
     evaluator, predictor = make_evaluator(config, 8), make_predictor(config)
@@ -472,7 +485,8 @@ def train(args: argparse.Namespace) -> engine.PipelineState:
     if checkpoints is not None and checkpoints.newest is not None:
         state = checkpoints.restore(state)
         print(f"Resumed after step {state.update_count}")
-    log = None if args.log is None else open_log(args.log, state.update_count)
+    if args.log is not None:
+        start_log(args.log, state.update_count)
     begin, losses, validation = time.perf_counter(), [], math.nan
     end = min(args.steps, args.stop_at or args.steps)
     while state.update_count < end:
@@ -494,8 +508,9 @@ def train(args: argparse.Namespace) -> engine.PipelineState:
                 flush=True,
             )
             losses = []
-            if log is not None:
-                print(json.dumps(entry), file=log, flush=True)
+            if args.log is not None:
+                with args.log.open("a") as log:
+                    print(json.dumps(entry), file=log)
             if checkpoints is not None:
                 checkpoints.save(state)
         except KeyboardInterrupt:

@@ -89,8 +89,7 @@ def without_shared(parameters):
     return [{k: getattr(v, "value", v) for k, v in stage.items()} for stage in parameters]
 
 
-@pytest.mark.parametrize("mapping", [(0, 1), (0, 0)])
-@pytest.mark.parametrize("schedule", ["grouped", "interleaved"])
+@pytest.mark.parametrize(("mapping", "schedule"), [((0, 1), "interleaved"), ((0, 0), "grouped")])
 def test_shared_parameters_equal_plain_jax(mapping, schedule, rng):
     """Tied embeddings: the gradients of both stages are added, and there is one variable."""
     parameters, optimizer = tied_parameters(rng), optax.adam(0.01)
@@ -101,7 +100,6 @@ def test_shared_parameters_equal_plain_jax(mapping, schedule, rng):
     pipeline = make(
         tied_stages(), parameters=parameters, optimizer=optimizer, device_mapping=mapping, schedule=schedule
     )
-    state, _outputs = run_both(pipeline, steps[0], optimizer=optimizer)
     state = pipeline.init(jax.random.key(0), steps[0][0])
     assert sorted(state.variables) == ["stage0/scale", "stage1/w", "words/bias", "words/in"]
 
