@@ -32,7 +32,7 @@ def short_text(monkeypatch):
 
 
 def make_config(text, dtype="float32", **options):
-    given = {"layers": (2, 1, 1, 1), "width": 8, "heads": 2, "context": 12, **options}
+    given = {"layers": (1, 1, 1, 1), "width": 8, "heads": 2, "context": 12, **options}
     return gpt.Config(vocabulary=len(text.characters), dtype=dtype, compute_dtype=dtype, **given)
 
 
@@ -77,17 +77,17 @@ def make_plain_step(config, optimizer, batches):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "steps", "tolerance"),
+    ("dtype", "layers", "steps", "tolerance"),
     [
-        ("float64", 40, 1e-12),
-        pytest.param("float64", 300, 1e-10, marks=pytest.mark.thorough),
-        pytest.param("float32", 50, 1e-4, marks=pytest.mark.thorough),
+        ("float64", (1, 1, 1, 1), 40, 1e-12),
+        pytest.param("float64", (2, 1, 1, 1), 300, 1e-10, marks=pytest.mark.thorough),
+        pytest.param("float32", (2, 1, 1, 1), 50, 1e-4, marks=pytest.mark.thorough),
     ],
 )
-def test_training_equals_plain_jax(dtype, steps, tolerance, short_text):
+def test_training_equals_plain_jax(dtype, layers, steps, tolerance, short_text):
     with jax.enable_x64(dtype == "float64"):
         text = gpt.Text(short_text, context=12)
-        config, optimizer = make_config(text, dtype), gpt.make_optimizer(1e-2, steps, dtype)
+        config, optimizer = make_config(text, dtype, layers=layers), gpt.make_optimizer(1e-2, steps, dtype)
 
         def batches(step):
             return text.draw(seed=3, step=step, num_micro_batches=2, size=2)
@@ -179,6 +179,7 @@ def test_the_sample_is_the_model_s(short_text, capsys):
     models.assert_trees_close(outputs.outputs[0], expected)
 
 
+@pytest.mark.thorough
 def test_evaluation_is_without_dropout_and_always_the_same(short_text):
     text = gpt.Text(short_text, context=12)
     config = make_config(text, dropout=0.5)
@@ -259,8 +260,6 @@ def test_errors_of_what_is_there(short_text, tmp_path):
         gpt.main([*SMALL, "--prompt", "~"])
     with pytest.raises(ValueError, match="--resume: there is no checkpoint in .*empty"):
         gpt.main([*SMALL, "--checkpoint", str(tmp_path / "empty"), "--resume"])
-    with pytest.raises(FloatingPointError, match=r"The loss of step \d is nan; try a lower --rate"):
-        gpt.main([*SMALL, "--dropout", "0.2", "--rate", "1e30", "--steps", "5"])
 
 
 @pytest.mark.thorough

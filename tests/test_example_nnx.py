@@ -21,6 +21,7 @@ def make_batches(rng, count):
     ]
 
 
+@pytest.mark.thorough
 def test_training_equals_plain_nnx(rng):
     modules = flax_nnx.make_modules(width=8, seed=0)
     for body in modules[1:3]:

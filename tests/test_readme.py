@@ -103,7 +103,7 @@ def test_figures_of_speed_are_those_of_the_benchmarks_page():
         assert on[0] in " ".join(README.split())
 
 
-@pytest.mark.parametrize("name", ["memory.md", "checkpoints.md", "porting.md"])
+@pytest.mark.parametrize("name", ["memory.md", "checkpoints.md", "porting.md", "engine.md"])
 def test_what_examples_of_pages_print(name):
     page = (ROOT / "docs" / name).read_text()
     pairs = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", page, re.DOTALL)

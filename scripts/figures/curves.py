@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 from figures.parts import MARGIN
@@ -25,9 +26,8 @@ def draw_losses(log: Path, title: str) -> Figure:
       title: of the figure.
     """
     entries = [json.loads(line) for line in log.read_text().splitlines()]
-    highest = max(entry[name] for entry in entries for name in ("loss", "validation_loss"))
-    top = int(highest) + 1
-    lowest = int(min(entry[name] for entry in entries for name in ("loss", "validation_loss")))
+    losses = [entry[name] for entry in entries for name in ("loss", "validation_loss")]
+    lowest, highest = math.floor(2 * min(losses)), math.ceil(2 * max(losses))  # of the axis, in halves
     last = entries[-1]["step"]
     left, upper = MARGIN + 40, MARGIN + 32
     bottom = upper + _HEIGHT
@@ -38,9 +38,9 @@ def draw_losses(log: Path, title: str) -> Figure:
         return left + round(step * _WIDTH / last)
 
     def y(loss: float) -> int:
-        return bottom - round((loss - lowest) * _HEIGHT / (top - lowest))
+        return bottom - round((2 * loss - lowest) * _HEIGHT / (highest - lowest))
 
-    for half in range(2 * lowest, 2 * top + 1):
+    for half in range(lowest, highest + 1):
         figure.line("thin", (left, y(half / 2)), (left + _WIDTH, y(half / 2)))
         figure.text(left - 20, y(half / 2) + 4, f"{half / 2:.1f}", "small")
     for quarter in range(5):
