@@ -398,6 +398,7 @@ class Checkpoints:
     """The newest two states in a directory, each with the options that it was trained with."""
 
     def __init__(self, directory: Path, trained_with: dict[str, Any]) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
         self._manager = ocp.CheckpointManager(
             directory.absolute(),
             options=ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False),
@@ -450,6 +451,12 @@ def start_log(path: Path, done: int) -> None:
     path.write_text("".join(kept))
 
 
+def evaluate(evaluator: engine.Pipeline, state: engine.PipelineState, held_out: list[Any]) -> float:
+    """The mean loss; the state stays as it is."""
+    _state, outputs = evaluator.step(state, held_out)
+    return float(np.mean(outputs.outputs))
+
+
 def train(args: argparse.Namespace) -> engine.PipelineState:
     """The program."""
     text = Text(read_text(), args.context)
@@ -499,8 +506,7 @@ def train(args: argparse.Namespace) -> engine.PipelineState:
                 raise FloatingPointError(f"The loss of step {step} is {losses[-1]}; try a lower --rate.")
             if step % args.evaluate_every and step != end:
                 continue
-            _state, outputs = evaluator.step(state, held_out)
-            validation = float(np.mean(outputs.outputs))
+            validation = evaluate(evaluator, state, held_out)
             entry = {"step": step, "loss": float(np.mean(losses)), "validation_loss": validation}
             seconds = time.perf_counter() - begin
             print(
@@ -515,6 +521,8 @@ def train(args: argparse.Namespace) -> engine.PipelineState:
                 checkpoints.save(state)
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f"Interrupted in step {step}.") from None
+    if math.isnan(validation):  # nothing was left to do
+        validation = evaluate(evaluator, state, held_out)
     if args.sample:
         print(generate(predictor, state, text, args.prompt, args.sample, args.seed))
     print(f"Done: {state.update_count} steps, held-out loss {validation:.4f}")
@@ -534,5 +542,5 @@ if __name__ == "__main__":
     except (ValueError, OSError, FloatingPointError) as error:
         sys.exit(f"Error: {error}")
     except KeyboardInterrupt as error:
-        print(error or "Interrupted.", file=sys.stderr)
+        print(str(error) or "Interrupted.", file=sys.stderr)
         sys.exit(130)

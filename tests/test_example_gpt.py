@@ -114,7 +114,7 @@ def test_training_equals_plain_jax(dtype, layers, steps, tolerance, short_text):
 
 
 @pytest.mark.thorough
-def test_a_resumed_run_is_the_same_to_the_last_bit(short_text, tmp_path):
+def test_a_resumed_run_is_the_same_to_the_last_bit(short_text, tmp_path, capsys):
     """Also where passages are dropped at random: keys and data go on where they were."""
     options = [*SMALL, "--steps", "20", "--dropout", "0.2"]
     at_once = gpt.main([*options, "--log", str(tmp_path / "at_once")])
@@ -124,6 +124,9 @@ def test_a_resumed_run_is_the_same_to_the_last_bit(short_text, tmp_path):
         log.write(json.dumps({"step": 15, "loss": 0.0, "validation_loss": 0.0}) + '\n{"step": 2')
     resumed = gpt.main([*options, *folder, "--resume"])
     assert resumed.update_count == resumed.execution_count == 20
+    again = gpt.main([*options, *folder, "--resume"])
+    assert again.update_count == 20
+    assert re.search(r"Done: 20 steps, held-out loss \d\.\d+\n$", capsys.readouterr().out)
     for state in (at_once, resumed):
         assert math.isfinite(np.sum(state.variables["characters"]))
     expected, found = ([np.asarray(leaf).tobytes() for leaf in plain(s)] for s in (at_once, resumed))
@@ -167,7 +170,7 @@ def test_the_sample_is_the_model_s(short_text, capsys):
     assert first == again != other
     assert first.startswith("def f")
     assert len(first) == 25
-    (ids,) = (text.encode("return x")[None, :],)
+    ids = text.encode("return x")[None, :]
     tokens = np.zeros((1, 12), np.int32)
     tokens[0, :8] = ids
     _state, outputs = predictor.step(state, [(tokens, np.int32(7))])
@@ -260,6 +263,9 @@ def test_errors_of_what_is_there(short_text, tmp_path):
         gpt.main([*SMALL, "--prompt", "~"])
     with pytest.raises(ValueError, match="--resume: there is no checkpoint in .*empty"):
         gpt.main([*SMALL, "--checkpoint", str(tmp_path / "empty"), "--resume"])
+    (tmp_path / "file").touch()
+    with pytest.raises(FileExistsError, match="file"):
+        gpt.main([*SMALL, "--checkpoint", str(tmp_path / "file")])
 
 
 @pytest.mark.thorough
