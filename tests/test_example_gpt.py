@@ -284,7 +284,7 @@ def test_as_a_program(tmp_path):
 @pytest.mark.thorough
 def test_ctrl_c_ends_with_a_line(tmp_path):
     process = subprocess.Popen(
-        [sys.executable, ROOT / PROGRAM, *SMALL, "--steps", "1000000"],
+        [sys.executable, ROOT / PROGRAM, *SMALL, "--steps", "1000000", "--dtype", "bfloat16"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
