@@ -20,7 +20,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from figures import facts, parts, rooms
+from figures import curves, facts, parts, rooms
 from figures.parts import MARGIN, Grid
 from figures.svg import Figure
 
@@ -265,6 +265,12 @@ def draw_rooms() -> Figure:
     return figure
 
 
+def draw_gpt() -> Figure:
+    """The learning curve of a run of examples/gpt.py; docs/engine.md has its command."""
+    log = ROOT / "docs" / "data" / "gpt.jsonl"
+    return curves.draw_losses(log, "Loss of examples/gpt.py in training and on held-out text")
+
+
 def draw_all() -> dict[str, dict[str, str]]:
     """The text of every figure by folder and file name."""
     figures = {
@@ -282,7 +288,7 @@ def draw_all() -> dict[str, dict[str, str]]:
     return {
         "tutorial/figures": drawn,
         "tutorial/poptorch/figures": {"execution_trace.svg": draw_execution_trace().render()},
-        "docs/figures": {"rooms.svg": draw_rooms().render()},
+        "docs/figures": {"rooms.svg": draw_rooms().render(), "gpt.svg": draw_gpt().render()},
     }
 
 

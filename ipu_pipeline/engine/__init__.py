@@ -13,6 +13,7 @@ from ipu_pipeline.engine.tracing.checkpoints import recomputation_checkpoint
 from ipu_pipeline.engine.tracing.keys import next_rng_key
 from ipu_pipeline.engine.tracing.metrics import metric
 from ipu_pipeline.engine.tracing.stage_lists import Stage
+from ipu_pipeline.engine.tracing.stage_parameters import Shared
 from ipu_pipeline.engine.tracing.variable_scopes import variable_scope
 from ipu_pipeline.engine.tracing.variables import assign, get_variable
 from ipu_pipeline.engine.updates.reporting import with_metrics
@@ -27,6 +28,7 @@ __all__ = [
     "Recomputation",
     "Reduction",
     "ScheduleError",
+    "Shared",
     "Stage",
     "StepOutputs",
     "Timetable",

@@ -90,17 +90,19 @@ class Pipeline:
 
         Args:
           stages: functions that take what the one before returns (a tuple or list as positional
-            arguments, a dict as keyword arguments), with variables by `get_variable`; or `Stage`s. The
-            first one takes the inputs of `step` and then the micro-batch. A list of them in place of one:
-            parallel stages, which run at the same time on the same values; what they return is
-            concatenated.
+            arguments, a dict as keyword arguments), with variables by `get_variable`, or with a pytree of
+            `parameters` as their first argument; or `Stage`s. The first one takes the inputs of `step` and
+            then the micro-batch. A list of them in place of one: parallel stages, which run at the same
+            time on the same values; what they return is concatenated.
           options: given as keyword arguments, the fields of `PipelineOptions`.
 
         Raises:
           TypeError: a compiler option has not the type of one; or there is no such argument.
           ValueError: an argument is not usable.
         """
-        functions, mapping = flatten_stages(stages, options.device_mapping)
+        functions, mapping, self._parameters = flatten_stages(
+            stages, options.device_mapping, options.parameters
+        )
         levels = tuple(level for level, parallel in enumerate(functions) for _stage in parallel)
         schedule, count = options.schedule, options.num_micro_batches
         if options.num_serialized > 1 and (schedule != "sequential" or len(set(mapping)) > 1):
@@ -441,6 +443,35 @@ class Pipeline:
         residence = self.prepare().residence
         placed = residence.place_variables(variables)
         return updates.state_tree.unflatten(residence.init_optimizer_state(placed, outputs))
+
+    def parameters(self, state: PipelineState) -> list[Any]:
+        """The parameters of the stages as pytrees, in a list like that of the stages.
+
+        Args:
+          state: from `init` or a step; its arrays are not copied.
+
+        Returns:
+          What `parameters` was given, with the values of the state; in place of a `Shared` its value. None
+          for stages that are functions without a pytree of parameters.
+
+        Raises:
+          ValueError: the state has not all of them.
+        """
+        return self._parameters.read(state.variables)
+
+    def with_parameters(self, state: PipelineState, parameters: Sequence[Any]) -> PipelineState:
+        """The state with other values of parameters. What else it has stays, the optimizer's state too.
+
+        Args:
+          state: from `init` or a step.
+          parameters: as `parameters` returns them; arrays of JAX or NumPy, on whatever device. They are not
+            copied, so with `donate` a step destroys them.
+
+        Raises:
+          ValueError: number, structure, shape or dtype is another one, or what is shared has two values.
+        """
+        variables = {**state.variables, **self._parameters.write(parameters)}
+        return dataclasses.replace(state, variables=variables)
 
     # Running.
 

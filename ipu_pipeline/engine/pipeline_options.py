@@ -29,6 +29,8 @@ class PipelineOptions:
     Attributes:
       num_micro_batches: micro-batches per step, at least 1. None: each step says how many; another
         number than before is not compiled for.
+      parameters: a pytree of arrays for each stage, which its function takes before its inputs,
+        `stage(parameters, *inputs)`; as for `Stage`. None: the stages are as they are given.
       loss: takes what the last stage returns, returns a scalar; goes with `optimizer`. Without both
         the pipeline only runs forwards.
       optimizer: an Optax transformation; or a function of what the last stage returned for the last
@@ -82,6 +84,7 @@ class PipelineOptions:
     """
 
     num_micro_batches: int | None
+    parameters: Sequence[Any] | None = None
     loss: Callable[..., Any] | None = None
     optimizer: optimizer_tracing.Optimizer | None = None
     schedule: str | schedules.ScheduleFunction = "grouped"

@@ -9,9 +9,15 @@ from typing import Any, TypeAlias
 
 import jax
 
-from ipu_pipeline.engine.jaxprs.shapes import as_shape
+from ipu_pipeline.engine.tracing import scopes
+from ipu_pipeline.engine.tracing.stage_parameters import (
+    Layout,
+    StageParameters,
+    check_length,
+    check_names,
+    make_layout,
+)
 from ipu_pipeline.engine.tracing.stages import StageFunction
-from ipu_pipeline.engine.tracing.variable_scopes import variable_scope
 from ipu_pipeline.engine.tracing.variables import get_variable
 
 __all__ = ["Mapping", "Stage", "StageEntry", "as_level", "flatten_stages"]
@@ -34,7 +40,9 @@ class Stage:
 
         Args:
           function: `function(parameters, *inputs) -> outputs`.
-          parameters: a pytree of arrays, the values at the start; or a function from a random key to one.
+          parameters: a pytree of arrays, the values at the start, in which parts may be `Shared` with other
+            stages; or a function from a random key to one; or the shapes of one (`jax.ShapeDtypeStruct`),
+            with which `Pipeline.init` is not possible. Integers and booleans are not trained.
           name: the scope of its variables, one per leaf, named by the leaf's path. None: `stage<index>`.
         """
         self.function = function
@@ -42,16 +50,31 @@ class Stage:
         self.name = name
         self.__name__ = name or getattr(function, "__name__", "stage")
 
-    def with_variables(self, index: int) -> StageFunction:
-        """The stage as a function whose parameters are variables."""
-        parameters = self.parameters
-        if callable(parameters):
-            shapes = jax.eval_shape(parameters, jax.eval_shape(jax.random.key, 0))
-        else:
-            shapes = jax.tree.map(as_shape, parameters)
-        paths_and_shapes, tree = jax.tree_util.tree_flatten_with_path(shapes)
-        scope = self.name or f"stage{index}"
+    @property
+    def makes_parameters(self) -> bool:
+        """Whether its parameters are a function of a random key."""
+        # There are pytrees that can be called, such as the modules of Equinox.
+        return callable(self.parameters) and jax.tree_util.all_leaves([self.parameters])
 
+    def layout(self, index: int) -> Layout:
+        """What variables its parameters become.
+
+        Raises:
+          ValueError: see `make_layout`.
+        """
+        given = self.parameters
+        if self.makes_parameters:
+            given = jax.eval_shape(given, jax.eval_shape(jax.random.key, 0))
+        what = f"parameters of stage {index} ({self.__name__})"
+        return make_layout(given, self.name or f"stage{index}", what)
+
+    def with_variables(self, layout: Layout, shared: set[str]) -> StageFunction:
+        """The stage as a function whose parameters are variables.
+
+        Args:
+          layout: of the parameters.
+          shared: names of variables that are shared and that earlier stages have; its own are added.
+        """
         # JAX's caches keep an initializer for long; they should not keep a model's weights with it.
         reference = weakref.ref(self)
 
@@ -60,43 +83,55 @@ class Stage:
                 del shape, dtype  # they are those of the leaf
                 stage = reference()
                 assert stage is not None
-                made = stage.parameters(key) if callable(stage.parameters) else stage.parameters
-                return jax.tree.leaves(made)[place]
+                made = stage.parameters(key) if stage.makes_parameters else stage.parameters
+                value = jax.tree.leaves(made)[place]
+                if isinstance(value, jax.ShapeDtypeStruct):
+                    raise ValueError(
+                        f"{layout.what}{layout.leaves[place].path} must be an array to start from; got a "
+                        "ShapeDtypeStruct. Give arrays, or use a state that another pipeline made."
+                    )
+                return value
 
-            initialize.needs_key = callable(parameters)  # type: ignore[attr-defined]  # see initial_value
+            initialize.needs_key = self.makes_parameters  # type: ignore[attr-defined]  # see initial_value
             return initialize
 
+        is_reused = []
+        for leaf in layout.leaves:
+            is_reused.append(leaf.shared is not None and leaf.name in shared)
+            if leaf.shared is not None:
+                shared.add(leaf.name)
+
         def call(*args: Any, **kwargs: Any) -> Any:
-            with variable_scope(scope):
-                leaves = [
-                    get_variable(
-                        jax.tree_util.keystr(path, simple=True, separator="/") or "parameter",
-                        leaf.shape,
-                        leaf.dtype,
-                        initializer(place),
-                    )
-                    for place, (path, leaf) in enumerate(paths_and_shapes)
-                ]
-            return self.function(jax.tree.unflatten(tree, leaves), *args, **kwargs)
+            leaves = []
+            for place, leaf in enumerate(layout.leaves):
+                with scopes.absolute_scope("", reuse=is_reused[place]):
+                    shape = leaf.shape
+                    leaves.append(get_variable(leaf.name, shape.shape, shape.dtype, initializer(place)))
+            return self.function(jax.tree.unflatten(layout.tree, leaves), *args, **kwargs)
 
         call.__name__ = str(self.__name__)
         return call
 
 
 def flatten_stages(
-    stages: Sequence[StageEntry | Sequence[StageEntry]], device_mapping: Mapping | None
-) -> tuple[list[list[StageFunction]], tuple[int, ...]]:
-    """The stage functions level by level, and the IPU of each of all stages.
+    stages: Sequence[StageEntry | Sequence[StageEntry]],
+    device_mapping: Mapping | None,
+    parameters: Sequence[Any] | None = None,
+) -> tuple[list[list[StageFunction]], tuple[int, ...], StageParameters]:
+    """The stage functions level by level, the IPU of each of all stages, and their parameters.
 
     Parallel stages at the end are followed by one that only joins what they return, on the first one's IPU.
 
     Args:
       stages: functions or `Stage`s, or lists of parallel ones.
       device_mapping: the IPU of each, likewise; None gives each its own.
+      parameters: a pytree for each, likewise, of which the stages are functions then. None: see `Stage`.
 
     Raises:
-      ValueError: there are no stages, or the mapping does not fit them.
+      ValueError: there are no stages, or the mapping or the parameters do not fit them.
     """
+    if parameters is not None:
+        stages = _with_parameters(stages, parameters, "stages", "parameters")
     grouped = [as_level(entry) for entry in stages]
     if not grouped or not all(grouped):
         what = "a list of parallel stages" if grouped else "stages"
@@ -122,20 +157,58 @@ def flatten_stages(
                 "device_mapping: parallel stages run at the same time, so each needs an IPU of its own "
                 f"(or all stages of the pipeline are on one); got {level}."
             )
-    if len(grouped[-1]) > 1:
-        grouped.append([_join])
-        per_level.append(per_level[-1][:1])
     numbers = itertools.count()
-    functions = [
-        [entry.with_variables(number) if isinstance(entry, Stage) else entry for entry, number in numbered]
-        for numbered in ([(entry, next(numbers)) for entry in parallel] for parallel in grouped)
+    layouts = [
+        [
+            entry.layout(number) if isinstance(entry, Stage) else None
+            for entry, number in zip(level, numbers, strict=False)
+        ]
+        for level in grouped
     ]
-    return functions, tuple(ipu for level in per_level for ipu in level)
+    pairs = [pair for level in zip(layouts, grouped, strict=True) for pair in zip(*level, strict=True)]
+    check_names((layout, _known(stage)) for layout, stage in pairs if layout is not None)
+    of_stages = StageParameters(
+        [
+            level if isinstance(entry, (list, tuple)) else level[0]
+            for entry, level in zip(stages, layouts, strict=True)
+        ]
+    )
+    shared: set[str] = set()
+    in_order = iter(
+        stage if layout is None else stage.with_variables(layout, shared) for layout, stage in pairs
+    )
+    functions = [[next(in_order) for _stage in level] for level in grouped]
+    if len(grouped[-1]) > 1:
+        functions.append([_join])
+        per_level.append(per_level[-1][:1])
+    return functions, tuple(ipu for level in per_level for ipu in level), of_stages
 
 
 def as_level(entry: Any) -> list[Any]:
     """An entry of a list of stages as a list of parallel ones."""
     return list(entry) if isinstance(entry, (list, tuple)) else [entry]
+
+
+def _with_parameters(stages: Any, parameters: Any, what: str, what_parameters: str) -> list[Any]:
+    """Functions and their parameters as `Stage`s."""
+    check_length(what_parameters, parameters, len(stages))
+    found: list[Any] = []
+    for number, (entry, own) in enumerate(zip(stages, parameters, strict=True)):
+        names = f"{what}[{number}]", f"{what_parameters}[{number}]"
+        if isinstance(entry, (list, tuple)):
+            found.append(_with_parameters(entry, own, *names))
+        elif isinstance(entry, Stage):
+            raise ValueError(
+                f"{names[0]} is a Stage, which has parameters of its own, but parameters were given, too. "
+                "Give the functions of all stages and parameters=, or Stages and no parameters."
+            )
+        else:
+            found.append(Stage(entry, own))
+    return found
+
+
+def _known(stage: Stage) -> Any:
+    return None if stage.makes_parameters else stage.parameters
 
 
 def _join(*args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,258 @@
+"""Pytrees of parameters as variables: their names, their leaves, and the way there and back."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from ipu_pipeline.engine.jaxprs.shapes import as_shape, describe
+from ipu_pipeline.engine.tracing import scopes
+from ipu_pipeline.engine.tracing.specs import is_of_numbers
+
+__all__ = ["Layout", "Leaf", "Shared", "StageParameters", "check_length", "check_names", "make_layout"]
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["value"], meta_fields=["name"])
+@dataclass(frozen=True, eq=False)
+class Shared:
+    """A part of a stage's parameters that other stages have as well: one variable for all of them.
+
+    It stands in the parameters only: stage functions get the value. The gradients of all stages are added.
+
+    Example:
+      table = engine.Shared("embedding", jnp.zeros((100, 16)))
+      parameters = [{"table": table, "w": w0}, {"w": w1, "table": table}]
+
+    Attributes:
+      name: the full name of its variable; those of the same name are one. If the value is a pytree, the
+        leaves have their paths behind it.
+      value: an array or a pytree of arrays, the same wherever the name stands.
+    """
+
+    name: str
+    value: Any
+
+    def __post_init__(self) -> None:
+        """Checks the name.
+
+        Raises:
+          ValueError: it is no name of a variable.
+        """
+        if not isinstance(self.name, str) or not all(self.name.split("/")):
+            raise ValueError(
+                f"Shared: name must be a non-empty string without empty parts; got {self.name!r}."
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class Leaf:
+    """A leaf of a stage's parameters.
+
+    Attributes:
+      name: the full name of its variable.
+      path: where it stands, for errors: `['w'][0]`.
+      shape: its shape and dtype.
+      shared: the name of the `Shared` that it is in; None outside of these.
+    """
+
+    name: str
+    path: str
+    shape: jax.ShapeDtypeStruct
+    shared: str | None
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """The parameters of a stage without their values.
+
+    Attributes:
+      leaves: in the order of the pytree.
+      tree: its structure, in which the value stands in place of a `Shared`.
+      what: what errors call it.
+    """
+
+    leaves: Sequence[Leaf]
+    tree: Any
+    what: str
+
+
+def make_layout(parameters: Any, scope: str, what: str) -> Layout:
+    """What variables a pytree of parameters becomes.
+
+    Args:
+      parameters: arrays, or their shapes and dtypes.
+      scope: what stands before the names.
+      what: what errors call the parameters.
+
+    Raises:
+      ValueError: a leaf is no array of numbers or booleans, or a `Shared` stands within another.
+    """
+    leaves: list[Leaf] = []
+    for path, node in jax.tree_util.tree_flatten_with_path(parameters, is_leaf=_is_shared)[0]:
+        shared = node.name if isinstance(node, Shared) else None
+        place, inner = (path, node.value) if isinstance(node, Shared) else (path, node)
+        for rest, leaf in jax.tree_util.tree_flatten_with_path(inner, is_leaf=_is_shared)[0]:
+            where = jax.tree_util.keystr((*place, *rest))
+            if isinstance(leaf, Shared):
+                raise ValueError(f"{what}{where}: a Shared cannot stand within another one, {shared}.")
+            _check_leaf(leaf, f"{what}{where}")
+            if shared is None:
+                name = scopes.join(scope, _words(path) or "parameter")
+            else:
+                name = "/".join([shared, *([_words(rest)] if rest else [])])
+            leaves.append(Leaf(name, where, as_shape(leaf), shared))
+    return Layout(leaves, jax.tree.structure(_without_shared(parameters)), what)
+
+
+def check_names(stages: Iterable[tuple[Layout, Any]]) -> None:
+    """Checks that leaves of the same name are one `Shared`, and the same wherever it stands.
+
+    Args:
+      stages: the layout of each, and its parameters; None if these are made later.
+
+    Raises:
+      ValueError: they are not.
+    """
+    known: dict[str, tuple[Leaf, str, Any]] = {}
+    for layout, parameters in stages:
+        values: Sequence[Any] = [None] * len(layout.leaves)
+        if parameters is not None:
+            values = jax.tree.leaves(_without_shared(parameters))
+        for leaf, value in zip(layout.leaves, values, strict=True):
+            place = layout.what + leaf.path
+            other, other_place, other_value = known.setdefault(leaf.name, (leaf, place, value))
+            if other is leaf:
+                continue
+            if leaf.shared is None or other.shared is None:
+                raise ValueError(
+                    f"{other_place} and {place} would both be the variable {leaf.name}. Rename one, or put "
+                    "the same engine.Shared into both places."
+                )
+            if other.shape != leaf.shape:
+                raise ValueError(
+                    f"{leaf.name} is shared, so it must have the same shape and dtype everywhere; "
+                    f"{other_place} is {describe(other.shape)}, {place} {describe(leaf.shape)}."
+                )
+            _check_same(leaf.name, (other_place, other_value), (place, value))
+
+
+class StageParameters:
+    """The parameters of a pipeline's stages: how a list of pytrees becomes variables, and the way back."""
+
+    def __init__(self, layouts: Sequence[Any]) -> None:
+        """Takes the layout of each stage; a list of those of parallel ones; None for stages without one."""
+        self._layouts = layouts
+
+    def read(self, variables: Mapping[str, Any]) -> list[Any]:
+        """The pytrees, in a list like that of the stages; None for stages without parameters.
+
+        Raises:
+          ValueError: a variable is missing.
+        """
+
+        def read(entry: Any) -> Any:
+            if not isinstance(entry, Layout):
+                return None if entry is None else [read(parallel) for parallel in entry]
+            for leaf in entry.leaves:
+                if leaf.name not in variables:
+                    raise ValueError(
+                        f"The state has no variable {leaf.name}, which is one of the {entry.what}."
+                    )
+            return jax.tree.unflatten(entry.tree, [variables[leaf.name] for leaf in entry.leaves])
+
+        return [read(entry) for entry in self._layouts]
+
+    def write(self, parameters: Any) -> dict[str, Any]:
+        """The variables by full name; the inverse of `read`.
+
+        Args:
+          parameters: arrays, where a `Shared` stood also within one.
+
+        Raises:
+          ValueError: number, structure, shape or dtype differ, a leaf is no array, or what is shared has
+            two values.
+        """
+        found: dict[str, tuple[str, Any]] = {}  # with the place that it came from
+
+        def write(entry: Any, given: Any, what: str) -> None:
+            if isinstance(entry, Layout):
+                _write_stage(entry, given, what, found)
+            elif entry is not None:
+                check_length(what, given, len(entry))
+                for number, (parallel, own) in enumerate(zip(entry, given, strict=True)):
+                    write(parallel, own, f"{what}[{number}]")
+            elif given is not None:
+                raise ValueError(f"{what} must be None, since the stage has no pytree of parameters.")
+
+        write(self._layouts, parameters, "parameters")
+        return {name: value for name, (_place, value) in found.items()}
+
+
+def check_length(what: str, given: Any, number: int) -> None:
+    """Raises a ValueError if what is given is no list of so many pytrees, one for each stage."""
+    if not isinstance(given, (list, tuple)) or len(given) != number:
+        got = f"a {type(given).__name__}" + (
+            f" of {len(given)}" if isinstance(given, (list, tuple)) else ""
+        )
+        raise ValueError(f"{what} must be a list of {number} pytrees, one for each stage; got {got}.")
+
+
+def _write_stage(layout: Layout, parameters: Any, what: str, found: dict[str, tuple[str, Any]]) -> None:
+    plain = _without_shared(parameters)
+    tree = jax.tree.structure(plain)
+    if tree != layout.tree:
+        raise ValueError(f"{what} must have the structure {layout.tree}; got {tree}.")
+    for leaf, value in zip(layout.leaves, jax.tree.leaves(plain), strict=True):
+        place = what + leaf.path
+        _check_leaf(value, place)
+        shape = as_shape(value)
+        if shape != leaf.shape:
+            raise ValueError(f"{place} must be {describe(leaf.shape)}; got {describe(shape)}.")
+        # JAX makes float32 of NumPy's float64 by itself, but a state has the dtypes that it says.
+        own = value.astype(leaf.shape.dtype) if isinstance(value, np.ndarray) else value
+        known_place, known = found.setdefault(leaf.name, (place, own))
+        _check_same(leaf.name, (known_place, known), (place, own))
+
+
+def _without_shared(parameters: Any) -> Any:
+    """The parameters as the stage function gets them."""
+    return jax.tree.map(
+        lambda node: node.value if isinstance(node, Shared) else node, parameters, is_leaf=_is_shared
+    )
+
+
+def _is_shared(node: Any) -> bool:
+    return isinstance(node, Shared)
+
+
+def _words(path: tuple[Any, ...]) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def _check_leaf(leaf: Any, what: str) -> None:
+    if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
+        raise ValueError(
+            f"{what} must be an array; got {type(leaf).__name__} {leaf!r}. What is no array belongs to the "
+            "function (functools.partial), a number that is to be trained into an array."
+        )
+    if not is_of_numbers(leaf.dtype):
+        raise ValueError(
+            f"{what} must be an array of numbers or booleans; got {describe(leaf)}. A stage gets random "
+            "keys by next_rng_key()."
+        )
+
+
+def _check_same(name: str, first: tuple[str, Any], second: tuple[str, Any]) -> None:
+    """Raises if a shared variable has two values; what has none yet (None, shapes) differs from nothing."""
+    (place, value), (other_place, other) = first, second
+    if value is other or any(v is None or isinstance(v, jax.ShapeDtypeStruct) for v in (value, other)):
+        return
+    if np.asarray(value).tobytes() != np.asarray(other).tobytes():  # NaN is as good as any
+        raise ValueError(
+            f"{name} is shared, so it must have one value; those of {place} and {other_place} differ."
+        )
