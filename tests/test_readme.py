@@ -49,8 +49,9 @@ def assert_is_what_the_example_prints(printed):
         assert abs(float(actual) - float(written)) < 0.01  # the last digits are the machine's
 
 
-def test_example():
-    assert_is_what_the_example_prints(run(example()))
+def test_example(tmp_path):
+    assert_is_what_the_example_prints(run(example(), tmp_path))
+    assert list((tmp_path / "cache").iterdir())
 
 
 def test_the_readme_is_a_front_page():
