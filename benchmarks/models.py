@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 __all__ = ["WORKLOADS", "Workload", "make_plain_step"]
 
@@ -51,6 +52,7 @@ class Workload:
       target: the most that a step may take, in steps of plain JAX.
       unroll: how many micro-batches plain JAX unrolls its scan by. Gradients of convolutions are slow in
         the body of a loop on CPUs (see against_plain_jax/README.md), so there it has no loop.
+      make_optimizer: makes an optimizer of Optax; None: the benchmarks' own is SGD.
     """
 
     name: str
@@ -59,6 +61,7 @@ class Workload:
     num_micro_batches: int
     target: float
     unroll: int = 1
+    make_optimizer: Callable[[], Any] | None = None
 
 
 def make_mlp(width: int, batch_size: int, num_layers: int, num_stages: int) -> Model:
@@ -120,8 +123,10 @@ def make_convolutional_net(num_stages: int = 4, batch_size: int = 8, size: int =
     return Model([stage] * (num_stages - 1) + [last], parameters, x, rng.integers(0, 10, batch_size))
 
 
-def make_transformer(num_stages: int = 4, batch_size: int = 2, length: int = 40, width: int = 128) -> Model:
-    """A block of attention and two dense layers a stage, with norms before them; mean-square loss."""
+def make_transformer(
+    num_stages: int = 4, batch_size: int = 2, length: int = 40, width: int = 128, num_blocks: int = 1
+) -> Model:
+    """Blocks of attention and two dense layers, with norms before them; mean-square loss."""
     rng = np.random.default_rng(0)
     num_heads = 4
 
@@ -138,24 +143,32 @@ def make_transformer(num_stages: int = 4, batch_size: int = 2, length: int = 40,
         x = x + attended @ parameters["out"]
         return x + jax.nn.gelu(norm(x, parameters["norm2"]) @ parameters["up"]) @ parameters["down"]
 
+    def blocks(parameters: Any, x: Any) -> Any:
+        for own in parameters:
+            x = block(own, x)
+        return x
+
     def stage(parameters: Any, x: Any, target: Any) -> Any:
-        return block(parameters, x), target
+        return blocks(parameters, x), target
 
     def last(parameters: Any, x: Any, target: Any) -> Any:
-        return jnp.mean((block(parameters, x) - target) ** 2)
+        return jnp.mean((blocks(parameters, x) - target) ** 2)
 
     def array(*shape: int) -> Any:
         return (rng.normal(size=shape) * shape[0] ** -0.5).astype(np.float32)
 
     parameters = [
-        {
-            "norm1": np.ones(width, np.float32),
-            "qkv": array(width, 3 * width),
-            "out": array(width, width),
-            "norm2": np.ones(width, np.float32),
-            "up": array(width, 4 * width),
-            "down": array(4 * width, width),
-        }
+        [
+            {
+                "norm1": np.ones(width, np.float32),
+                "qkv": array(width, 3 * width),
+                "out": array(width, width),
+                "norm2": np.ones(width, np.float32),
+                "up": array(width, 4 * width),
+                "down": array(4 * width, width),
+            }
+            for _ in range(num_blocks)
+        ]
         for _ in range(num_stages)
     ]
     x, target = rng.normal(size=(2, batch_size, length, width)).astype(np.float32)
@@ -178,17 +191,31 @@ WORKLOADS = {
         "convolutional net, 8 x 16, 4 stages", make_convolutional_net, 4, 16, 1.15, 16
     ),
     "transformer": Workload("transformer, 2 x 16, 4 stages", make_transformer, 4, 16, 1.15),
+    "gpt": Workload(
+        "8 blocks, AdamW and a clipped norm, 4 stages",
+        functools.partial(make_transformer, num_blocks=2),
+        4,
+        8,
+        1.15,
+        make_optimizer=lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(RATE)),
+    ),
 }
 
 
 def make_plain_step(
-    model: Model, num_micro_batches: int, unroll: int = 1
+    model: Model, num_micro_batches: int, unroll: int = 1, optimizer: Any = None
 ) -> tuple[Callable[..., Any], Any, Any]:
-    """A training step by hand: one jitted scan that accumulates gradients, and an update by SGD.
+    """A training step by hand: one jitted scan that accumulates gradients, and an update.
+
+    Args:
+      model: the model.
+      num_micro_batches: per step.
+      unroll: of the scan.
+      optimizer: of Optax; None: SGD by hand.
 
     Returns:
-      The step, a function of the parameters and the stacked micro-batches that returns the new parameters
-      and the losses; the parameters; and the micro-batches.
+      The step, a function of the parameters (with an optimizer: a pair of these and its state) and the
+      stacked micro-batches that returns the new ones and the losses; the parameters; and the micro-batches.
     """
 
     def loss(parameters: Any, x: Any, target: Any) -> Any:
@@ -198,14 +225,22 @@ def make_plain_step(
         return model.stages[-1](parameters[-1], *values)
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def step(parameters: Any, micro_batches: Any) -> Any:
+    def step(before: Any, micro_batches: Any) -> Any:
+        parameters, state = (before, None) if optimizer is None else before
+
         def accumulate(total: Any, micro_batch: Any) -> Any:
             value, gradient = jax.value_and_grad(loss)(parameters, *micro_batch)
             return jax.tree.map(jnp.add, total, gradient), value
 
         zeros = jax.tree.map(jnp.zeros_like, parameters)
         total, losses = jax.lax.scan(accumulate, zeros, micro_batches, unroll=unroll)
-        return jax.tree.map(lambda p, g: p - RATE * g, parameters, total), losses
+        if optimizer is None:
+            return jax.tree.map(lambda p, g: p - RATE * g, parameters, total), losses
+        changes, state = optimizer.update(total, state, parameters)
+        return (optax.apply_updates(parameters, changes), state), losses
 
     stacked = [np.stack(part) for part in zip(*model.micro_batches(num_micro_batches), strict=True)]
-    return step, jax.device_put(model.parameters), jax.device_put(tuple(stacked))
+    start = jax.device_put(model.parameters)
+    if optimizer is not None:
+        start = start, jax.jit(optimizer.init)(start)
+    return step, start, jax.device_put(tuple(stacked))
