@@ -246,7 +246,7 @@ def test_captures_and_unreachable_markers_do_not_end_the_search():
         jax.make_jaxpr(outer)(np.float32(1))
     text = str(caught.value)
     assert "1. stage 0 (captures): Trying to capture the tensor a computed value (float32[])" in text
-    assert "2. stage 1 (<lambda>): get_variable, next_rng_key, assign, metric or enqueue is" in text
+    assert "2. stage 1 (<lambda>): get_variable, next_rng_key, assign, metric, enqueue or" in text
     assert "3. stage 2 (<lambda>): Trying to share variable shared/v" in text
 
 

@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import ipu_pipeline as ipu
+from ipu_pipeline import engine
 from ipu_pipeline.ipu_outfeed_queue import IPUOutfeedMode, IPUOutfeedQueue
 from ipu_pipeline.optimizers import (
     GradientAccumulationOptimizerV2,
@@ -257,6 +258,70 @@ def compile_with(stage, optimizer=None):
     )
 
 
+def test_what_updates_enqueue_counts_against_a_block():
+    """Gradients of 4 KiB in a block of 16 KiB: no stack of a thousand of them."""
+    infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(lambda: iter([{"x": np.ones(1, "float32")}] * 100))
+    pipelines = []
+
+    def stage(x):
+        return jnp.sum(x * ipu.get_variable("w", (1024,), initializer=0.0))
+
+    def compiled():
+        made = pipeline(
+            [stage],
+            gradient_accumulation_count=1,
+            repeat_count=100,
+            infeed_queue=infeed,
+            outfeed_queue=IPUOutfeedQueue(),
+            optimizer_function=lambda loss: OptimizerFunctionOutput(
+                OutfeedOptimizer(optax.sgd(0.1), IPUOutfeedQueue(), MODES.BEFORE_APPLY), loss
+            ),
+        )
+        pipelines.append(made)
+        return made
+
+    program = front.compile_program(compiled)
+    (call,) = program.calls
+    call.pipeline.options  # noqa: B018  # it is there before it is prepared
+    runner = call.pipeline.prepare(jax.devices()[:1])
+    assert runner.sizes(1_000_000, 1).room <= 64 * 2**20 // 4096
+
+
+def test_a_program_that_is_refused_leaves_its_queues():
+    taken, free = IPUOutfeedQueue(), IPUOutfeedQueue()
+    compile_with(enqueuing(taken, lambda x: x))
+
+    def both(x):
+        free.enqueue(x)
+        taken.enqueue(x[0])
+        return x @ weight("first/a")
+
+    with pytest.raises(ValueError, match="two programs enqueue"):
+        compile_with(both)
+    compile_with(enqueuing(free, lambda x: x[0]))
+
+
+def enqueuing(queue, choose):
+    def stage(x):
+        queue.enqueue(choose(x))
+        return x @ weight("first/a")
+
+    return stage
+
+
+def test_random_keys_are_not_enqueued():
+    with pytest.raises(TypeError, match="got a random key, of which jax.random.key_data is one"):
+        compile_with(enqueuing(IPUOutfeedQueue(), lambda _x: ipu.next_rng_key()))
+
+
+def test_the_engine_has_no_outfeeds():
+    stages = [enqueuing(IPUOutfeedQueue(), lambda x: x), lambda x: jnp.mean(x)]
+    own = engine.Pipeline(stages, num_micro_batches=1, loss=lambda loss: loss, optimizer=optax.sgd(0.1))
+    state = own.init(jax.random.key(0), rows()[0])
+    with pytest.raises(ValueError, match="Return the value from the last stage, or report it with engine"):
+        own.step(state, rows())
+
+
 def test_a_queue_is_for_one_place():
     queue = IPUOutfeedQueue()
 
@@ -302,3 +367,11 @@ def test_wrong_arguments_of_an_outfeed_optimizer():
 
     with pytest.raises(ValueError, match="an OutfeedOptimizer is for pipelines"):
         front.compile_program(lambda: ipu.loops.repeat(1, body, [np.float32(1)]))
+
+    def before_apply(x):
+        optimizer = OutfeedOptimizer(sgd, queue, MODES.BEFORE_APPLY)
+        optimizer.minimize(jnp.sum(x * ipu.get_variable("w", ())))
+        return x
+
+    with pytest.raises(ValueError, match="an OutfeedOptimizer is for pipelines"):
+        front.compile_program(lambda: ipu.loops.repeat(1, before_apply, [np.float32(1)]))

@@ -1,5 +1,7 @@
 """Metrics of weight updates, and the number of the update: as a plain loop computes them."""
 
+import os
+import signal
 import threading
 
 import jax
@@ -227,6 +229,8 @@ def test_recomputation_does_not_report_again(mapping):
     state = pipeline.init(jax.random.key(0), rows()[0])
     _state, outputs = pipeline.step(state, rows())
     wanted = expected()
+    optimizer_s = {"loss", "gradient_norm", "update_norm", "learning_rate"}
+    assert outputs.metrics.keys() == wanted.keys() - optimizer_s
     for name, value in outputs.metrics.items():
         np.testing.assert_allclose(value, wanted[name][0], rtol=1e-5)
 
@@ -294,9 +298,55 @@ def test_a_model_computes_with_the_global_step(mapping):
         np.testing.assert_allclose(session.metrics()["learning_rate"], wanted, rtol=1e-6)
 
 
+@pytest.mark.parametrize("mapping", [[0], [0, 1]])
+def test_a_pipeline_that_infers_has_the_step_of_the_weights(mapping):
+    step = ipu.get_global_step()
+
+    def counted(x, y):
+        ipu.metric("step", step)
+        return layer(0, x), y
+
+    stages = [counted, lambda x, y: jnp.mean(x)][-len(mapping) :] if len(mapping) > 1 else [counted]
+    with ipu.Session() as session:
+        Model([0, 1, 2]).run(session)
+        Model(mapping, stages=stages, optimizer=None).run(session)
+        assert list(session.metrics(training=False)["step"]) == [UPDATES] * UPDATES
+
+
+def test_the_global_step_is_an_array_to_whatever_takes_arrays():
+    step = ipu.get_global_step()
+
+    def stage(x, y):
+        for name, value in {
+            "eq": (step == 1).astype(jnp.float32),
+            "ne": (step != 1).astype(jnp.float32),
+            "minimum": jnp.minimum(step, 1),
+            "where": jnp.where(step == 0, 0, step),
+            "index": jnp.arange(3)[jnp.asarray(step)],
+            "jit": jax.jit(lambda v: 2 * v)(step),
+            "cond": jax.lax.cond(step > 0, lambda v: v + 10, lambda v: v, step),
+            "schedule": optax.linear_schedule(1.0, 0.0, 4)(step),
+        }.items():
+            ipu.metric(name, value)
+        with pytest.raises(jax.errors.TracerBoolConversionError):
+            assert step in (0, 1)
+        return layer(0, x), y
+
+    with ipu.Session() as session:
+        found = Model([0, 1, 2], stages=(stage, second, third)).run(session).metrics()
+    assert list(found["eq"]) == [0, 1, 0]
+    assert list(found["ne"]) == [1, 0, 1]
+    assert list(found["minimum"]) == [0, 1, 1]
+    assert list(found["where"]) == list(found["index"]) == [0, 1, 2]
+    assert list(found["jit"]) == [0, 2, 4]
+    assert list(found["cond"]) == [0, 11, 12]
+    np.testing.assert_allclose(found["schedule"], [1, 0.75, 0.5])
+    assert step in {step}
+
+
 def test_the_global_step_has_no_one_value_in_the_compiled_function():
     step = ipu.get_global_step()
-    with pytest.raises(RuntimeError, match="runs once for many weight updates"):
+    with pytest.raises(RuntimeError, match="the compiled function, which has no such number"):
         front.compile_program(lambda: step + 1)
     with pytest.raises(RuntimeError, match="outside of a program"):
         jnp.asarray(step)
@@ -313,6 +363,75 @@ def test_norms_are_without_the_scale_of_the_loss():
     wanted = expected()
     for name in ("gradient_norm", "update_norm", "learning_rate"):
         np.testing.assert_allclose(found[name], wanted[name], rtol=1e-5)
+
+
+def test_the_learning_rate_of_a_skipped_update_is_the_optimizer_s():
+    """The second update overflows; the schedule stays where it is, so the third has the second's rate."""
+    seen = rows()
+    seen[COUNT]["x"][:] = np.inf
+
+    def optimize(loss):
+        inner = with_metrics(optax.adam(schedule), schedule)
+        return OptimizerFunctionOutput(LossScalingOptimizer(inner, initial_scale=2.0**4), loss)
+
+    with ipu.Session() as session:
+        found = Model([0, 1, 2], optimizer=optimize, data=lambda: iter(seen)).run(session).metrics()
+    np.testing.assert_allclose(found["learning_rate"], [schedule(0), schedule(1), schedule(1)], rtol=1e-6)
+    assert not np.isfinite(found["update_norm"][1])
+
+
+def test_what_cannot_be_summed_is_infinite():
+    """And nobody warns: warnings are errors here."""
+
+    def stage(x, y):
+        ipu.metric("much", 3e38, "sum")
+        return layer(0, x), y
+
+    with ipu.Session() as session:
+        found = Model([0, 1, 2], stages=(stage, second, third)).run(session).metrics()
+    assert list(found["much"]) == [np.inf] * UPDATES
+
+
+def test_metrics_are_read_by_a_signal_s_handler():
+    read = []
+
+    def data():
+        yield from rows()[: 2 * COUNT]
+        os.kill(os.getpid(), signal.SIGUSR1)
+        yield from rows()[2 * COUNT :]
+
+    with ipu.Session() as session:
+        known = signal.signal(signal.SIGUSR1, lambda *_: read.extend(session.metrics()["update"]))
+        try:
+            model = Model([0, 1, 2], data=data)
+            session.run(model.infeed.initializer)
+            session.run(model.program)
+        finally:
+            signal.signal(signal.SIGUSR1, known)
+        read.extend(session.metrics()["update"])
+    assert read == [1, 2, 3]
+
+
+def test_an_interrupt_loses_nothing(monkeypatch):
+    with ipu.Session() as session:
+        Model([0, 1, 2]).run(session)
+        monkeypatch.setattr(session_metrics, "_join", lambda _entries: os.kill(os.getpid(), signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            session.metrics()
+        monkeypatch.undo()
+        check(session.metrics())
+
+
+def test_names_that_nobody_has(tmp_path):
+    with ipu.Session() as session:
+        assert list(session.metrics("Other")) == ["update"]
+        Model([0, 1, 2]).run(session)
+        with pytest.raises(KeyError, match="named 'Other' has reported anything; there is: Pipeline"):
+            session.metrics("Other")
+        with pytest.raises(TypeError, match="name must be the name of a pipeline; got 3"):
+            session.metrics(3)
+        session.run(ipu.global_variables_initializer())
+        assert len(session.metrics()["update"]) == 0
 
 
 def test_the_learning_rate_is_found_in_the_state_and_fed_by_a_placeholder():
@@ -389,6 +508,8 @@ def report(*arguments, **options):
     ("stage", "message"),
     [
         (report("", 1.0), "name must not be empty"),
+        (report("update", 1.0), "nor 'update', as the numbers of weight updates are called"),
+        (report("a", None), r"metric\('a'\): value must be a scalar; got None"),
         (report(3, 1.0), "name must be a string; got 3"),
         (report("a", np.ones(2, "float32")), r"must be a scalar.*float32\[2\]. Reduce it"),
         (report("a", 1j), "a real number"),

@@ -186,6 +186,24 @@ def test_other_threads_wait():
         assert session.update_count() == 2 * UPDATES
 
 
+def test_an_entry_has_all_that_is_trained():
+    """Not that of some variables only, beside which the others would be the last weights."""
+    partial = optax.masked(optax.trace(0.9), {"a": True, "b": False})
+    with ipu.Session() as session:
+        train = Model(optax.chain(partial, optax.scale(-0.1)))
+        train.run(session)
+        with pytest.raises(ValueError, match="each trained variable. These are, by path: none"):
+            session.weights_of("trace").__enter__()
+
+
+def test_random_keys_in_a_state_are_read_as_numbers():
+    optimizer = optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(0)), optax.scale(-0.1))
+    with ipu.Session() as session:
+        Model(optimizer).run(session)
+        found = session.optimizer_state()
+    assert found["[0].rng_key"].dtype == np.uint32
+
+
 def test_wrong_names():
     optimizer = optax.chain(optax.ema(0.5), optax.trace(0.9), optax.ema(0.9), optax.scale(-0.1))
     with ipu.Session() as session:
@@ -203,6 +221,7 @@ def test_wrong_names():
     for wrong in (LossScalingOptimizer(optax.sgd(0.1)), 3):
         with pytest.raises(TypeError, match="with_averaged_weights: the optimizer must be"):
             with_averaged_weights(wrong, 0.5)
+    with_averaged_weights(optax.sgd(0.1), np.float32(0.5))
     for decay in (1.0, -0.1, True, "0.5"):
         with pytest.raises(ValueError, match="decay must be a number from 0 to below 1"):
             with_averaged_weights(optax.sgd(0.1), decay)

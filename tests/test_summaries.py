@@ -82,6 +82,12 @@ def test_what_cannot_be_written_is_refused_before_training(tmp_path):
         writer.write(1, {"a": np.ones(2)})
     with pytest.raises(TypeError, match="the value of 'a' must be a real number; it is complex128"):
         writer.write(1, {"a": 1j})
+    with pytest.raises(TypeError, match="scalars must be a dict"):
+        writer.write(1, [("a", 1)])
+    with pytest.raises(TypeError, match="metrics must be a dict"):
+        writer.write_metrics([1])
+    with pytest.raises(ValueError, match="step must be an integer from 0; got .*1.7"):
+        writer.write_metrics({"update": [1.7], "a": [1.0]})
     with pytest.raises(TypeError, match="names must be strings, not empty; got 3"):
         writer.write(1, {3: 1.0})
     with pytest.raises(ValueError, match='must have "update"'):

@@ -36,7 +36,7 @@ IMPORTS = {
 
 
 def measure_side(side: str, case: str) -> dict[str, Any]:
-    """Seconds to the end of the first step, those of all threads, its losses, and how often XLA compiled."""
+    """Time to the end of the first step, also of all threads; its losses; and how often XLA compiled."""
     import jax
     import optax
 

@@ -38,7 +38,7 @@ from ipu_pipeline.engine.programs.collecting import Collecting
 from ipu_pipeline.engine.programs.recomputation import Recomputation
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms
 from ipu_pipeline.engine.state import PipelineState, Progress, RunState, StepOutputs
-from ipu_pipeline.engine.tracing.metrics import MetricReader
+from ipu_pipeline.engine.tracing.metrics import Metric, MetricReader
 from ipu_pipeline.engine.tracing.specs import VariableSpec, initial_value
 from ipu_pipeline.engine.tracing.stage_lists import StageEntry, flatten_stages
 from ipu_pipeline.engine.tracing.traced import TracedPipeline
@@ -546,6 +546,7 @@ class Pipeline:
     def _step(
         self, state: PipelineState, take: Take, inputs: Sequence[Any], num_micro_batches: int | None
     ) -> tuple[PipelineState, StepOutputs]:
+        _check_targets(self.traced, self.updates)
         state = self.place(state)
         input_leaves = self.check_inputs(inputs)
         pending = self.accumulate(state, take, input_leaves, num_micro_batches=num_micro_batches)
@@ -706,3 +707,14 @@ def _describe_shortage(number: int, every: int) -> str:
 def _chain(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
     yield first
     yield from rest
+
+
+def _check_targets(traced: TracedPipeline, updates: Updates | None) -> None:
+    """Raises if something is enqueued for anybody but the metrics, which a step would not give it."""
+    entries = (*traced.enqueued, *(() if updates is None else updates.enqueued))
+    for entry in entries:
+        if not isinstance(entry.target, Metric):
+            raise ValueError(
+                f"Pipeline.step: something is enqueued to {entry.target!r}, which is for sessions. Return "
+                "the value from the last stage, or report it with engine.metric."
+            )

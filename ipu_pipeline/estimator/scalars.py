@@ -45,6 +45,11 @@ class ScalarWriter:
             self._stream = open(self._path, "a", encoding="utf-8")  # noqa: SIM115  # closed by `close`
             self._events = _open_events(self._directory, step)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the file of lines could be opened, and lines of later steps be dropped from it."""
+        return self._stream is not None
+
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Writes scalars. The event file has them a few seconds later.
 
@@ -105,7 +110,7 @@ def _open_events(directory: Path, step: int | None) -> Any:
         )
         return None
     events = EventsWriter(str(directory / "events"))
-    if step:  # TensorBoard hides what it has of this step and later ones
+    if step is not None:  # TensorBoard hides what it has of this step and later ones
         events.write_event(Event(step=step + 1, session_log=SessionLog(status=SessionLog.START)))
     return events
 

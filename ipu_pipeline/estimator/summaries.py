@@ -47,6 +47,11 @@ class SummaryWriter:
         with open(os.path.join(directory, FILE), "a", encoding="utf-8"):
             pass  # what cannot be opened raises here; later errors are logged, and training goes on
         self._writer: ScalarWriter | None = ScalarWriter(directory, step)
+        if not self._writer.is_open:
+            raise OSError(
+                f"SummaryWriter: the scalars in {directory} could not be opened, or those after step "
+                f"{step} not be dropped; the log says why."
+            )
 
     def __enter__(self) -> SummaryWriter:
         """The writer itself."""
@@ -75,12 +80,14 @@ class SummaryWriter:
           scalars: by name, real numbers or arrays of one element.
 
         Raises:
-          TypeError: a name is no string, or a value no such number.
+          TypeError: there is no dict, a name is no string, or a value no such number.
           ValueError: the step is no integer from 0, or the writer was closed.
         """
         if self._writer is None:
             raise ValueError("SummaryWriter: write was called after close.")
         _check_step(step)
+        if not isinstance(scalars, Mapping):
+            raise TypeError(f"SummaryWriter.write: scalars must be a dict; got {scalars!r}.")
         self._writer.write(
             int(step), {_check_name(name): _number(name, value) for name, value in scalars.items()}
         )
@@ -97,6 +104,8 @@ class SummaryWriter:
         """
         if self._writer is None:
             raise ValueError("SummaryWriter: write_metrics was called after close.")
+        if not isinstance(metrics, Mapping):
+            raise TypeError(f"SummaryWriter.write_metrics: metrics must be a dict; got {metrics!r}.")
         if "update" not in metrics:
             raise ValueError(
                 'SummaryWriter.write_metrics: metrics must have "update", as those of Session.metrics; got '
@@ -112,7 +121,7 @@ class SummaryWriter:
                 f"{list(values[different[0]].shape)}."
             )
         for place, step in enumerate(steps):
-            self.write(int(step), {name: value[place] for name, value in values.items()})
+            self.write(step, {name: value[place] for name, value in values.items()})
 
 
 def _check_step(step: Any) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from ipu_pipeline.engine.tracing import frames
 from ipu_pipeline.engine.tracing.counting import update_count
 
 __all__ = ["GlobalStep", "Symbol", "get_global_step"]
@@ -48,7 +49,7 @@ def _forward(name: str) -> Callable[..., Any]:
 _OPERATORS = """
     add sub mul matmul truediv floordiv mod divmod pow and or xor lshift rshift
     radd rsub rmul rmatmul rtruediv rfloordiv rmod rdivmod rpow rand ror rxor rlshift rrshift
-    neg pos abs invert lt le gt ge bool int float complex index len iter getitem
+    neg pos abs invert lt le gt ge eq ne bool int float complex index len iter getitem
 """
 for _operator in _OPERATORS.split():
     setattr(Symbol, f"__{_operator}__", _forward(f"__{_operator}__"))
@@ -56,6 +57,8 @@ for _operator in _OPERATORS.split():
 
 class GlobalStep(Symbol):
     """The number of weight updates before the one in which it is used, an int32 scalar."""
+
+    __hash__ = object.__hash__
 
     def __repr__(self) -> str:
         return "the global step"
@@ -67,6 +70,25 @@ class GlobalStep(Symbol):
           RuntimeError: it is used elsewhere.
         """
         return update_count()
+
+
+class _Unused:
+    """Stands for the global step among the leaves of a tree, outside of what has its value."""
+
+
+def _flatten(step: GlobalStep) -> tuple[tuple[Any], None]:
+    frame = frames.find_frame()
+    has_value = frame is not None and (frame.has_metrics or frame.is_traced_again)
+    return (step.traced() if has_value else _Unused(),), None
+
+
+def _unflatten(_nothing: None, values: Any) -> Any:
+    (value,) = values
+    return GlobalStep() if isinstance(value, _Unused) else value
+
+
+# So functions that JAX traces take it as an argument, and stages may return it.
+jax.tree_util.register_pytree_node(GlobalStep, _flatten, _unflatten)
 
 
 def get_global_step() -> GlobalStep:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from ipu_pipeline.engine.updates.loss_scaling import LossScaled
@@ -46,7 +47,8 @@ def with_averaged_weights(
             "with_averaged_weights: the optimizer must be an optax.GradientTransformation, for example "
             f"optax.sgd(0.01); got {describe_other_optimizer(inner)}. It goes inside of ipu.optimizers."
         )
-    if isinstance(decay, bool) or not isinstance(decay, (int, float)) or not 0 <= decay < 1:
+    is_number = isinstance(decay, (int, float, np.number)) and not isinstance(decay, bool)
+    if not is_number or not 0 <= decay < 1:
         raise ValueError(f"with_averaged_weights: decay must be a number from 0 to below 1; got {decay!r}.")
     wrapped = optax.with_extra_args_support(inner)
 
@@ -56,7 +58,8 @@ def with_averaged_weights(
     def update(gradients: Any, state: Any, params: Any = None, **extra: Any) -> Any:
         changes, inner_state = wrapped.update(gradients, state.inner, params, **extra)
         new = jax.tree.map(_widen, optax.apply_updates(params, changes))
-        average = jax.tree.map(lambda old, now: old + (1 - decay) * (now - old), state.average, new)
+        share = 1 - float(decay)
+        average = jax.tree.map(lambda old, now: old + share * (now - old), state.average, new)
         return changes, AveragedWeightsState(inner_state, average)
 
     return optax.GradientTransformationExtraArgs(init, update)

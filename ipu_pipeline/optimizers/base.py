@@ -61,6 +61,7 @@ class Unwrapped:
       gradient_maps: in the order in which they are applied.
       accumulation: None: it does not accumulate.
       watched: what the gradients of micro-batches are enqueued to.
+      has_outfeeds: whether gradients are enqueued at all.
     """
 
     innermost: optax.GradientTransformation
@@ -68,6 +69,7 @@ class Unwrapped:
     gradient_maps: tuple[GradientMap, ...] = ()
     accumulation: Accumulation | None = None
     watched: tuple[Watched, ...] = ()
+    has_outfeeds: bool = False
 
     @functools.cached_property
     def transformation(self) -> optax.GradientTransformation:
@@ -143,7 +145,7 @@ class Optimizer(abc.ABC):
             )
         unwrapped = unwrap(self)
         accumulation = unwrapped.accumulation or Accumulation()
-        if unwrapped.watched:
+        if unwrapped.has_outfeeds:
             raise ValueError(
                 "minimize: an OutfeedOptimizer is for pipelines. In the body of a loop, enqueue what "
                 "jax.grad gives, or the change of a variable."

@@ -116,9 +116,9 @@ class OutfeedOptimizer(Optimizer):
         """Adds the outfeed."""
         if self.mode is OutfeedOptimizerMode.AFTER_COMPUTE:
             own = Watched(self.outfeed_queue, self.variable_names)
-            return dataclasses.replace(inner, watched=(*inner.watched, own))
+            return dataclasses.replace(inner, watched=(*inner.watched, own), has_outfeeds=True)
         innermost = _enqueue_gradients(inner.innermost, self.outfeed_queue, self.variable_names)
-        return dataclasses.replace(inner, innermost=innermost)
+        return dataclasses.replace(inner, innermost=innermost, has_outfeeds=True)
 
 
 def _enqueue_gradients(

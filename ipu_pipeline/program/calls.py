@@ -26,6 +26,7 @@ from ipu_pipeline.engine.tracing.enqueuing import first_leaves
 from ipu_pipeline.engine.tracing.frames import Enqueued
 from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.graph.placeholders import Placeholder
+from ipu_pipeline.program.loss_weights import is_weight
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
 from ipu_pipeline.queues.outfeed import IPUOutfeedQueue
 from ipu_pipeline.reports.placement_report import CallPlacement
@@ -69,6 +70,11 @@ class _Call(abc.ABC):
     def trains(self) -> bool:
         """Whether there is an optimizer."""
         return self.runner.updates is not None
+
+    @property
+    @abc.abstractmethod
+    def trained(self) -> set[str]:
+        """Full names of the variables that it trains."""
 
     @property
     def state_tree(self) -> Any:
@@ -115,6 +121,11 @@ class PipelineCall(_Call):
     def runner(self) -> Pipeline:
         """The pipeline."""
         return self.pipeline
+
+    @property
+    def trained(self) -> set[str]:
+        """Those with accumulators."""
+        return {name for name in self.pipeline.built.accumulator_dtypes if not is_weight(name)}
 
     @property
     def outfeeds(self) -> list[Outfed]:
@@ -223,6 +234,12 @@ class LoopCall(_Call):
     def runner(self) -> Loop:
         """The loop."""
         return self.loop
+
+    @property
+    def trained(self) -> set[str]:
+        """Those with accumulators."""
+        training = self.loop.body.training
+        return set() if training is None else set(training.accumulator_dtypes)
 
     @property
     def name(self) -> str:

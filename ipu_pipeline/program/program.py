@@ -263,9 +263,11 @@ def build_program(
         return markers(equation, atoms, inline)
 
     flat = jaxprs.flatten(closed_jaxpr, rule)
-    for call in builder.calls:
-        for queue, element_tree, element_avals in call.outfeeds:
-            queue.bind(element_tree, element_avals)
+    outfed = [entry for call in builder.calls for entry in call.outfeeds]
+    for queue, element_tree, element_avals in outfed:
+        queue.check(element_tree, element_avals)
+    for queue, element_tree, element_avals in outfed:
+        queue.bind(element_tree, element_avals)
     tree, is_operation = result
     outputs = iter(flat.outputs)
     num_given = len(inputs)

@@ -10,7 +10,14 @@ from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.program.calls import current_builder
 from ipu_pipeline.program.program import Program
 
-__all__ = ["compiled_programs", "global_variables", "register", "reserve_ipus", "trainable_variables"]
+__all__ = [
+    "compiled_programs",
+    "find_trained",
+    "global_variables",
+    "register",
+    "reserve_ipus",
+    "trainable_variables",
+]
 
 _programs: weakref.WeakValueDictionary[int, Program] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
@@ -24,6 +31,13 @@ def register(program: Program) -> None:
 def compiled_programs() -> list[Program]:
     """The programs that are still in use, in the order in which they were compiled."""
     return [program for _number, program in sorted(_programs.items())]
+
+
+def find_trained(name: str) -> set[str] | None:
+    """Full names of the variables that pipelines, or loops, of a name train; None if there are none."""
+    calls = [call for program in compiled_programs() for call in program.calls]
+    trained = [call.trained for call in calls if call.name == name and call.trains]
+    return set().union(*trained) if trained else None
 
 
 def global_variables() -> list[VariableSpec]:

@@ -86,6 +86,7 @@ class IPUOutfeedQueue:
         Args:
           outfeed_mode: see `IPUOutfeedMode`.
           buffer_depth: how many enqueued elements stay on the device before they are copied to the host.
+            Those of a weight update that is not complete stay there, too.
           feed_name: has no effect and warns, like what follows; there for TensorFlow 1 code.
           device_ordinal: likewise.
           optimise_latency: likewise.
@@ -112,8 +113,8 @@ class IPUOutfeedQueue:
         """The mode."""
         return self._mode
 
-    def bind(self, tree: Any, avals: Sequence[jax.ShapeDtypeStruct]) -> None:
-        """Called when a program that enqueues is compiled.
+    def check(self, tree: Any, avals: Sequence[jax.ShapeDtypeStruct]) -> None:
+        """Called before `bind`, with the same, for all queues of a program.
 
         Args:
           tree: the structure of an element.
@@ -128,7 +129,10 @@ class IPUOutfeedQueue:
                 "An IPUOutfeedQueue holds elements of one structure, but two programs enqueue "
                 f"{self._structure} and {structure}. Give each its own queue."
             )
-        self._structure = structure
+
+    def bind(self, tree: Any, avals: Sequence[jax.ShapeDtypeStruct]) -> None:
+        """Called when a program that enqueues has been compiled; see `check`."""
+        self._structure = (tree, tuple(avals))
 
     def extend(self, leaves: Sequence[Any], size: int | None) -> None:
         """Enqueues one element, or several in a row, which may still be computed; does not wait for them.
@@ -157,9 +161,9 @@ class IPUOutfeedQueue:
         """Enqueues, for every micro-batch, what is computed at this point of a stage.
 
         In the body of a loop it enqueues for every iteration, and in the `update` of an Optax
-        transformation for every weight update. It runs whether its operation is returned or not. What the
-        last stage of a pipeline returns, or the loss, goes to the pipeline's own `outfeed_queue`; each
-        place needs a queue of its own.
+        transformation for every weight update. It runs whether the compiled function returns its operation
+        or not; a stage returns arrays only. What the last stage of a pipeline returns, or the loss, goes to
+        the pipeline's own `outfeed_queue`; each place needs a queue of its own.
 
         Args:
           value: an array, or a tuple, list or dict of arrays, or a pytree of them. Nothing is
@@ -255,11 +259,17 @@ class IPUOutfeedQueue:
 
 def _as_array(leaf: Any) -> jax.Array:
     try:
-        return jnp.asarray(leaf)
+        array = jnp.asarray(leaf)
     except TypeError as error:
         raise TypeError(
             f"IPUOutfeedQueue.enqueue: value must have arrays only; got {type(leaf).__name__}."
         ) from error
+    if jnp.issubdtype(array.dtype, jax.dtypes.extended):
+        raise TypeError(
+            "IPUOutfeedQueue.enqueue: value must have arrays only; got a random key, of which "
+            "jax.random.key_data is one."
+        )
+    return array
 
 
 def _is_ready(leaf: Any) -> bool:

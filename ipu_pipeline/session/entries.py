@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ipu_pipeline.checkpointing.session_state import KeptOptimizer
@@ -17,16 +18,24 @@ __all__ = ["find_weights", "read_state"]
 def read_state(optimizer: KeptOptimizer) -> dict[str, np.ndarray[Any, Any]]:
     """Copies of all leaves, by path."""
     leaves = jax.tree.leaves(optimizer.tree)
-    return {path: np.array(leaf) for path, leaf in zip(optimizer.shapes, leaves, strict=True)}
+    return {path: _as_numbers(leaf) for path, leaf in zip(optimizer.shapes, leaves, strict=True)}
 
 
-def find_weights(optimizer: KeptOptimizer, entry: str, variables: Mapping[str, Any]) -> dict[str, Any]:
+def _as_numbers(leaf: Any) -> np.ndarray[Any, Any]:
+    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return np.array(jax.random.key_data(leaf) if is_key else leaf)
+
+
+def find_weights(
+    optimizer: KeptOptimizer, entry: str, variables: Mapping[str, Any], trained: Collection[str] | None
+) -> dict[str, Any]:
     """The arrays of an entry that has one for each trained variable, in the variables' dtypes.
 
     Args:
       optimizer: the state.
       entry: the entry's last name, such as "ema", or its path, such as "[1].ema".
       variables: the session's, by full name.
+      trained: full names of those that are trained; None: not known, and taken from the state.
 
     Returns:
       The arrays, by full name of the variable.
@@ -41,8 +50,9 @@ def find_weights(optimizer: KeptOptimizer, entry: str, variables: Mapping[str, A
             ending = jax.tree_util.keystr((jax.tree_util.DictKey(name),))
             if path.endswith(ending) and leaf.shape == variable.shape:
                 entries.setdefault(path.removesuffix(ending), {})[name] = leaf
-    most = max(map(len, entries.values()), default=0)
-    whole = {path: found for path, found in entries.items() if len(found) == most}
+    if trained is None:
+        trained = {name for found in entries.values() for name in found}
+    whole = {path: found for path, found in entries.items() if found.keys() == set(trained)}
     matching = [path for path in whole if entry in (path, _last_name(path))]
     if len(matching) != 1:
         known = ", ".join(map(repr, sorted(whole))) or "none"

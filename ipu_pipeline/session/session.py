@@ -20,7 +20,7 @@ from ipu_pipeline.graph.operations import InitializerOperation
 from ipu_pipeline.graph.placeholders import Placeholder
 from ipu_pipeline.program.loss_weights import is_weight
 from ipu_pipeline.program.program import Program
-from ipu_pipeline.program.registry import compiled_programs
+from ipu_pipeline.program.registry import compiled_programs, find_trained
 from ipu_pipeline.queues.infeed import InfeedOperation, IPUInfeedQueue
 from ipu_pipeline.queues.outfeed import OutfeedOperation
 from ipu_pipeline.session import entries, exporting
@@ -133,7 +133,7 @@ class Session:
         """What a pipeline reported since this was last called (`ipu.metric`, `optimizers.with_metrics`).
 
         It may be called while another thread runs the pipeline. Of what nobody reads, the last 10,000
-        weight updates are kept. None of it is saved.
+        weight updates are kept. None of it is saved; restoring or initializing the session forgets it.
 
         Args:
           name: the pipeline's.
@@ -142,6 +142,9 @@ class Session:
         Returns:
           Arrays with one entry per weight update (per execution, in inference): "update", its number,
           int64, counted from 1; and the metrics by full name, float32 or float64.
+
+        Raises:
+          KeyError: pipelines have reported something, but none of this name has.
         """
         return self._store.metrics.read(name, training)
 
@@ -163,7 +166,8 @@ class Session:
 
         That is for evaluating with averages, see `optimizers.with_averaged_weights`. Variables that are not
         trained stay. Within the block nothing trains, and the session is not saved, restored or loaded; it
-        may be exported. Other threads wait until it ends.
+        may be exported. Other threads wait with what they run until it ends; `variables` are the entry's,
+        for them too.
 
         Args:
           entry: an entry with an array for each trained variable: its last name, such as "average" or
@@ -175,14 +179,12 @@ class Session:
           RuntimeError: it is called within such a block.
           ValueError: there is no such entry, or several.
 
-        Example:
-          with session.weights_of("average"):
-              session.run(evaluation)
         """
         with self._turns.alone():
             self._store.check_weights("weights_of")
             variables = self._store.state.variables
-            found = entries.find_weights(self._store.optimizer(name), entry, variables)
+            trained = find_trained(name)
+            found = entries.find_weights(self._store.optimizer(name), entry, variables, trained)
             with self._store.lending(entry, found):
                 yield
 

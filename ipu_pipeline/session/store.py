@@ -292,6 +292,7 @@ class Store:
             if (first.shape, first.dtype) != (spec.shape, spec.dtype):
                 unclear.add(spec.name)
         key = self.key
+        self.metrics = MetricLog()
         self.state = SessionState(
             {name: initial_value(spec, key) for name, spec in known.items() if name not in unclear}
         )

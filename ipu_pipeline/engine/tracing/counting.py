@@ -41,9 +41,9 @@ def update_count() -> jax.Array:
     frame = frames.current_frame("update_count")
     if not (frame.has_metrics or frame.is_traced_again):
         raise RuntimeError(
-            f"update_count (get_global_step) is used in {frame.place}, which runs once for many weight "
-            "updates or outside of them. Compute with it in a stage, in the optimizer_function, or in a "
-            "schedule, which Optax calls with the number of updates."
+            f"update_count (get_global_step) is used in {frame.place}, which has no such number. Compute "
+            "with it in a stage of a pipeline, in its optimizer_function, or in the update of its "
+            "optimizer. Optax's schedules count by themselves."
         )
     value: jax.Array = update_count_p.bind()
     return value

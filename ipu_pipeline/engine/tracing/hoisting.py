@@ -247,8 +247,9 @@ def _rebuild(equation: Any, place: str, program_names: frames.ProgramNames) -> _
         bodies, call = list(params["branches"]), _call_cond
     else:
         raise ValueError(
-            f"{place}: get_variable, next_rng_key, assign, metric or enqueue is called inside the body of "
-            f"{name}, where it cannot be reached. Call it outside and pass the value in as an argument."
+            f"{place}: get_variable, next_rng_key, assign, metric, enqueue or update_count is called "
+            f"inside the body of {name}, where it cannot be reached. Call it outside and pass the value in "
+            "as an argument."
         )
     by_body: dict[int, Hoisted] = {}  # branches may be the same function, traced once
     for body in bodies:

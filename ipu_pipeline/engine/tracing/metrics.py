@@ -19,7 +19,9 @@ from ipu_pipeline.engine.tracing import frames, scopes
 from ipu_pipeline.engine.tracing.enqueuing import enqueue, first_leaves
 from ipu_pipeline.engine.tracing.frames import Enqueued
 
-__all__ = ["Metric", "MetricReader", "Reported", "metric", "metric_names"]
+__all__ = ["NUMBERS", "Metric", "MetricReader", "Reported", "metric", "metric_names"]
+
+NUMBERS = "update"  # what the numbers of weight updates are called beside metrics
 
 # Each takes an array [weight updates, micro-batches of each].
 _REDUCTIONS: dict[str, Callable[[Any], Any]] = {
@@ -43,7 +45,9 @@ def metric(name: str, value: Any, reduction: str = "mean") -> None:
     """Reports a scalar, to be read per weight update (of a pipeline that only infers, per execution).
 
     It may be called in a stage, in the function that gives the loss, and in the `update` of an Optax
-    transformation. Nothing is differentiated through it, and no micro-batch waits for it.
+    transformation. Nothing is differentiated through it, and no micro-batch waits for it. It may stand
+    within `jax.jit`, `jax.checkpoint` and `jax.grad`, not within loops, conditionals, `jax.vmap` and
+    functions with custom derivatives.
 
     Args:
       name: its full name is that of the variable scopes around, and this.
@@ -53,9 +57,9 @@ def metric(name: str, value: Any, reduction: str = "mean") -> None:
 
     Raises:
       RuntimeError: not called in one of these.
-      TypeError: the name is no string.
-      ValueError: the name is empty, or another metric of the program has it; the value is no scalar of
-        numbers; or there is no such reduction.
+      TypeError: the name is no string, or the value no array.
+      ValueError: the name is empty or "update", or another metric of the program has it; the value is no
+        scalar of numbers; or there is no such reduction.
     """
     frame = frames.current_frame("metric")
     if not frame.has_metrics and not frame.is_traced_again:
@@ -66,8 +70,11 @@ def metric(name: str, value: Any, reduction: str = "mean") -> None:
         )
     if not isinstance(name, str):
         raise TypeError(f"metric: name must be a string; got {name!r}.")
-    if not name:
-        raise ValueError("metric: name must not be empty.")
+    if not name or name == NUMBERS:
+        raise ValueError(
+            f"metric: name must not be empty, nor {NUMBERS!r}, as the numbers of weight updates are called "
+            f"beside it; got {name!r}."
+        )
     if reduction not in _REDUCTIONS:
         raise ValueError(
             f"metric({name!r}): reduction must be one of {', '.join(map(repr, _REDUCTIONS))}; got "
@@ -78,9 +85,12 @@ def metric(name: str, value: Any, reduction: str = "mean") -> None:
     if full_name in metric_names(frame.enqueued or ()):
         advice = "Give this one another name, or call it in a variable_scope."
         if not frame.is_stage:
-            advice = "with_metrics goes around transformations that update now and then, as MultiSteps."
+            advice += " with_metrics goes around transformations that update now and then, as MultiSteps."
         raise ValueError(f"metric: {frame.place} has a metric {full_name!r} already. {advice}")
-    array = jnp.asarray(value)
+    try:
+        array = jnp.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"metric({name!r}): value must be a scalar; got {value!r}.") from error
     is_number = array.dtype == np.bool_ or any(
         jnp.issubdtype(array.dtype, kind) for kind in (jnp.integer, jnp.floating)
     )
@@ -159,8 +169,9 @@ class MetricReader:
         found = {}
         for number, (_leaf, one) in enumerate(self.of_stages):
             values = _join(reported.by_stages, number)
-            reduced = _REDUCTIONS[one.reduction](values.reshape(num_updates, -1))
-            found[one.name] = reduced.astype(values.dtype)
+            with np.errstate(all="ignore"):  # a sum may be infinite, and what is not a number no number
+                reduced = _REDUCTIONS[one.reduction](values.reshape(num_updates, -1))
+                found[one.name] = reduced.astype(values.dtype)
         for number, (_leaf, one) in enumerate(self.of_updates):
             found[one.name] = _join(reported.by_updates, number)
         return found

@@ -136,7 +136,8 @@ def trace_optimizer(
     enqueued: list[frames.Enqueued] = []
 
     def in_frame(enqueued: list[frames.Enqueued] | None) -> AbstractContextManager[frames.Frame]:
-        own = frames.Frame(program_names, True, _PLACE, is_stage=False, enqueued=enqueued)
+        place = _PLACE if may_enqueue else "the weight update of a loop"
+        own = frames.Frame(program_names, True, place, is_stage=False, enqueued=enqueued)
         return frames.frame(own)
 
     parameter_avals = {name: jax.ShapeDtypeStruct(spec.shape, spec.dtype) for name, spec in trained.items()}

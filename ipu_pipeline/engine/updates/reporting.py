@@ -21,14 +21,16 @@ def with_metrics(
     """An optimizer that reports `gradient_norm`, `update_norm` and `learning_rate`, see `metric`.
 
     The norms are 2-norms over all trained variables together, in at least float32: of the gradients as the
-    optimizer gets them, after accumulation, and of what is added to the variables. Computing them reads
-    both once more; the update itself and the optimizer's state are as without.
+    optimizer gets them, after accumulation, and of the change that it gives. (Where loss scaling skips an
+    update, they are not finite.) Computing them reads both once more; the update itself and the optimizer's
+    state are as without.
 
     Args:
       inner: the optimizer.
       learning_rate: what it was given: a number, a placeholder, or a schedule of Optax, which is called
-        with the number of weight updates before. None: that of `optax.inject_hyperparams`, where the
-        state has it; without, no learning rate is reported.
+        with the optimizer's own count of updates (or, if it has none or several, with that of all weight
+        updates before). None: that of `optax.inject_hyperparams`, where the state has it; without, no
+        learning rate is reported.
 
     Returns:
       The optimizer. Outside of a pipeline its update raises RuntimeError.
@@ -48,14 +50,15 @@ def with_metrics(
 
     def update(gradients: Any, state: Any, params: Any = None, **extra: Any) -> Any:
         metric("gradient_norm", _norm(gradients))
-        changes, state = wrapped.update(gradients, state, params, **extra)
+        changes, after = wrapped.update(gradients, state, params, **extra)
         metric("update_norm", _norm(changes))
-        rate = _find_learning_rate(state) if learning_rate is None else learning_rate
+        rate = _find_learning_rate(after) if learning_rate is None else learning_rate
         if callable(rate):
-            rate = rate(update_count())
+            counts = [part.count for part in _find(state, optax.ScaleByScheduleState)]
+            rate = rate(counts[0] if len(counts) == 1 else update_count())
         if rate is not None:
             metric("learning_rate", rate)
-        return changes, state
+        return changes, after
 
     return optax.GradientTransformationExtraArgs(wrapped.init, update)
 
@@ -69,10 +72,16 @@ def _norm(tree: Any) -> jax.Array:
 
 def _find_learning_rate(state: Any) -> Any:
     """The learning rate in the state of `optax.inject_hyperparams`; None if there is none, or several."""
-
-    def has_any(part: Any) -> bool:
-        return hasattr(part, "hyperparams")
-
-    injected = [part for part in jax.tree.leaves(state, is_leaf=has_any) if has_any(part)]
-    found = [part.hyperparams["learning_rate"] for part in injected if "learning_rate" in part.hyperparams]
+    injected = [part.hyperparams for part in _find(state, optax.InjectHyperparamsState)]
+    injected += [part.hyperparams for part in _find(state, optax.InjectStatefulHyperparamsState)]
+    found = [known["learning_rate"] for known in injected if "learning_rate" in known]
     return found[0] if len(found) == 1 else None
+
+
+def _find(state: Any, kind: Any) -> list[Any]:
+    """The parts of a state that are of some class, those within them not."""
+
+    def is_wanted(part: Any) -> bool:
+        return isinstance(part, kind)
+
+    return [part for part in jax.tree.leaves(state, is_leaf=is_wanted) if is_wanted(part)]

@@ -178,7 +178,7 @@ class BlockProgram:
         execution, index = position.execution, position.iteration + carry.done
         if self.carried is None:
             execution, index = execution + num_updates, carry.accumulated
-        updates = position.updates + num_updates
+        updates = position.updates + (0 if self.update is None else num_updates)
         if size == 1:
             fed = [jax.lax.dynamic_index_in_dim(leaf, carry.done, 0, False) for leaf in given.feed]
         else:

@@ -136,6 +136,7 @@ class BlockRunner(Runner[PendingBlock]):
         num_carried = 0 if iterated is None else len(iterated.carried)
         self._fed = jax.tree.leaves(traced.element)[num_carried:]
         self._bytes_each = num_bytes([*collecting.avals, *traced.enqueued_avals, *self._fed])
+        self._bytes_per_update = num_bytes(self.program.updated_avals)
         update = self.program.update
         results = () if update is None else update.results
         self._trained = {value.key for value in results if value.kind == UpdateKind.PARAMETER}
@@ -179,10 +180,12 @@ class BlockRunner(Runner[PendingBlock]):
         return sizes
 
     def _find_sizes(self, total: int, every: int) -> BlockSizes:
+        # With a fixed room an update may be as short as a group.
+        shortest = self.program.num_serialized if self._has_fixed_room else every
         return block_sizes(
             max(total, 1),
             every if self.iterated is None else 1,
-            self._bytes_each,
+            self._bytes_each + self._bytes_per_update // shortest,
             self._block_bytes,
             self.program.num_serialized,
             self._has_fixed_room,
