@@ -64,9 +64,10 @@ def with_metrics(
 
 
 def _norm(tree: Any) -> jax.Array:
-    leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree)]
-    wide = [jnp.promote_types(leaf.dtype, jnp.float32) for leaf in leaves]
-    squares = [jnp.sum(jnp.square(jnp.abs(leaf.astype(w)))) for leaf, w in zip(leaves, wide, strict=True)]
+    leaves = [jnp.ravel(leaf) for leaf in jax.tree.leaves(tree)]
+    wide = [leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)) for leaf in leaves]
+    # XLA's CPU code adds the terms of a dot product side by side, and those of a sum one after another.
+    squares = [jnp.real(jnp.vdot(leaf, leaf, precision="highest")) for leaf in wide]
     return jnp.sqrt(sum(squares, jnp.float32(0)))
 
 
