@@ -171,6 +171,7 @@ def assert_evaluated(argv, variables, metrics):
     np.testing.assert_allclose([metrics["loss"], metrics["dice"]], expected.mean(axis=0), rtol=1e-5)
 
 
+@pytest.mark.thorough
 def test_unet(tmp_path):
     """Skip connections cross stages; an estimator trains."""
     argv = ["--steps", "16", "--exec-mode", "train", "--model-dir", str(tmp_path)]
@@ -218,6 +219,7 @@ def run_bert(argv):
     return (mlm_losses / num_tokens + nsp_losses, variables), (losses / num_tokens, expected)
 
 
+@pytest.mark.thorough
 def test_bert():
     """Embeddings and heads have one table; the loss is a sum over tokens, whose number the update sees.
 

@@ -35,6 +35,7 @@ def interrupted(program, after, *options, **variables):
     return terminal.finish()
 
 
+@pytest.mark.thorough
 def test_ctrl_c_in_training_on_a_terminal():
     code, lines = interrupted(STEP3, "Step 10,")
     assert code == 130

@@ -119,13 +119,14 @@ def test_what_examples_of_pages_print(name, tmp_path):
     assert without_temporaries(printed) == without_temporaries("".join(text for _code, text in pairs))
 
 
-def test_programs_of_the_porting_page():
+@pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.thorough)])
+def test_programs_of_the_porting_page(number):
     """Each is complete in itself."""
     page = (ROOT / "docs" / "porting.md").read_text()
     pairs = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", page, re.DOTALL)
     assert len(pairs) == page.count("```python") == 2
-    for code, expected in pairs:
-        assert run(code, as_tests=True) == expected
+    code, expected = pairs[number]
+    assert run(code, as_tests=True) == expected
 
 
 def test_links_lead_somewhere():
