@@ -234,9 +234,8 @@ def make_optimizer(rate: float, steps: int, dtype: str = "float32") -> optax.Gra
     schedule = optax.warmup_cosine_decay_schedule(0.0, rate, warmup, max(steps, warmup + 1), rate / 10)
 
     def rate_after(count: Any) -> Any:
-        return schedule(
-            count.astype(dtype)
-        )  # of an integer, Optax would make float32 whatever the model has
+        # Of an integer Optax would make float32, whatever the model has.
+        return schedule(count.astype(dtype))
 
     return optax.chain(
         optax.clip_by_global_norm(1.0),  # over all stages
@@ -282,9 +281,8 @@ def generate(
         tokens = np.zeros((1, text.context), np.int32)
         tokens[0, : len(seen)] = seen
         _state, outputs = predictor.step(state, [(tokens, np.int32(len(seen) - 1))])
-        logits = (
-            np.asarray(outputs.outputs[0][0], np.float64) / 0.8
-        )  # below 1: likely characters more often
+        # Divided by less than 1: likely characters come more often.
+        logits = np.asarray(outputs.outputs[0][0], np.float64) / 0.8
         shares = np.exp(logits - logits.max())
         ids.append(random.choice(len(shares), p=shares / shares.sum()))
     return "".join(text.characters[number] for number in ids)

@@ -1,4 +1,4 @@
-"""Optimizers around Optax transformations, and transformations that report and average."""
+"""Optimizers around Optax transformations."""
 
 from ipu_pipeline.engine.updates.reporting import with_metrics
 from ipu_pipeline.optimizers.accumulating import GradientAccumulationOptimizerV2

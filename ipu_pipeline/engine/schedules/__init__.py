@@ -1,4 +1,4 @@
-"""Who does what when: schedules, and the checker that proves them. No JAX."""
+"""Who does what when, and the checker that proves it; no JAX."""
 
 from ipu_pipeline.engine.schedules.actions import (
     Action,
