@@ -6,6 +6,7 @@ import itertools
 import weakref
 
 from ipu_pipeline import config
+from ipu_pipeline.checkpointing.session_state import KeptOptimizer
 from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.program.calls import current_builder
 from ipu_pipeline.program.program import Program
@@ -33,11 +34,19 @@ def compiled_programs() -> list[Program]:
     return [program for _number, program in sorted(_programs.items())]
 
 
-def find_trained(name: str) -> set[str] | None:
-    """Full names of the variables that pipelines, or loops, of a name train; None if there are none."""
-    calls = [call for program in compiled_programs() for call in program.calls]
-    trained = [call.trained for call in calls if call.name == name and call.trains]
-    return set().union(*trained) if trained else None
+def find_trained(name: str, optimizer: KeptOptimizer) -> set[str] | None:
+    """Full names of the variables that an optimizer's state is of; None if no such program is in use.
+
+    Args:
+      name: of the pipeline, or loop.
+      optimizer: the state.
+    """
+    for program in compiled_programs():
+        for call in program.calls:
+            is_its = call.trains and not optimizer.find_differences(call.optimizer_shapes)
+            if call.name == name and is_its:
+                return call.trained
+    return None
 
 
 def global_variables() -> list[VariableSpec]:

@@ -164,27 +164,26 @@ class Session:
     def weights_of(self, entry: str, name: str = "Pipeline") -> Iterator[None]:
         """Has programs use an entry of an optimizer's state as weights, for a `with` block.
 
-        That is for evaluating with averages, see `optimizers.with_averaged_weights`. Variables that are not
+        It is for evaluating with averages (`optimizers.with_averaged_weights`). Variables that are not
         trained stay. Within the block nothing trains, and the session is not saved, restored or loaded; it
         may be exported. Other threads wait with what they run until it ends; `variables` are the entry's,
         for them too.
 
         Args:
-          entry: an entry with an array for each trained variable: its last name, such as "average" or
-            "ema", or its path where several have that, such as "[1].ema" (see `optimizer_state`).
+          entry: one with an array for each trained variable: its last name, such as "average", or its path
+            where several have that, such as "[1].ema" (see `optimizer_state`).
           name: the pipeline's, or that of a loop's optimizer.
 
         Raises:
           KeyError: nothing of this name has trained.
           RuntimeError: it is called within such a block.
           ValueError: there is no such entry, or several.
-
         """
         with self._turns.alone():
             self._store.check_weights("weights_of")
             variables = self._store.state.variables
-            trained = find_trained(name)
-            found = entries.find_weights(self._store.optimizer(name), entry, variables, trained)
+            optimizer = self._store.optimizer(name)
+            found = entries.find_weights(optimizer, entry, variables, find_trained(name, optimizer))
             with self._store.lending(entry, found):
                 yield
 
