@@ -185,7 +185,7 @@ class IPUPipelineEstimator:
         _check_number("max_steps", max_steps)
         latest = self._series.latest()
         if max_steps is None or latest is None or int(latest.name) < max_steps:
-            check_writable(self._model_dir, "train: checkpoints and scalars")
+            check_writable(self._model_dir, "train: checkpoints and scalars", may_be_full=True)
         self._select_devices()
         dataset = call_input_fn(input_fn, ModeKeys.TRAIN, self.params, self._config)
         made = self._build(ModeKeys.TRAIN, dataset)

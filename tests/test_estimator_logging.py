@@ -164,7 +164,7 @@ def test_train_finds_a_model_dir_that_cannot_be_written_before_anything_else(no_
 def test_training_that_is_done_needs_no_place(tmp_path, monkeypatch):
     estimator = make_estimator(tmp_path).train(input_fn, steps=8)
 
-    def refuse(*_arguments):
+    def refuse(*_arguments, **_options):
         raise AssertionError
 
     monkeypatch.setattr(sys.modules["ipu_pipeline.ipu_pipeline_estimator"], "check_writable", refuse)
@@ -205,3 +205,4 @@ def test_a_full_disk_is_found(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.TemporaryFile", lambda **_options: Full())
     with pytest.raises(OSError, match=f"it cannot be written to {tmp_path}: .*: No space left on device"):
         check_writable(tmp_path, "it")
+    check_writable(tmp_path, "it", may_be_full=True)

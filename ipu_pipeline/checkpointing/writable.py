@@ -9,16 +9,17 @@ from pathlib import Path
 __all__ = ["check_writable"]
 
 
-def check_writable(path: Path, what: str) -> None:
+def check_writable(path: Path, what: str, may_be_full: bool = False) -> None:
     """Makes a file without a name where a directory is, or where it could be made, and drops it.
 
     Permissions alone do not tell: root has them all, and a disk may be read-only. Nothing is left behind,
-    and no directory is made. A disk that is full is no reason to end: it may have room by the time that
-    something is written, and what cannot be written then is reported then.
+    and no directory is made.
 
     Args:
       path: of a directory that may not exist yet.
       what: is to be written, for the message.
+      may_be_full: whether a full disk is left alone, as it may have room by the time that something is
+        written; what cannot be written is then reported then.
 
     Raises:
       OSError: nothing can be written there. It is of the class of the system's own error.
@@ -28,7 +29,7 @@ def check_writable(path: Path, what: str) -> None:
         with tempfile.TemporaryFile(dir=existing) as file:
             file.write(b"?")
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if may_be_full and error.errno in (errno.ENOSPC, errno.EDQUOT):
             return
         reason = error.strerror or str(error)
         text = f"{what} cannot be written to {path}: {existing}: {reason}. Give another path."
