@@ -12,35 +12,42 @@ from typing import Any
 __all__ = ["StopRequest", "StoppedAtOnce", "deferred", "stopping_on_signals"]
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM)
+# Those that people handle in Python: to save, to stop, to give up waiting. Some systems lack some of them.
+_DEFERRED = tuple(
+    getattr(signal, name)
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGXCPU")
+    if hasattr(signal, name)
+)
 
 
 @contextlib.contextmanager
 def deferred() -> Iterator[None]:
-    """Lets SIGINT and SIGTERM wait until the end of the `with` block.
+    """Lets signals wait until the end of the `with` block, where their handlers find everything whole.
 
     Signal handlers run in the main thread only, so elsewhere there is nothing to do; nor where Python
-    does not handle the signal.
+    does not handle the signal. Of signals that came several times the last one is handled.
     """
-    handlers = {number: signal.getsignal(number) for number in _STOPPING}
+    handlers = {number: signal.getsignal(number) for number in _DEFERRED}
     handled = {number: handler for number, handler in handlers.items() if callable(handler)}
     if threading.current_thread() is not threading.main_thread() or not handled:
         yield
         return
     received: dict[int, FrameType | None] = {}
 
-    def note(number: int, frame: FrameType | None) -> None:
-        received[number] = frame
+    def note(received_number: int, frame: FrameType | None) -> None:
+        received[received_number] = frame
 
-    for stopping in handled:
-        signal.signal(stopping, note)
+    for number in handled:
+        signal.signal(number, note)
     try:
         yield
     finally:
-        for stopping, handler in handled.items():
-            signal.signal(stopping, handler)
-        for stopping, handler in handled.items():
-            if stopping in received:
-                handler(stopping, received[stopping])
+        for number, handler in handled.items():
+            signal.signal(number, handler)
+        with contextlib.ExitStack() as handling:  # all of them, also if one raises
+            for number, handler in reversed(handled.items()):
+                if number in received:
+                    handling.callback(handler, number, received[number])
 
 
 class StoppedAtOnce(BaseException):

@@ -15,6 +15,7 @@ from ipu_pipeline.engine.tracing import scopes
 from ipu_pipeline.errors import OutOfRangeError
 from ipu_pipeline.ipu_outfeed_queue import IPUOutfeedMode, IPUOutfeedQueue
 from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput, pipeline
+from ipu_pipeline.session.store import Store
 from tests import front, models
 
 
@@ -712,6 +713,35 @@ def test_a_signals_handler_may_save(tmp_path):
             assert session.update_count() <= handled[0]
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGHUP, signal.SIGALRM], ids=lambda n: n.name)
+def test_a_signal_waits_until_an_updates_state_is_in_its_place(monkeypatch, number):
+    """Before that, the memory of the old state is gone, and the new one is not in its place."""
+    model = front.Model(repeat_count=1)
+    seen = []
+
+    def read(*_arguments):
+        seen.append((session.update_count(), session.variables))
+
+    keep = Store.keep
+
+    def signal_and_keep(store, *arguments):
+        signal.raise_signal(number)
+        keep(store, *arguments)
+
+    before = signal.signal(number, read)
+    try:
+        with ipu.Session() as session:
+            session.run(model.initializer)
+            model.run(session)
+            monkeypatch.setattr(Store, "keep", signal_and_keep)
+            model.run(session)
+            ((count, variables),) = seen
+            assert count == 2
+            np.testing.assert_equal(variables, session.variables)
+    finally:
+        signal.signal(number, before)
 
 
 def test_a_data_set_that_runs_the_session_is_told():
