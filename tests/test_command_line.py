@@ -9,7 +9,7 @@ import pytest
 
 from ipu_pipeline.command_line import main
 
-PROGRAM = [sys.executable, "-m", "ipu_pipeline.command_line"]
+PROGRAM = [sys.executable, "-m", "ipu_pipeline"]
 SCRIPT = """
 import atexit, multiprocessing, os, pickle, sys
 import poptorch, poptorch.optim

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import ipu_pipeline as ipu
-from ipu_pipeline import interrupts
+from ipu_pipeline.processes import interrupts
 from tests.programs import ROOT, environment
 from tests.resumable import Training
 

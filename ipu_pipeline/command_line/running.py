@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import os
 import runpy
@@ -10,10 +11,31 @@ import types
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from typing import Any
 
-__all__ = ["run"]
+__all__ = ["add", "add_script", "run"]
 
 SHIMS = Path(__file__).parent / "shims"  # packages with other libraries' names
+
+
+def add(commands: Any) -> None:
+    """Adds the command's parser; see `main`."""
+    parser = commands.add_parser(
+        "run",
+        help="run a script that imports poptorch",
+        description="Runs a Python script. `import poptorch` finds ipu_pipeline.poptorch there, and in the "
+        "processes that it starts.",
+        usage="ipu-pipeline run [-h] [-m] SCRIPT [ARGS ...]",
+    )
+    add_script(parser)
+    parser.set_defaults(call=lambda parsed: run(parsed.script, parsed.arguments, parsed.is_module))
+
+
+def add_script(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments that name a script. What follows it is the script's, whatever it is."""
+    parser.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT is the name of a module")
+    parser.add_argument("script", metavar="SCRIPT", help="a file; its arguments follow")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 
 def run(script: str, arguments: Sequence[str], is_module: bool = False) -> int:

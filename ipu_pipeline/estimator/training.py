@@ -21,9 +21,9 @@ from ipu_pipeline.errors import CheckpointError, OutOfRangeError
 from ipu_pipeline.estimator.programs import EstimatorProgram
 from ipu_pipeline.estimator.runs import Runs
 from ipu_pipeline.estimator.scalars import ScalarWriter
-from ipu_pipeline.interrupts import StoppedAtOnce, StopRequest, stopping_on_signals
 from ipu_pipeline.ipu_run_config import RunConfig
 from ipu_pipeline.ipu_session_run_hooks import SessionRunHook
+from ipu_pipeline.processes.interrupts import StoppedAtOnce, StopRequest, stopping_on_signals
 from ipu_pipeline.session.session import Session
 
 __all__ = ["Training", "describe_function"]

@@ -16,11 +16,12 @@ import jax
 import numpy as np
 from jax.extend import core as jex_core
 
-from ipu_pipeline import config, interrupts
+from ipu_pipeline import config
 from ipu_pipeline.engine.devices.feeds import Take, take_nothing
 from ipu_pipeline.engine.devices.rows import make_rows, put_host_copies
 from ipu_pipeline.engine.execution.contract import Request, Runner
 from ipu_pipeline.graph.placeholders import Placeholder
+from ipu_pipeline.processes import interrupts
 from ipu_pipeline.program.calls import LoopCall, PipelineCall
 from ipu_pipeline.program.program import CallStep, Program, read_atom
 from ipu_pipeline.session.resuming import Resumption

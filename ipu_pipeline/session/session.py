@@ -12,18 +12,20 @@ from typing import Any
 import jax
 import numpy as np
 
-from ipu_pipeline import config, interrupts, utils
+from ipu_pipeline import config, utils
 from ipu_pipeline.checkpointing import checkpoints
 from ipu_pipeline.checkpointing.snapshots import Snapshot
 from ipu_pipeline.engine.devices.rows import keep
 from ipu_pipeline.graph.operations import InitializerOperation
 from ipu_pipeline.graph.placeholders import Placeholder
+from ipu_pipeline.processes import interrupts
 from ipu_pipeline.program.loss_weights import is_weight
 from ipu_pipeline.program.program import Program
 from ipu_pipeline.program.registry import compiled_programs, find_trained
-from ipu_pipeline.queues.infeed import InfeedOperation, IPUInfeedQueue
+from ipu_pipeline.queues.infeed import IPUInfeedQueue
 from ipu_pipeline.queues.outfeed import OutfeedOperation
 from ipu_pipeline.session import entries, exporting
+from ipu_pipeline.session.fetches import flatten_fetches
 from ipu_pipeline.session.resuming import Resumption, check_snapshot
 from ipu_pipeline.session.running import Limit, check_feeds, run_program
 from ipu_pipeline.session.store import Store
@@ -357,14 +359,7 @@ class Session:
             raise RuntimeError("Attempted to use a closed Session.")
         if isinstance(fetch, dict):  # in its own order, which is not JAX's
             return dict(zip(fetch, self._run(list(fetch.values()), feed_dict), strict=True))
-        fetches, tree = jax.tree.flatten(fetch, is_leaf=lambda node: not isinstance(node, (list, tuple)))
-        for one in fetches:
-            if not isinstance(one, (Program, InfeedOperation, OutfeedOperation, InitializerOperation)):
-                raise TypeError(
-                    "Session.run: fetch must be a compiled program, an infeed's initializer, what an "
-                    "outfeed's dequeue() returned, global_variables_initializer(), or a list or dict of "
-                    f"them; got {type(one).__name__}."
-                )
+        fetches, tree = flatten_fetches(fetch)
         programs = [one for one in fetches if isinstance(one, Program)]
         outfeeds = [one.queue for one in fetches if isinstance(one, OutfeedOperation)]
         try:

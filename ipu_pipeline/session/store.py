@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_pipeline import interrupts
 from ipu_pipeline.checkpointing.session_state import KeptGradients, KeptOptimizer, Record, SessionState
 from ipu_pipeline.engine.state import PipelineState, RunState
 from ipu_pipeline.engine.tracing.specs import VariableSpec, initial_value
 from ipu_pipeline.graph.placeholders import cast_exactly
+from ipu_pipeline.processes import interrupts
 from ipu_pipeline.program.calls import Call, LoopCall, PipelineCall
 from ipu_pipeline.program.program import Program
 from ipu_pipeline.session.metrics import MetricLog

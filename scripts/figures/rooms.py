@@ -56,9 +56,10 @@ FLOORS = (
         "engine.pipeline_options engine.building engine.pipeline engine.measuring engine.reference engine",
         "The public call, Pipeline, and the plain loop that all is compared with",
     ),
+    _folder("processes"),
     _beside(
         "front: ground",
-        "errors config_categories config utils gradient_accumulation interrupts scopes ipu_run_config",
+        "errors config_categories config utils gradient_accumulation scopes ipu_run_config",
         "What is configured, and where operations go",
     ),
     _folder("reports"),
@@ -95,6 +96,7 @@ FLOORS = (
     _folder("poptorch/execution"),
     _beside("poptorch: roof", "poptorch", "import ipu_pipeline.poptorch as poptorch"),
     _folder("command_line"),
+    _beside("program", "__main__", "python -m ipu_pipeline"),
 )
 MODULES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path

@@ -11,13 +11,14 @@ import jax
 import numpy as np
 import torch
 
-from ipu_pipeline import engine, interrupts
+from ipu_pipeline import engine
 from ipu_pipeline.engine.state import Collected, PipelineState
 from ipu_pipeline.poptorch.dtypes import to_numpy, to_torch
 from ipu_pipeline.poptorch.errors import Error
 from ipu_pipeline.poptorch.execution.weights import on_host
 from ipu_pipeline.poptorch.graphs.stages import ModelStages
 from ipu_pipeline.poptorch.structures import Structure
+from ipu_pipeline.processes import interrupts
 
 __all__ = ["CompiledModel"]
 

@@ -10,7 +10,6 @@ import jax
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from ipu_pipeline import interrupts
 from ipu_pipeline.poptorch.annotations import module_repr
 from ipu_pipeline.poptorch.enums import ConnectionType
 from ipu_pipeline.poptorch.errors import Error
@@ -32,6 +31,7 @@ from ipu_pipeline.poptorch.optim import Optimizer
 from ipu_pipeline.poptorch.optim.describing import describe
 from ipu_pipeline.poptorch.optim.device_state import SavedState
 from ipu_pipeline.poptorch.options import Options
+from ipu_pipeline.processes import interrupts
 
 __all__ = ["PoplarExecutor"]
 

@@ -1,4 +1,4 @@
-"""`python -m ipu_pipeline.command_line`, which is the program `ipu-pipeline`."""
+"""`python -m ipu_pipeline`, which is the program `ipu-pipeline`."""
 
 from ipu_pipeline.command_line.main import main
 
