@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_pipeline.engine import schedules
+from ipu_pipeline.engine import schedules, watching
 from ipu_pipeline.engine.building import Built, Recipe, build
 from ipu_pipeline.engine.devices.compiler_options import check_compiles, plan_options
 from ipu_pipeline.engine.devices.feeds import PlacedMicroBatches, Take, take_nothing
@@ -627,6 +627,8 @@ class Pipeline:
         """
         every = self._updated_every(num_micro_batches)
         runner = self.prepare()
+        if (watcher := watching.current()) is not None and watcher.introduce(runner, self):
+            jax.block_until_ready((state.variables, state.optimizer_state))  # steps that nobody watched
         accumulators, self._accumulators = self._accumulators, None
         if accumulators is None:
             accumulators = runner.residence.make_accumulators(self.built.accumulator_dtypes)

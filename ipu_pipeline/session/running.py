@@ -17,6 +17,7 @@ import numpy as np
 from jax.extend import core as jex_core
 
 from ipu_pipeline import config
+from ipu_pipeline.engine import watching
 from ipu_pipeline.engine.devices.feeds import Take, take_nothing
 from ipu_pipeline.engine.devices.rows import make_rows, put_host_copies
 from ipu_pipeline.engine.execution.contract import Request, Runner
@@ -116,6 +117,7 @@ def _run_pipeline(
         pipeline.set_recomputation(call.find_recomputation())
     resumption.before_run(call)
     runner = pipeline.prepare(devices)
+    _introduce(call, runner)
     take: Take = take_nothing
     if call.infeed_queue is not None:
         num_fetched = pipeline.num_fetched(call.repeat_count, count)
@@ -162,6 +164,7 @@ def _run_loop(
     inputs = [*operands[:num_captured], *constant]
     resumption.before_run(call)
     runner = loop.prepare(devices)
+    _introduce(call, runner)
     total = _block_limit(call, count)
     every = loop.updated_every
     num_fetched = runner.num_fetched(total, every)
@@ -191,6 +194,12 @@ def _run_loop(
             call.infeed_queue.give_back()
     jax.block_until_ready((state.pipeline.variables, state.pipeline.optimizer_state))
     return loop.join_carried(constant, changing)
+
+
+def _introduce(call: PipelineCall | LoopCall, runner: Runner[Any]) -> None:
+    """Says who runs, if somebody watches."""
+    if (watcher := watching.current()) is not None:
+        watcher.introduce(runner, call.runner, call.name)
 
 
 def _replacing(store: Store, runner: Runner[Any]) -> contextlib.AbstractContextManager[Any]:
