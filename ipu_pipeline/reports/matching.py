@@ -65,9 +65,7 @@ def match(recorder: Recorder, profile: DeviceProfile, shares: Sequence[Shares]) 
     for run in strangers:
         if run.device in ipus and since(run.begin) >= 0:
             events.append(
-                Event(
-                    EventKind.OTHER, since(run.begin), since(run.end), ipus[run.device], name=run.module
-                )
+                Event(EventKind.OTHER, since(run.begin), since(run.end), ipus[run.device], name=run.module)
             )
     launches = {launched.launch: runs for launched, runs in found.items()}
     events += _transfers(recorder, profile, launches, ipus, since)

@@ -175,9 +175,7 @@ class Recorder:
             yield
         finally:
             if not self.is_full:
-                self.host.append(
-                    HostTime(EventKind.OUTFEED, begin, time.time_ns(), num_bytes=num_bytes())
-                )
+                self.host.append(HostTime(EventKind.OUTFEED, begin, time.time_ns(), num_bytes=num_bytes()))
 
     def wait(self) -> None:
         """Waits until the programs that were started have run, as far as somebody has their results."""
