@@ -7,11 +7,14 @@ for it once a step, so that steps which nobody watches take no longer.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-__all__ = ["Launch", "LaunchKind", "Watcher", "current", "watching"]
+import jax
+
+__all__ = ["Launch", "LaunchKind", "Watcher", "current", "read_outfeed", "watching"]
 
 
 class LaunchKind:
@@ -86,6 +89,15 @@ class Watcher(Protocol):
     def waiting(self, step: int, first: int, count: int) -> contextlib.AbstractContextManager[None]:
         """For while the host waits for micro-batches of a feed; arguments as in `Launch`."""
 
+    def outfed(self, begin: int, end: int, num_bytes: int) -> None:
+        """The host has taken what was enqueued.
+
+        Args:
+          begin: when it began, in nanoseconds since the epoch.
+          end: when it had it.
+          num_bytes: how much it was.
+        """
+
 
 _watcher: Watcher | None = None
 
@@ -93,6 +105,18 @@ _watcher: Watcher | None = None
 def current() -> Watcher | None:
     """Who watches; None if nobody does."""
     return _watcher
+
+
+def read_outfeed(read: Callable[[], Any]) -> Any:
+    """What `read` takes from an outfeed, with the watcher told."""
+    watcher = current()
+    if watcher is None:
+        return read()
+    begin = time.time_ns()
+    value = read()
+    num_bytes = sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(value))
+    watcher.outfed(begin, time.time_ns(), num_bytes)
+    return value
 
 
 @contextlib.contextmanager

@@ -91,12 +91,15 @@ class Recorder:
       num_dropped: how many were not, as there were too many.
     """
 
-    def __init__(self, max_actions: int, on_first: Callable[[], None]) -> None:
+    def __init__(
+        self, max_actions: int, on_first: Callable[[], None], on_full: Callable[[], None] = lambda: None
+    ) -> None:
         """Nothing is noted yet.
 
         Args:
           max_actions: how many actions are noted. A program that is the first one beyond that is not.
           on_first: called before the first program is started.
+          on_full: called before the first one that is not noted.
         """
         self.introduced: list[Introduced] = []
         self.launched: list[Launched] = []
@@ -104,7 +107,7 @@ class Recorder:
         self.host: list[HostTime] = []
         self.num_actions = self.num_dropped = 0
         self._max_actions = max_actions
-        self._on_first = on_first
+        self._on_first, self._on_full = on_first, on_full
         self._lock = threading.RLock()  # programs are noted in the order in which they are started
         self._noted: set[Launch] = set()
         self._last: dict[Any, list[weakref.ref[Any]]] = {}  # what each program returned last
@@ -137,6 +140,8 @@ class Recorder:
         size = max(1, launch.count)
         with self._lock:
             if self.is_full or self.num_actions + size > self._max_actions:
+                if not self.is_full:
+                    self._on_full()
                 self.num_dropped += size
                 return function(*arguments)
             if not self.launched:
@@ -167,15 +172,10 @@ class Recorder:
             if not self.is_full:
                 self.host.append(HostTime(EventKind.INFEED_WAIT, begin, time.time_ns(), step, first))
 
-    @contextlib.contextmanager
-    def outfeed(self, num_bytes: Callable[[], int]) -> Iterator[None]:
-        """For while the host takes what was enqueued: so many bytes, as is known at the end."""
-        begin = time.time_ns()
-        try:
-            yield
-        finally:
-            if not self.is_full:
-                self.host.append(HostTime(EventKind.OUTFEED, begin, time.time_ns(), num_bytes=num_bytes()))
+    def outfed(self, begin: int, end: int, num_bytes: int) -> None:
+        """See `engine.watching.Watcher`."""
+        if self.launched and not self.is_full:
+            self.host.append(HostTime(EventKind.OUTFEED, begin, end, num_bytes=num_bytes))
 
     def wait(self) -> None:
         """Waits until the programs that were started have run, as far as somebody has their results."""
