@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from ipu_pipeline.reports.events import Event, EventKind, busy_time
 from ipu_pipeline.reports.profile import PipelineFacts, Profile
 
-__all__ = ["IpuUse", "PipelineAnalysis", "StageUse", "StepTime", "analyse", "balanced_utilisation"]
+__all__ = ["IpuUse", "LinkUse", "PipelineAnalysis", "StageUse", "StepTime", "analyse", "balanced_utilisation"]
 
 _LAST_ACTIONS = (EventKind.FORWARD, EventKind.BACKWARD, EventKind.UPDATE)
 
@@ -80,6 +80,23 @@ class StageUse:
 
 
 @dataclass(frozen=True)
+class LinkUse:
+    """What a stage sends to another one on another IPU.
+
+    Attributes:
+      source: the stage that sends.
+      target: the stage that receives; of those on that IPU the nearest one.
+      length: how long it takes for a program's results, in microseconds; None if no end was seen.
+      num_bytes: how much that is.
+    """
+
+    source: int
+    target: int
+    length: float | None
+    num_bytes: float
+
+
+@dataclass(frozen=True)
 class PipelineAnalysis:
     """What is to be known of a pipeline or loop that ran.
 
@@ -93,6 +110,7 @@ class PipelineAnalysis:
         if there is no formula for it.
       ipus: those that it has stages on.
       stages: all of them.
+      links: between stages, by source and target.
       num_micro_batches: in a step, as they were seen.
       micro_batches_per_second: while steps run.
       samples_per_second: likewise; None if it is not known how many samples a micro-batch has.
@@ -110,6 +128,7 @@ class PipelineAnalysis:
     balanced_utilisation: float | None
     ipus: tuple[IpuUse, ...]
     stages: tuple[StageUse, ...]
+    links: tuple[LinkUse, ...]
     num_micro_batches: int
     micro_batches_per_second: float
     samples_per_second: float | None
@@ -168,6 +187,7 @@ def _analyse(index: int, facts: PipelineFacts, events: Sequence[Event]) -> Pipel
         balanced_utilisation=balanced_utilisation(facts, num_micro_batches),
         ipus=ipus,
         stages=stages,
+        links=_find_links(facts, events),
         num_micro_batches=num_micro_batches,
         micro_batches_per_second=speed,
         samples_per_second=None if facts.micro_batch_size is None else speed * facts.micro_batch_size,
@@ -239,6 +259,24 @@ def _find_stages(facts: PipelineFacts, events: Sequence[Event]) -> tuple[StageUs
             sent[stage.index] / max(1, len(seen[stage.index])),
         )
         for stage in facts.stages
+    )
+
+
+def _find_links(facts: PipelineFacts, events: Sequence[Event]) -> tuple[LinkUse, ...]:
+    found: dict[tuple[int, int], list[Event]] = defaultdict(list)
+    for event in events:
+        if event.kind is EventKind.TRANSFER and event.stage is not None:
+            there = [stage.index for stage in facts.stages if stage.ipu == event.ipu]
+            if there:
+                found[event.stage, min(there, key=lambda index: abs(index - event.stage))].append(event)
+    return tuple(
+        LinkUse(
+            source,
+            target,
+            _median(event.length for event in sent if not event.is_bounded),
+            statistics.median(event.num_bytes for event in sent),
+        )
+        for (source, target), sent in sorted(found.items())
     )
 
 

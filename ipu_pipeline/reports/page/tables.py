@@ -1,0 +1,152 @@
+"""The tables of a page, as HTML. Whatever a user named goes through `as_html`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ipu_pipeline.engine.tables import describe_bytes, describe_flop
+from ipu_pipeline.reports.analysis import PipelineAnalysis
+from ipu_pipeline.reports.page.escaping import as_html
+from ipu_pipeline.reports.predictions import Predictions
+from ipu_pipeline.reports.profile import PipelineFacts, Profile, StageFacts
+from ipu_pipeline.reports.wording import describe_share, describe_speed, describe_time
+
+__all__ = ["table_of_ipus", "table_of_predictions", "table_of_stages"]
+
+_MOST_LAYERS = 3  # that are listed before the others are folded away
+
+
+@dataclass(frozen=True)
+class _Cell:
+    """A cell: markup, and whether it is words rather than a number."""
+
+    markup: str
+    is_text: bool = False
+
+
+def _text(value: object) -> _Cell:
+    return _Cell(as_html(value), is_text=True)
+
+
+def _number(value: object) -> _Cell:
+    return _Cell(as_html(value))
+
+
+def _table(caption: str, headings: Sequence[_Cell], rows: Iterable[tuple[bool, Sequence[_Cell]]]) -> str:
+    """A table; the first cell of a row is its heading.
+
+    Args:
+      caption: what it shows.
+      headings: of the columns.
+      rows: whether each is marked, and its cells.
+    """
+
+    def put(tag: str, cell: _Cell, more: str = "") -> str:
+        name = ' class="text"' if cell.is_text else ""
+        return f"<{tag}{name}{more}>{cell.markup}</{tag}>"
+
+    head = "".join(put("th", cell, ' scope="col"') for cell in headings)
+    body = "".join(
+        f'<tr class="marked">{line}</tr>\n' if is_marked else f"<tr>{line}</tr>\n"
+        for is_marked, cells in rows
+        for line in [
+            put("th", cells[0], ' scope="row"') + "".join(put("td", cell) for cell in cells[1:])
+        ]
+    )
+    return (
+        f'<div class="scroll"><table><caption>{as_html(caption)}</caption>\n<thead><tr>{head}</tr></thead>\n'
+        f"<tbody>\n{body}</tbody></table></div>\n"
+    )
+
+
+def table_of_stages(facts: PipelineFacts, analysis: PipelineAnalysis) -> str:
+    """What each stage has, takes and sends. The limiting one is marked."""
+    headings = [
+        _number("stage"), _text("name"), _number("IPU"), _text("layers"), _number("parameters"),
+        _number("forward operations"), _number("backward operations"), _number("forward"), _number("backward"),
+        _number("sent per micro-batch"), _number("held per micro-batch"), _number("in flight"),
+    ]  # fmt: skip
+    rows = []
+    for stage, use in zip(facts.stages, analysis.stages, strict=True):
+        cells = [
+            _number(stage.index),
+            _text(stage.name),
+            _number(stage.ipu),
+            _layers(stage),
+            _number(f"{stage.num_parameters:,} ({describe_bytes(stage.num_parameter_bytes)})"),
+            _number(describe_flop(stage.forward_operations)),
+            _number(describe_flop(stage.backward_operations) if stage.backward_operations else "none"),
+            _number(describe_time(use.forward)),
+            _number(describe_time(use.backward) if stage.backward_operations else "none"),
+            _number(describe_bytes(use.num_sent_bytes)),
+            _number(describe_bytes(stage.num_held_bytes)),
+            _number(stage.in_flight),
+        ]
+        rows.append((stage.index == analysis.limiting_stage and len(facts.stages) > 1, cells))
+    return _table("Stages, with median times for a micro-batch", headings, rows)
+
+
+def _layers(stage: StageFacts) -> _Cell:
+    """The layers of a stage by name; all but a few of them folded away."""
+    named = [f"{as_html(layer.name or 'outside of scopes')}: {layer.num_parameters:,}" for layer in stage.layers]
+    if not named:
+        return _Cell("none", is_text=True)
+    if len(named) <= _MOST_LAYERS + 1:
+        return _Cell("<br>".join(named), is_text=True)
+    rest = f"<details><summary>{len(named) - _MOST_LAYERS} more</summary>" + "<br>".join(named[_MOST_LAYERS:])
+    return _Cell("<br>".join(named[:_MOST_LAYERS]) + rest + "</details>", is_text=True)
+
+
+def table_of_ipus(profile: Profile, facts: PipelineFacts, analysis: PipelineAnalysis) -> str:
+    """How busy each IPU was, and what it holds by the plan."""
+    kinds = {device.ipu: f"{device.kind} {device.id}" for device in profile.devices}
+    plans = {plan.ipu: plan for plan in facts.memory}
+    headings = [
+        _number("IPU"), _text("device"), _text("stages"), _text("utilisation"), _number("busy in a step"),
+        _number("weight update"),
+    ]  # fmt: skip
+    planned = ("variables", "optimizer state", "accumulators", "activations", "micro-batches", "temporaries")
+    if plans:
+        headings += [_number(f"{what}, planned") for what in planned]
+    rows = []
+    for use in analysis.ipus:
+        bar = f'<span class="track"><span class="bar" style="width:{100 * use.utilisation:.1f}%"></span></span>'
+        own = [stage.index for stage in facts.stages if stage.ipu == use.ipu]
+        cells = [
+            _number(use.ipu),
+            _text(kinds.get(use.ipu, "")),
+            _text(", ".join(map(str, own))),
+            _Cell(describe_share(use.utilisation) + bar, is_text=True),
+            _number(describe_time(use.busy)),
+            _number(describe_time(use.update) if use.update else "none"),
+        ]
+        if plans:
+            plan = plans.get(use.ipu)
+            sizes = (None,) * len(planned) if plan is None else (
+                plan.num_variable_bytes, plan.num_optimizer_bytes, plan.num_accumulator_bytes,
+                plan.num_activation_bytes, plan.num_feed_bytes, plan.num_temporary_bytes,
+            )  # fmt: skip
+            cells += [_number("not known" if size is None else describe_bytes(size)) for size in sizes]
+        rows.append((use.ipu == analysis.limiting_ipu and len(analysis.ipus) > 1, cells))
+    return _table("IPUs", headings, rows)
+
+
+def table_of_predictions(predictions: Predictions) -> str:
+    """What other settings would give; what was measured is marked."""
+    headings = [
+        _text("setting"), _number("step"), _number("samples/s" if predictions.has_samples else "micro-batches/s"),
+        _number("gain"), _number("utilisation"), _number("most memory of an IPU"),
+    ]  # fmt: skip
+    rows = []
+    for one in predictions.settings:
+        cells = [
+            _text(one.what),
+            _number(describe_time(one.step_time)),
+            _number(describe_speed(one.speed)),
+            _number("as it is" if one.is_present else f"{100 * (one.gain - 1):+.1f}%"),
+            _number(describe_share(one.utilisation)),
+            _number("not known" if one.num_peak_bytes is None else describe_bytes(one.num_peak_bytes)),
+        ]
+        rows.append((one.is_present, cells))
+    return _table("What other settings would give, simulated from the measured times", headings, rows)
