@@ -2,6 +2,7 @@
 "use strict";
 
 (() => {
+  performance.mark("page begins");
   const data = JSON.parse(document.getElementById("data").textContent);
   const colours = data.colours, inks = data.inks, titles = data.titles;
   const byId = (id) => document.getElementById(id);

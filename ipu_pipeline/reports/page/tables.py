@@ -12,7 +12,7 @@ from ipu_pipeline.reports.predictions import Predictions
 from ipu_pipeline.reports.profile import PipelineFacts, Profile, StageFacts
 from ipu_pipeline.reports.wording import describe_share, describe_speed, describe_time
 
-__all__ = ["table_of_ipus", "table_of_predictions", "table_of_stages"]
+__all__ = ["table_of_bubble", "table_of_ipus", "table_of_predictions", "table_of_stages"]
 
 _MOST_LAYERS = 3  # that are listed before the others are folded away
 
@@ -132,21 +132,47 @@ def table_of_ipus(profile: Profile, facts: PipelineFacts, analysis: PipelineAnal
     return _table("IPUs", headings, rows)
 
 
-def table_of_predictions(predictions: Predictions) -> str:
+def table_of_predictions(facts: PipelineFacts, predictions: Predictions) -> str:
     """What other settings would give; what was measured is marked."""
+    what = "samples/s" if facts.micro_batch_size is not None else "micro-batches/s"
     headings = [
-        _text("setting"), _number("step"), _number("samples/s" if predictions.has_samples else "micro-batches/s"),
-        _number("gain"), _number("utilisation"), _number("most memory of an IPU"),
+        _text("what changes"), _text("schedule"), _number("micro-batches per update"), _number("step"),
+        _number(what), _number("gain"), _number("utilisation"), _number("most memory of an IPU"),
     ]  # fmt: skip
     rows = []
-    for one in predictions.settings:
+    named = [(row.split or row.change or "nothing", row) for row in predictions.variants]
+    if predictions.even is not None:
+        named.append(("all stages take equally long: a bound for splits", predictions.even))
+    present = predictions.variants[0]
+    for words, row in named:
+        gain = row.samples_per_second / present.samples_per_second - 1
         cells = [
-            _text(one.what),
-            _number(describe_time(one.step_time)),
-            _number(describe_speed(one.speed)),
-            _number("as it is" if one.is_present else f"{100 * (one.gain - 1):+.1f}%"),
-            _number(describe_share(one.utilisation)),
-            _number("not known" if one.num_peak_bytes is None else describe_bytes(one.num_peak_bytes)),
+            _text(f"move {words}" if row.split else words),
+            _text(row.schedule + (f", programs of {row.chunk_size}" if row.chunk_size > 1 else "")),
+            _number(row.num_micro_batches),
+            _number(describe_time(row.step_time * 1e6)),
+            _number(describe_speed(row.samples_per_second)),
+            _number("" if row is present else f"{100 * gain:+.1f}%"),
+            _number(describe_share(row.utilisation)),
+            _number("not known" if row.num_peak_bytes is None else describe_bytes(row.num_peak_bytes)),
         ]
-        rows.append((one.is_present, cells))
-    return _table("What other settings would give, simulated from the measured times", headings, rows)
+        rows.append((row is present, cells))
+    return _table("What other settings would give, simulated with the measured times", headings, rows)
+
+
+def table_of_bubble(predictions: Predictions) -> str:
+    """Why IPUs are idle in the simulated steps, as shares of the IPUs' time."""
+    simulation = predictions.simulation
+    number = len(simulation.scenario.ipus)
+    both = {"waiting for data only": simulation.free_running, "in lock-step": simulation.lock_step}
+    causes = [name for name in simulation.free_running.bubble.by_cause()]
+    headings = [_text("IPUs"), _number("step"), _number("busy")]
+    headings += [_number(cause.replace("_", "-") if "ramp" in cause else cause.replace("_", " ")) for cause in causes]
+    rows = []
+    for name, timeline in both.items():
+        shares = timeline.bubble.by_cause()
+        whole = number * timeline.step_time
+        cells = [_text(name), _number(describe_time(timeline.step_time * 1e6)), _number(describe_share(timeline.utilisation))]
+        cells += [_number(describe_share(shares[cause] / whole if whole else 0.0)) for cause in causes]
+        rows.append((False, cells))
+    return _table("Where the time of the IPUs goes, simulated", headings, rows)

@@ -1,0 +1,173 @@
+"""The page as a whole: what is computed here, and what `trace.js` and `page.js` draw of it."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Sequence
+from importlib import resources
+from typing import Any
+
+from ipu_pipeline.reports.analysis import PipelineAnalysis, analyse
+from ipu_pipeline.reports.events import Event, EventKind
+from ipu_pipeline.reports.page.columns import pack
+from ipu_pipeline.reports.page.escaping import as_html, as_script
+from ipu_pipeline.reports.page.summaries import make_tables, summarise
+from ipu_pipeline.reports.predictions import Predictions, predict, timeline_events
+from ipu_pipeline.reports.profile import PipelineFacts, Profile
+
+__all__ = ["COLOURS", "INKS", "NO_PLOTLY", "write_page"]
+
+NO_PLOTLY = "report.html needs Plotly, which is not installed: pip install ipu_pipeline[reports]"
+
+# Green and red as in Graphcore's pictures; the red is so much darker that nobody needs to see its hue.
+COLOURS = {
+    EventKind.FORWARD: "#6cc19b",
+    EventKind.BACKWARD: "#b3261e",
+    EventKind.UPDATE: "#2458a6",
+    EventKind.TRANSFER: "#d99a00",
+    EventKind.INFEED_WAIT: "#a678cf",
+    EventKind.OUTFEED: "#7a5c3a",
+    EventKind.OTHER: "#98a2ae",
+}
+IDLE = "#e9edf2"
+# Of numbers in the bars.
+INKS = dict.fromkeys(EventKind, "#ffffff") | {EventKind.FORWARD: "#0b2117", EventKind.OTHER: "#111111"}
+_TITLES = {EventKind.TRANSFER: "transfer (to this IPU)", EventKind.OTHER: "other programs"}
+_LINES = ("#2458a6", "#b3261e", "#1f7a55", "#a86f00", "#7040a0", "#5b4630", "#007c91", "#4a5561")
+_PARTS = {
+    "variables": "#2458a6",
+    "optimizer state": "#7fa6d9",
+    "accumulators": "#a678cf",
+    "activations": "#6cc19b",
+    "micro-batches": "#d9c46c",
+    "temporaries": "#d98f66",
+    "transfer buffers": "#d99a00",
+}
+# Nothing may be fetched, whatever a name contains.
+_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
+
+
+def write_page(profile: Profile) -> str:
+    """The text of `report.html`: it has all that it needs in itself, and fetches nothing.
+
+    Raises:
+      RuntimeError: Plotly is not installed (the extra `reports`).
+    """
+    plotly = _read_plotly()
+    analyses = analyse(profile)
+    predictions = [
+        predict(profile, facts, analysis) for facts, analysis in zip(profile.pipelines, analyses, strict=True)
+    ]
+    data = _make_data(profile, analyses, predictions)
+    parts = list(zip(profile.pipelines, analyses, predictions, strict=True))
+    return string.Template(_read("page.html")).substitute(
+        policy=_POLICY,
+        title=as_html(profile.program or "A trace"),
+        style=_read("page.css"),
+        heading=_describe_trace(profile),
+        choice=_choose_pipeline(profile, data["first"]),
+        summaries="".join(_section(index, summarise(*part)) for index, part in enumerate(parts)),
+        tables="".join(_section(index, make_tables(profile, *part)) for index, part in enumerate(parts)),
+        data=as_script(data),
+        plotly=plotly,
+        scripts="\n".join(_read(name) for name in ("trace.js", "page.js")),
+    )
+
+
+def _read_plotly() -> str:
+    try:
+        from plotly.offline import get_plotlyjs
+    except ModuleNotFoundError as error:
+        raise RuntimeError(NO_PLOTLY) from error
+    text: str = get_plotlyjs()
+    assert "</script" not in text.lower()
+    return text
+
+
+def _read(name: str) -> str:
+    return resources.files("ipu_pipeline.reports.page").joinpath(name).read_text(encoding="utf-8")
+
+
+def _make_data(
+    profile: Profile, analyses: Sequence[PipelineAnalysis], predictions: Sequence[Predictions | None]
+) -> dict[str, Any]:
+    """What the scripts draw."""
+    pipelines = []
+    for index, (facts, analysis, predicted) in enumerate(
+        zip(profile.pipelines, analyses, predictions, strict=True)
+    ):
+        typical = analysis.typical_step
+        pipelines.append(
+            {
+                "name": facts.name,
+                "ipus": [use.ipu for use in analysis.ipus],
+                "levels": [stage.level for stage in facts.stages],
+                "stages": [{"name": stage.name, "ipu": stage.ipu} for stage in facts.stages],
+                "steps": [[step.number, step.begin, step.end] for step in analysis.steps],
+                "typical": None if typical is None else typical.number,
+                "hasPhases": facts.schedule in ("grouped", "interleaved") and len(analysis.ipus) > 1,
+                "simulated": _make_simulated(index, facts, analysis, predicted),
+                "memory": _make_memory(predicted),
+            }
+        )
+    most = max(range(len(analyses)), key=lambda index: analyses[index].num_actions, default=0)
+    return {
+        "measured": pack(profile.events),
+        "pipelines": pipelines,
+        "first": most,
+        "colours": {kind.value: colour for kind, colour in COLOURS.items()} | {"idle": IDLE},
+        "inks": {kind.value: ink for kind, ink in INKS.items()},
+        "titles": {kind.value: _TITLES.get(kind, kind.value) for kind in EventKind},
+        "lines": _LINES,
+        "parts": _PARTS,
+    }
+
+
+def _make_simulated(
+    index: int, facts: PipelineFacts, analysis: PipelineAnalysis, predicted: Predictions | None
+) -> dict[str, Any]:
+    if predicted is None:
+        return {}
+    links = [(link.source, link.target, link.num_bytes) for link in analysis.links]
+    simulation = predicted.simulation
+    both = {"free": simulation.free_running, "lock": simulation.lock_step}
+    return {name: pack(timeline_events(one, facts, index, links)) for name, one in both.items()}
+
+
+def _make_memory(predicted: Predictions | None) -> dict[str, Any]:
+    return {}
+
+
+def _describe_trace(profile: Profile) -> str:
+    """The heading: what was traced, on what, and what is to be known of it."""
+    versions = ", ".join(f"{name} {version}" for name, version in profile.versions.items())
+    kinds = ", ".join(sorted({device.kind for device in profile.devices}))
+    number = len(profile.devices)
+    devices = f"{number} device{'s' if number != 1 else ''}{f' ({kinds})' if kinds else ''}"
+    facts = f"{profile.created}; {devices}, {profile.num_cores} cores of the host; {versions}"
+    notes = "".join(f"<li>{as_html(note)}</li>" for note in profile.notes)
+    return (
+        f"<h1>{as_html(profile.program or 'A trace')}</h1>\n"
+        f'<p class="soft">{as_html(facts)}</p>\n'
+        + (f'<div class="notes"><ul>{notes}</ul></div>\n' if notes else "")
+    )
+
+
+def _choose_pipeline(profile: Profile, first: int) -> str:
+    """A choice between pipelines, where there are several."""
+    if len(profile.pipelines) < 2:
+        return ""
+    options = "".join(
+        f'<option value="{index}"{" selected" if index == first else ""}>'
+        f"{as_html(f'{facts.name} ({facts.kind})')}</option>"
+        for index, facts in enumerate(profile.pipelines)
+    )
+    return (
+        '<div class="controls"><label>Pipeline <select id="pipeline" autocomplete="off">'
+        f"{options}</select></label></div>\n"
+    )
+
+
+def _section(index: int, markup: str) -> str:
+    """What is shown if a pipeline is chosen."""
+    return f'<section data-pipeline="{index}">\n{markup}</section>\n'
