@@ -24,7 +24,6 @@ from ipu_pipeline.reports.files import check_directory, write_reports
 from ipu_pipeline.reports.matching import match
 from ipu_pipeline.reports.profile import Profile
 from ipu_pipeline.reports.recorder import Recorder
-from ipu_pipeline.reports.sharing import find_shares
 
 __all__ = ["REPORTS", "Capture", "capture", "start_automatic_report"]
 
@@ -138,13 +137,12 @@ def capture(directory: str | os.PathLike[str], *, max_actions: int = MAX_ACTIONS
 
 
 def _make_profile(recorder: Recorder, noted: DeviceProfile, max_actions: int) -> Profile:
-    shares = [find_shares(one.runner) for one in recorder.introduced]
-    matched = match(recorder, noted, shares)
+    matched = match(recorder, noted)
     pipelines = [
         describe_pipeline(
-            one, share, [known.launch for known in recorder.launched if known.launch.runner is one.runner]
+            one, [known.launch for known in recorder.launched if known.launch.runner is one.runner]
         )
-        for one, share in zip(recorder.introduced, shares, strict=True)
+        for one in recorder.introduced
     ]
     notes = []
     if recorder.num_dropped:

@@ -25,7 +25,6 @@ from ipu_pipeline.reports.profile import (
     StageFacts,
 )
 from ipu_pipeline.reports.recorder import Introduced
-from ipu_pipeline.reports.sharing import Shares
 from ipu_pipeline.reports.summaries import summarize
 
 __all__ = ["describe_devices", "describe_layers", "describe_pipeline"]
@@ -50,15 +49,14 @@ def describe_layers(specs: Sequence[VariableSpec]) -> tuple[LayerFacts, ...]:
     )
 
 
-def describe_pipeline(one: Introduced, shares: Shares, launches: Sequence[Launch]) -> PipelineFacts:
+def describe_pipeline(one: Introduced, launches: Sequence[Launch]) -> PipelineFacts:
     """A pipeline or loop that ran.
 
     Args:
       one: the pipeline.
-      shares: what its actions take.
       launches: the programs of its that were started.
     """
-    runner, owner = one.runner, one.owner
+    runner, owner, shares = one.runner, one.owner, one.shares
     traced = runner.residence.traced
     is_pipeline = isinstance(owner, Pipeline)
     kind = "loop" if not is_pipeline else "inference" if runner.residence.updates is None else "training"

@@ -21,7 +21,7 @@ import jax
 
 __all__ = ["DeviceProfile", "DeviceProfiler", "ProgramRun", "group_runs"]
 
-_FARTHEST = 1 << 20  # numbers of one counter's runs are nearer to each other than this
+_FARTHEST = 1 << 14  # runs of one counter on a device have numbers nearer than this, others' are between
 _COPY_THREADS = "tf_XLAPjRt"  # threads of XLA's CPU client, which copy between devices
 
 
@@ -32,7 +32,6 @@ class ProgramRun:
     Attributes:
       module: XLA's name of the program.
       device: the id of the device.
-      program: XLA's number of the program.
       number: of the run; it rises with each start of the same program.
       begin: of the first operation, in nanoseconds since the epoch.
       end: of the last one.
@@ -40,7 +39,6 @@ class ProgramRun:
 
     module: str
     device: int
-    program: int
     number: int
     begin: float
     end: float
@@ -121,7 +119,7 @@ def _read(data: Any) -> DeviceProfile:
     origin = next(
         (value for plane in data.planes for name, value in plane.stats if name == "profile_start_time"), 0
     )
-    runs: dict[tuple[int, int, str, int], ProgramRun] = {}
+    runs: dict[tuple[int, str, int], ProgramRun] = {}
     copies: list[tuple[float, float]] = []
     for plane in data.planes:
         for line in plane.lines:
@@ -146,8 +144,8 @@ def _read(data: Any) -> DeviceProfile:
                     thread.operations.append((begin, end))
                 known = runs.get(run)
                 if known is None:
-                    device, program, module, number = run
-                    runs[run] = ProgramRun(module, device, program, number, origin + begin, origin + end)
+                    device, module, number = run
+                    runs[run] = ProgramRun(module, device, number, origin + begin, origin + end)
                 else:
                     known.begin = min(known.begin, origin + begin)
                     known.end = max(known.end, origin + end)
@@ -155,16 +153,14 @@ def _read(data: Any) -> DeviceProfile:
     return DeviceProfile(tuple(runs.values()), tuple(sorted(copies)))
 
 
-def _find_run(event: Any, plane: str) -> tuple[int, int, str, int] | None:
-    """(device, program, module, number) of the run that an operation is of; None if it is of none."""
-    module = number = program = device = None
+def _find_run(event: Any, plane: str) -> tuple[int, str, int] | None:
+    """(device, module, number) of the run that an operation is of; None if it is of none."""
+    module = number = device = None
     for name, value in event.stats:
         if name == "hlo_module":
             module = value
         elif name == "run_id":
             number = value
-        elif name == "program_id":
-            program = value
         elif name == "device_ordinal":
             device = value
     if module is None or number is None:
@@ -174,7 +170,7 @@ def _find_run(event: Any, plane: str) -> tuple[int, int, str, int] | None:
         if not last.isdigit():
             return None
         device = last
-    return int(device), int(program or 0), str(module), int(number)
+    return int(device), str(module), int(number)
 
 
 def _find_idle_regions(thread: _Thread) -> Iterator[tuple[float, float]]:
@@ -193,15 +189,16 @@ def _find_idle_regions(thread: _Thread) -> Iterator[tuple[float, float]]:
 
 
 def group_runs(runs: Sequence[ProgramRun]) -> list[list[ProgramRun]]:
-    """Runs of one loaded program on one device each, in the order in which they were started.
+    """Runs of one counter on one device each, in the order in which they were started.
 
-    Two loaded programs of one name number their runs apart, each from a random number on.
+    XLA numbers the runs of programs that are the same together, from a random number on, also where they
+    were compiled or loaded several times. Other programs of the same name have another counter.
     """
-    by_program: dict[tuple[int, str, int], list[ProgramRun]] = defaultdict(list)
+    named: dict[tuple[int, str], list[ProgramRun]] = defaultdict(list)
     for run in runs:
-        by_program[run.device, run.module, run.program].append(run)
+        named[run.device, run.module].append(run)
     groups: list[list[ProgramRun]] = []
-    for together in by_program.values():
+    for together in named.values():
         together.sort(key=lambda run: run.number)
         first = 0
         for place in range(1, len(together) + 1):

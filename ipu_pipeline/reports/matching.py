@@ -7,15 +7,15 @@ What ran before the trace began, and is noted by the devices only, comes first a
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ipu_pipeline.engine.watching import Launch
 from ipu_pipeline.reports.device_profile import DeviceProfile, ProgramRun, group_runs
 from ipu_pipeline.reports.events import Event, EventKind
 from ipu_pipeline.reports.recorder import Launched, Recorder
-from ipu_pipeline.reports.sharing import Shares
 
 __all__ = ["Matched", "match"]
 
@@ -23,6 +23,8 @@ __all__ = ["Matched", "match"]
 _LEAST_COPY = 500.0  # what is shorter is bookkeeping of XLA's
 _LATEST_COPY = 2e6  # from when it could begin; what begins later is another one
 _CLOCKS_DIFFER = 100e3  # how exactly the profiler's clock is known
+
+_MOST_FUNCTIONS = 6  # with programs that are the same
 
 
 @dataclass(frozen=True)
@@ -38,13 +40,12 @@ class Matched:
     num_lost: int
 
 
-def match(recorder: Recorder, profile: DeviceProfile, shares: Sequence[Shares]) -> Matched:
+def match(recorder: Recorder, profile: DeviceProfile) -> Matched:
     """Finds when each action ran.
 
     Args:
       recorder: what the host noted.
       profile: what the devices' profiler noted.
-      shares: of each runner that was introduced, how actions share a program's time.
     """
     found, strangers, num_lost = _find_runs(recorder, profile)
     ipus = _number_devices(recorder)
@@ -61,7 +62,7 @@ def match(recorder: Recorder, profile: DeviceProfile, shares: Sequence[Shares]) 
         assert place is not None
         for run in runs:
             begin, end = since(run.begin), since(run.end)
-            events += shares[place].divide(launched.launch, place, number, begin, end)
+            events += recorder.introduced[place].shares.divide(launched.launch, place, number, begin, end)
     for run in strangers:
         if run.device in ipus and since(run.begin) >= 0:
             events.append(
@@ -97,11 +98,11 @@ def _find_runs(
     wanted: dict[tuple[int, str], dict[int, list[Launched]]] = defaultdict(lambda: defaultdict(list))
     modules: dict[int, str] = {}
     for launched in recorder.launched:
-        module = modules.setdefault(id(launched.function), _module_of(launched))
-        # What was loaded for its devices numbers its runs together, the others each by itself.
-        counter = 0 if launched.launch.is_moved else id(launched.function)
+        function = id(launched.function)
+        if function not in modules:
+            modules[function] = _module_of(launched)
         for device in launched.launch.devices:
-            wanted[device.id, module][counter].append(launched)
+            wanted[device.id, modules[function]][function].append(launched)
     noted: dict[tuple[int, str], list[list[ProgramRun]]] = defaultdict(list)
     for runs in group_runs(profile.runs):
         noted[runs[0].device, runs[0].module].append(runs)
@@ -109,20 +110,37 @@ def _find_runs(
     found: dict[Launched, list[ProgramRun]] = {launched: [] for launched in recorder.launched}
     strangers: list[ProgramRun] = []
     for place, groups in noted.items():
-        left = sorted(groups, key=lambda runs: min(run.begin for run in runs))
-        for launches in sorted(wanted.pop(place, {}).values(), key=lambda launches: launches[0].begin):
-            fitting = [runs for runs in left if _fits(launches, runs)]
-            exact = [runs for runs in fitting if len(runs) == len(launches)]
-            if not fitting:
-                continue
-            runs = (exact or fitting)[0]
-            left.remove(runs)
-            skipped = max(0, len(runs) - len(launches))
-            for launched, run in zip(launches, runs[skipped:], strict=False):
+        lists = list(wanted.get(place, {}).values())
+        for runs in sorted(groups, key=lambda runs: min(run.begin for run in runs)):
+            chosen = _choose(lists, runs)
+            lists = [launches for launches in lists if launches not in chosen]
+            together = _merge(chosen)
+            if not together:
+                strangers += runs
+            for launched, run in zip(together, runs[max(0, len(runs) - len(together)) :], strict=False):
                 found[launched].append(run)
-        strangers += [run for runs in left for run in runs]
     num_lost = sum(len(runs) < len(launched.launch.devices) for launched, runs in found.items())
     return found, strangers, num_lost
+
+
+def _choose(lists: Sequence[list[Launched]], runs: Sequence[ProgramRun]) -> list[list[Launched]]:
+    """The launches that these runs are of, by function: as few functions as fit their number best.
+
+    There are more runs than launches if some were started before the trace, and fewer if the last ones had
+    not run at its end.
+    """
+    fitting = [
+        list(some)
+        for size in range(1, min(len(lists), _MOST_FUNCTIONS) + 1)
+        for some in itertools.combinations(lists, size)
+        if _fits(_merge(some), runs)
+    ]
+    return min(fitting, key=lambda some: abs(sum(map(len, some)) - len(runs)), default=[])
+
+
+def _merge(lists: Iterable[list[Launched]]) -> list[Launched]:
+    """All launches in the order in which they were started."""
+    return sorted(itertools.chain(*lists), key=lambda launched: launched.begin)
 
 
 def _module_of(launched: Launched) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 import time
 import weakref
@@ -14,6 +15,7 @@ import jax
 
 from ipu_pipeline.engine.watching import Launch
 from ipu_pipeline.reports.events import EventKind
+from ipu_pipeline.reports.sharing import Shares, find_shares
 
 __all__ = ["HostTime", "Introduced", "Launched", "Moved", "Recorder"]
 
@@ -72,11 +74,13 @@ class Introduced:
       runner: the runner.
       owner: its `Pipeline` or `Loop`.
       name: what people call it.
+      shares: what its actions take.
     """
 
     runner: Any
     owner: Any
     name: str
+    shares: Shares
 
 
 class Recorder:
@@ -123,11 +127,10 @@ class Recorder:
             place = self.find(runner)
             if place is None:
                 number = len(self.introduced)
-                self.introduced.append(
-                    Introduced(runner, owner, name or ("Pipeline" if not number else f"Pipeline_{number}"))
-                )
+                name = name or ("Pipeline" if not number else f"Pipeline_{number}")
+                self.introduced.append(Introduced(runner, owner, name, find_shares(runner)))
             elif name is not None:
-                self.introduced[place] = Introduced(runner, owner, name)
+                self.introduced[place] = dataclasses.replace(self.introduced[place], name=name)
             return place is None
 
     def find(self, runner: Any) -> int | None:
@@ -137,8 +140,11 @@ class Recorder:
 
     def run(self, launch: Launch, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
         """See `engine.watching.Watcher`."""
-        size = max(1, launch.count)
         with self._lock:
+            place = self.find(launch.runner)
+            if place is None:
+                raise RuntimeError("A runner has to be introduced before it runs.")
+            size = self.introduced[place].shares.count(launch)
             if self.is_full or self.num_actions + size > self._max_actions:
                 if not self.is_full:
                     self._on_full()

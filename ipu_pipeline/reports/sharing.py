@@ -87,6 +87,10 @@ class Shares:
                 is_shared=len(parts) > 1,
             )
 
+    def count(self, launch: Launch) -> int:
+        """How many actions a program does."""
+        return len(self._parts(launch))
+
     def _parts(self, launch: Launch) -> list[_Part]:
         numbers = range(launch.first, launch.first + launch.count)
         if launch.kind == LaunchKind.UPDATE:
