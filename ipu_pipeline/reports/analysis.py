@@ -1,11 +1,12 @@
-"""What a first look at a trace answers: how busy IPUs were, how fast steps went, and which stage holds the rest back.
+"""What a first look at a trace answers: how busy IPUs were, how fast steps went, which stage limits them.
 
-Utilisation, times of stages and the like are those of the median step, so that a step during which something
-else happened (a compilation, an evaluation) does not count for more than another one.
+Figures are medians over steps, and those of actions medians of the means of steps, so that a step during
+which something else happened (a compilation, an evaluation) does not count for more than another one.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +15,15 @@ from dataclasses import dataclass
 from ipu_pipeline.reports.events import Event, EventKind, busy_time
 from ipu_pipeline.reports.profile import PipelineFacts, Profile
 
-__all__ = ["IpuUse", "LinkUse", "PipelineAnalysis", "StageUse", "StepTime", "analyse", "balanced_utilisation"]
+__all__ = [
+    "IpuUse",
+    "LinkUse",
+    "PipelineAnalysis",
+    "StageUse",
+    "StepTime",
+    "analyse",
+    "balanced_utilisation",
+]
 
 _LAST_ACTIONS = (EventKind.FORWARD, EventKind.BACKWARD, EventKind.UPDATE)
 
@@ -63,7 +72,7 @@ class StageUse:
 
     Attributes:
       stage: its number.
-      forward: how long its forward takes, in microseconds; None if none was seen.
+      forward: how long its forward takes on the mean, in microseconds; None if none was seen.
       backward: likewise of its backward.
       num_sent_bytes: what its results and gradients sent to other IPUs take.
     """
@@ -106,8 +115,8 @@ class PipelineAnalysis:
       step_time: how long a step takes, in microseconds; 0 without a step.
       time_between: how long nothing ran between two steps, in microseconds.
       utilisation: the mean of its IPUs'.
-      balanced_utilisation: what it would be if all stages took equally long and nothing else took time; None
-        if there is no formula for it.
+      balanced_utilisation: what it would be if all stages took equally long and nothing else took time;
+        None if there is no formula for it.
       ipus: those that it has stages on.
       stages: all of them.
       links: between stages, by source and target.
@@ -168,16 +177,14 @@ def _analyse(index: int, facts: PipelineFacts, events: Sequence[Event]) -> Pipel
     lengths = [step.length for step in typical]
     step_time = statistics.median(lengths) if lengths else 0.0
     ipus = _find_use(facts, typical, by_step)
-    stages = _find_stages(facts, events)
+    stages = _find_stages(facts, typical, by_step)
     numbers = [step.num_micro_batches for step in typical]
     num_micro_batches = round(statistics.median(numbers)) if numbers else facts.num_micro_batches
     speed = num_micro_batches / step_time * 1e6 if step_time else 0.0
     limiting = max(ipus, key=lambda use: (use.busy, -use.ipu)).ipu
     here = [stages[stage.index] for stage in facts.stages if stage.ipu == limiting]
     actions = [event for event in events if event.kind in _LAST_ACTIONS]
-    gaps = [
-        max(0.0, after.begin - before.end) for before, after in zip(steps, steps[1:], strict=False)
-    ]
+    gaps = [max(0.0, after.begin - before.end) for before, after in itertools.pairwise(steps)]
     return PipelineAnalysis(
         pipeline=index,
         steps=steps,
@@ -239,24 +246,31 @@ def _find_use(
     )
 
 
-def _find_stages(facts: PipelineFacts, events: Sequence[Event]) -> tuple[StageUse, ...]:
-    lengths: dict[tuple[EventKind, int], list[float]] = defaultdict(list)
-    sent: dict[int, int] = defaultdict(int)
-    seen: dict[int, set[tuple[int | None, int | None]]] = defaultdict(set)
-    for event in events:
-        if event.stage is None:
-            continue
-        if event.kind is EventKind.TRANSFER:
-            sent[event.stage] += event.num_bytes
-        else:
-            lengths[event.kind, event.stage].append(event.length)
-            seen[event.stage].add((event.step, event.micro_batch))
+def _find_stages(
+    facts: PipelineFacts, steps: Sequence[StepTime], by_step: Mapping[int, Sequence[Event]]
+) -> tuple[StageUse, ...]:
+    means: dict[tuple[EventKind, int], list[float]] = defaultdict(list)  # of the steps
+    sent: dict[int, list[float]] = defaultdict(list)
+    for step in steps:
+        lengths: dict[tuple[EventKind, int], list[float]] = defaultdict(list)
+        sizes: dict[int, int] = defaultdict(int)
+        for event in by_step[step.number]:
+            if event.stage is None:
+                continue
+            if event.kind is EventKind.TRANSFER:
+                sizes[event.stage] += event.num_bytes
+            else:
+                lengths[event.kind, event.stage].append(event.length)
+        for key, values in lengths.items():
+            means[key].append(statistics.fmean(values))
+        for stage, size in sizes.items():
+            sent[stage].append(size / max(1, step.num_micro_batches))
     return tuple(
         StageUse(
             stage.index,
-            _median(lengths[EventKind.FORWARD, stage.index]),
-            _median(lengths[EventKind.BACKWARD, stage.index]),
-            sent[stage.index] / max(1, len(seen[stage.index])),
+            _median(means[EventKind.FORWARD, stage.index]),
+            _median(means[EventKind.BACKWARD, stage.index]),
+            _median(sent[stage.index]) or 0.0,
         )
         for stage in facts.stages
     )
@@ -265,10 +279,13 @@ def _find_stages(facts: PipelineFacts, events: Sequence[Event]) -> tuple[StageUs
 def _find_links(facts: PipelineFacts, events: Sequence[Event]) -> tuple[LinkUse, ...]:
     found: dict[tuple[int, int], list[Event]] = defaultdict(list)
     for event in events:
-        if event.kind is EventKind.TRANSFER and event.stage is not None:
-            there = [stage.index for stage in facts.stages if stage.ipu == event.ipu]
+        source = event.stage
+        if event.kind is EventKind.TRANSFER and source is not None:
+            there = [
+                (abs(stage.index - source), stage.index) for stage in facts.stages if stage.ipu == event.ipu
+            ]
             if there:
-                found[event.stage, min(there, key=lambda index: abs(index - event.stage))].append(event)
+                found[source, min(there)[1]].append(event)
     return tuple(
         LinkUse(
             source,
@@ -283,7 +300,7 @@ def _find_links(facts: PipelineFacts, events: Sequence[Event]) -> tuple[LinkUse,
 def balanced_utilisation(facts: PipelineFacts, num_micro_batches: int) -> float | None:
     """The utilisation of a pipeline whose stages all take equally long, if nothing else takes time.
 
-    With M micro-batches (or programs of so many) and N levels, each on IPUs of its own, it is M / (M + N - 1)
+    With M micro-batches (or chunks of them) and N levels, each on IPUs of its own, it is M / (M + N - 1)
     under Grouped and Interleaved, and 1 / N under Sequential.
 
     Source: the bubble of Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters",

@@ -1,8 +1,8 @@
-"""What the simulator says of a pipeline that was measured: the same step, and what other settings would give.
+"""What the simulator says of a pipeline that was measured: the same step, and other settings.
 
-The costs are the medians of the trace: of forwards, backwards, weight updates and transfers. How long the host
-takes to start programs is not in a trace, and taken to be nothing. A layer that moves to another stage takes
-along the part of its stage's time that it has of the stage's parameters, which is an estimate.
+The costs are those of the analysis: of forwards, backwards, weight updates and transfers. How long the host
+takes to start programs is not in a trace, and taken to be nothing. A layer that moves to another stage
+takes along the part of its stage's time that it has of the stage's parameters, which is an estimate.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def make_scenario(facts: PipelineFacts, analysis: PipelineAnalysis) -> Scenario 
     """A pipeline as it was measured, for the simulator; costs are in seconds.
 
     Returns:
-      The scenario; None of a loop, of a schedule that is the user's own, and where the trace lacks something.
+      The scenario; None of a loop, of a schedule that is the user's own, and where the trace lacks the
+      times of a stage.
     """
     if facts.kind == "loop" or facts.schedule not in named_schedules() or not analysis.step_time:
         return None
@@ -115,7 +116,8 @@ def predict(profile: Profile, facts: PipelineFacts, analysis: PipelineAnalysis) 
       analysis: of the pipeline.
 
     Returns:
-      The predictions; None where there is no scenario (see `make_scenario`), or its step has too many actions.
+      The predictions; None where there is no scenario (see `make_scenario`), or its step has too many
+      actions.
     """
     scenario = make_scenario(facts, analysis)
     if scenario is None or scenario.num_actions > _MAX_ACTIONS:

@@ -28,9 +28,9 @@ def pack(events: Iterable[Event]) -> Columns:
 
     Returns:
       What JSON can hold: "count", and columns with an entry for each event, by begin: "kind" (a place in
-      "kinds"), "begin" (in nanoseconds, from the entry before) and "length" (in nanoseconds), "ipu", "pipeline",
-      "stage", "batch" (the micro-batch), "step", "source" (all of them -1 for None), "bytes", "flags" (1:
-      shared, 2: bounded) and "name" (a place in "names").
+      "kinds"), "begin" and "length" (in nanoseconds, the begin from that of the entry before), "ipu",
+      "pipeline", "stage", "batch" (the micro-batch), "step", "source" (all of them -1 for None), "bytes",
+      "flags" (1: shared, 2: bounded) and "name" (a place in "names").
     """
     ordered = sorted(events, key=lambda event: (event.begin, event.end))
     names: dict[str, int] = {}

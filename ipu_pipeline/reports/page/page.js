@@ -2,7 +2,7 @@
 "use strict";
 
 (() => {
-  performance.mark("page begins");
+
   const data = JSON.parse(document.getElementById("data").textContent);
   const colours = data.colours, inks = data.inks, titles = data.titles;
   const byId = (id) => document.getElementById(id);
@@ -10,8 +10,9 @@
   const measured = unpack(data.measured);
   const simulated = new Map(); // timelines that were looked at, by pipeline and name
   const views = new Map();
+  const listening = new Set();
   const state = { pipeline: data.first, view: "measured", step: null, chosen: null, ipu: null };
-  const left = 78, right = 16, top = 34, bottom = 44;
+  const left = 78, right = 16, top = 34, bottom = 44, phases = 18; // pixels
   let view, unit, range, pressed = null, drawing = false;
 
   const pipelineOf = () => data.pipelines[state.pipeline];
@@ -45,6 +46,8 @@
     return [found[1] - margin, found[2] + margin];
   }
 
+  const rowHeight = () => Math.max(9, Math.min(48, 900 / view.rows.length));
+  const lowest = () => view.rows.length - 0.5 + phases / rowHeight(); // where the vertical axis ends
   const width = () => Math.max(200, trace.clientWidth - left - right);
 
   // --- the trace
@@ -63,12 +66,14 @@
     const traces = [filled(idle, "waiting", colours.idle, { showlegend: visible.length > 0 })];
     kinds.forEach((kind, number) => {
       if (!present.has(number)) return;
-      traces.push(filled(bars.base[number], titles[kind], colours[kind], { opacity: state.chosen ? 0.28 : 1 }));
+      const bar = { meta: kind, opacity: state.chosen ? 0.28 : 1, showlegend: !state.chosen };
+      traces.push(filled(bars.base[number], titles[kind], colours[kind], bar));
+      if (state.chosen) traces.push(filled({ x: [null], y: [null] }, titles[kind], colours[kind]));
     });
     if (state.chosen) {
       kinds.forEach((kind, number) => {
         if (!bars.chosen[number].x.length) return;
-        traces.push(filled(bars.chosen[number], titles[kind], colours[kind], { showlegend: false, meta: "chosen" }));
+        traces.push(filled(bars.chosen[number], titles[kind], colours[kind], { showlegend: false, meta: `chosen ${kind}` }));
       });
       traces.push(pathOfChosen());
     }
@@ -77,12 +82,12 @@
     const rows = view.rows.length;
     Plotly.react(trace, traces, {
       margin: { l: left, r: right, t: top, b: bottom },
-      height: top + bottom + rows * Math.max(9, Math.min(48, 900 / rows)),
+      height: top + bottom + rows * rowHeight() + phases,
       xaxis: {
         ...axis, range: range.map((time) => time / unit.size), title: { text: `time (${unit.name})`, standoff: 6 },
       },
       yaxis: {
-        fixedrange: true, range: [rows - 0.5, -0.5], zeroline: false, showgrid: false,
+        fixedrange: true, range: [lowest(), -0.5], zeroline: false, showgrid: false,
         tickvals: view.rows.map((_row, number) => number), ticktext: view.rows.map((row) => row.title),
       },
       legend: {
@@ -95,7 +100,7 @@
 
   const config = {
     displaylogo: false, responsive: false, scrollZoom: true, doubleClick: false, showTips: false,
-    modeBarButtonsToRemove: ["lasso2d", "select2d", "autoScale2d", "resetScale2d"],
+    modeBarButtons: [["zoom2d", "pan2d", "zoomIn2d", "zoomOut2d", "toImage"]],
   };
   const looks = () => ({
     font: { family: "system-ui, sans-serif", size: 13, color: "#1f2933" },
@@ -113,7 +118,8 @@
     };
     const pixel = (range[1] - range[0]) / width();
     const texts = shown.map((at) => isSeveral ? `${events.stage[at]}.${events.batch[at]}` : `${events.batch[at]}`);
-    const fits = shown.map((at, place) => (events.end[at] - events.begin[at]) / pixel > 7 * texts[place].length + 4);
+    const seen = (at) => Math.min(events.end[at], range[1]) - Math.max(events.begin[at], range[0]);
+    const fits = shown.map((at, place) => seen(at) / pixel > 7 * texts[place].length + 4);
     const keep = (values) => values.filter((_value, place) => fits[place]);
     const kept = keep(shown);
     return {
@@ -124,7 +130,8 @@
       }),
       y: kept.map(shift),
       text: keep(texts),
-      textfont: { size: 11, color: kept.map((at) => inks[events.kinds[events.kind[at]]]) },
+      textfont: { size: 11, color: kept.map((at) => state.chosen && !isChosen(view, at, state.chosen)
+        ? "#1f2933" : inks[events.kinds[events.kind[at]]]) },
     };
   }
 
@@ -136,22 +143,22 @@
     return found;
   }
 
-  /** A line through what is highlighted. */
+  /** Lines from each action that is highlighted to the next one. */
   function pathOfChosen() {
     const { events, heights, rows } = view;
     const x = [], y = [];
-    let step = null;
+    let before = -1;
+    const middle = (at) => {
+      const row = rows.findIndex((own) => own.ipu === events.ipu[at]);
+      return (heights[2 * row][0] + heights[2 * row][1]) / 2;
+    };
     for (const at of chosenPlaces()) {
       if (events.kinds[events.kind[at]] === "transfer") continue;
-      const row = rows.findIndex((own) => own.ipu === events.ipu[at]);
-      const middle = (heights[2 * row][0] + heights[2 * row][1]) / 2;
-      if (step !== null && events.step[at] !== step) {
-        x.push(null);
-        y.push(null);
+      if (before >= 0 && events.step[at] === events.step[before] && events.ipu[at] !== events.ipu[before]) {
+        x.push(events.end[before] / unit.size, events.begin[at] / unit.size, null);
+        y.push(middle(before), middle(at), null);
       }
-      step = events.step[at];
-      x.push(events.begin[at] / unit.size, events.end[at] / unit.size);
-      y.push(middle, middle);
+      before = at;
     }
     return {
       type: "scatter", mode: "lines", hoverinfo: "skip", showlegend: false, meta: "path", x, y,
@@ -202,7 +209,7 @@
         pointer.clientY > area.bottom) return -1;
     const pixel = (range[1] - range[0]) / area.width;
     const time = range[0] + (pointer.clientX - area.left) * pixel;
-    const height = (pointer.clientY - area.top) / area.height * view.rows.length - 0.5;
+    const height = (pointer.clientY - area.top) / area.height * (lowest() + 0.5) - 0.5;
     return findEvent(view, time, height, pixel);
   }
 
@@ -262,34 +269,51 @@
 
   // --- memory
 
+  const held = new Map(); // what IPUs hold, unpacked, by pipeline and view
+
+  /** Of each IPU the times in microseconds, what it holds from then on of each part, and all of it. */
+  function memoryOf(name) {
+    const key = `${state.pipeline} ${name}`;
+    if (!held.has(key)) held.set(key, (pipelineOf().memory[name] ?? []).map((one) => {
+      let time = 0;
+      const times = Float64Array.from(one.times, (step) => (time += step) / 1000);
+      const totals = new Float64Array(times.length);
+      for (const part of one.parts)
+        for (let at = 0; at < times.length; at++) totals[at] += typeof part.values === "number" ? part.values : part.values[at];
+      return { ...one, times, totals };
+    }));
+    return held.get(key);
+  }
+
   function drawMemory() {
-    const found = pipelineOf().memory[state.view] ?? [];
+    const found = memoryOf(state.view);
     byId("memory-section").hidden = !found.length;
     if (!found.length) return;
     const own = found.find((one) => one.ipu === state.ipu);
+    const most = Math.max(...(own ? [own] : found).map((one) => one.totals.reduce((a, b) => Math.max(a, b), 0)));
+    const [bytes, word] = [[2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"]].find((one) => most >= one[0]) ?? [1, "bytes"];
     const shown = (times, values) => {
       const thin = thinOut(times, values, range, width());
-      return { x: thin.times.map((time) => time / unit.size), y: thin.values };
+      return { x: thin.times.map((time) => time / unit.size), y: thin.values.map((value) => value / bytes) };
     };
     const line = (name, more) => ({ type: "scatter", mode: "lines", name, line: { shape: "hv", width: 1.5 }, ...more });
     const traces = own
       ? own.parts.map((part) => line(part.name, {
         ...shown(own.times, part.values), stackgroup: "parts", line: { shape: "hv", width: 0.5 },
-        fillcolor: data.parts[part.name], hovertemplate: `%{y:.4s}B<extra>${part.name}</extra>`,
+        fillcolor: data.parts[part.name], hovertemplate: `%{y:.4~g} ${word}<extra>${part.name}</extra>`,
       }))
       : found.map((one, number) => line(`IPU ${one.ipu}`, {
-        ...shown(one.times, one.totals), hovertemplate: `%{y:.4s}B<extra>IPU ${one.ipu}</extra>`,
+        ...shown(one.times, one.totals), hovertemplate: `%{y:.4~g} ${word}<extra>IPU ${one.ipu}</extra>`,
         line: { shape: "hv", width: 2, dash: ["solid", "dash", "dot", "dashdot"][number >> 3 & 3],
                 color: data.lines[number % data.lines.length] },
       }));
     for (const one of traces) one.line.color ??= one.fillcolor;
-    const most = Math.max(...(own ? [own] : found).map((one) => one.totals.reduce((a, b) => Math.max(a, b), 0)));
     Plotly.react(memory, traces, {
       ...looks(), hovermode: "x unified", height: 300, margin: { l: left, r: right, t: 30, b: bottom },
       xaxis: { range: range.map((time) => time / unit.size), title: { text: `time (${unit.name})`, standoff: 6 },
-               gridcolor: "#e3e6ea", zeroline: false, ticksuffix: "" },
-      yaxis: { range: [0, most * 1.08 || 1], gridcolor: "#e3e6ea", tickformat: ".3s", ticksuffix: "B", fixedrange: true,
-               zeroline: false },
+               gridcolor: "#e3e6ea", zeroline: false },
+      yaxis: { range: [0, most / bytes * 1.08 || 1], gridcolor: "#e3e6ea", fixedrange: true, zeroline: false,
+               title: { text: word, standoff: 6 } },
       legend: { orientation: "h", x: 0, y: 1, yanchor: "bottom", itemclick: false, itemdoubleclick: false },
       showlegend: true,
     }, config);
@@ -328,6 +352,18 @@
     drawTrace();
     drawMemory();
     drawing = false;
+    for (const chart of [trace, memory]) listen(chart);
+  }
+
+  /** Follows a chart that was zoomed, from when it is first drawn. */
+  function listen(chart) {
+    if (!chart.on || listening.has(chart)) return;
+    listening.add(chart);
+    chart.on("plotly_relayout", (changed) => {
+      const keys = ["xaxis.range[0]", "xaxis.range[1]"];
+      if (keys.every((key) => key in changed)) show(keys.map((key) => changed[key] * unit.size));
+    });
+    chart.addEventListener("dblclick", () => show(wholeRange()));
   }
 
   function open(isNewRange = true) {
@@ -350,7 +386,7 @@
       document.querySelector("input[value=measured]").checked = true;
     }
     state.step = own.steps.length > 1 ? own.typical : null;
-    const typical = (step) => step === own.typical && own.steps.length > 2 ? " (the median one)" : "";
+    const typical = (step) => step === own.typical && own.steps.length > 2 ? " (median)" : "";
     byId("step").replaceChildren(
       new Option("all", ""), ...own.steps.map((step) => new Option(`${step[0]}${typical(step[0])}`, step[0]))
     );
@@ -411,13 +447,6 @@
   });
 
   openPipeline();
-  for (const chart of [trace, memory]) {
-    chart.on?.("plotly_relayout", (changed) => {
-      const keys = ["xaxis.range[0]", "xaxis.range[1]"];
-      if (keys.every((key) => key in changed)) show(keys.map((key) => changed[key] * unit.size));
-    });
-    chart.addEventListener("dblclick", () => show(wholeRange()));
-  }
   requestAnimationFrame(() => requestAnimationFrame(() => {
     performance.mark("trace visible");
     document.body.dataset.ready = "yes";

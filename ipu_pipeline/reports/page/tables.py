@@ -12,7 +12,7 @@ from ipu_pipeline.reports.predictions import Predictions
 from ipu_pipeline.reports.profile import PipelineFacts, Profile, StageFacts
 from ipu_pipeline.reports.wording import describe_share, describe_speed, describe_time
 
-__all__ = ["table_of_bubble", "table_of_ipus", "table_of_predictions", "table_of_stages"]
+__all__ = ["table_of_bubble", "table_of_ipus", "table_of_memory", "table_of_predictions", "table_of_stages"]
 
 _MOST_LAYERS = 3  # that are listed before the others are folded away
 
@@ -50,12 +50,11 @@ def _table(caption: str, headings: Sequence[_Cell], rows: Iterable[tuple[bool, S
     body = "".join(
         f'<tr class="marked">{line}</tr>\n' if is_marked else f"<tr>{line}</tr>\n"
         for is_marked, cells in rows
-        for line in [
-            put("th", cells[0], ' scope="row"') + "".join(put("td", cell) for cell in cells[1:])
-        ]
+        for line in [put("th", cells[0], ' scope="row"') + "".join(put("td", cell) for cell in cells[1:])]
     )
     return (
-        f'<div class="scroll"><table><caption>{as_html(caption)}</caption>\n<thead><tr>{head}</tr></thead>\n'
+        f'<div class="scroll"><table><caption>{as_html(caption)}</caption>\n'
+        f"<thead><tr>{head}</tr></thead>\n"
         f"<tbody>\n{body}</tbody></table></div>\n"
     )
 
@@ -64,8 +63,9 @@ def table_of_stages(facts: PipelineFacts, analysis: PipelineAnalysis) -> str:
     """What each stage has, takes and sends. The limiting one is marked."""
     headings = [
         _number("stage"), _text("name"), _number("IPU"), _text("layers"), _number("parameters"),
-        _number("forward operations"), _number("backward operations"), _number("forward"), _number("backward"),
-        _number("sent per micro-batch"), _number("held per micro-batch"), _number("in flight"),
+        _number("forward operations"), _number("backward operations"), _number("forward"),
+        _number("backward"), _number("sent per micro-batch"), _number("held per micro-batch"),
+        _number("in flight"),
     ]  # fmt: skip
     rows = []
     for stage, use in zip(facts.stages, analysis.stages, strict=True):
@@ -84,34 +84,35 @@ def table_of_stages(facts: PipelineFacts, analysis: PipelineAnalysis) -> str:
             _number(stage.in_flight),
         ]
         rows.append((stage.index == analysis.limiting_stage and len(facts.stages) > 1, cells))
-    return _table("Stages, with median times for a micro-batch", headings, rows)
+    return _table("Stages, with times for a micro-batch", headings, rows)
 
 
 def _layers(stage: StageFacts) -> _Cell:
     """The layers of a stage by name; all but a few of them folded away."""
-    named = [f"{as_html(layer.name or 'outside of scopes')}: {layer.num_parameters:,}" for layer in stage.layers]
+    named = [
+        f"{as_html(layer.name or 'outside of scopes')}: {layer.num_parameters:,}" for layer in stage.layers
+    ]
     if not named:
         return _Cell("none", is_text=True)
     if len(named) <= _MOST_LAYERS + 1:
         return _Cell("<br>".join(named), is_text=True)
-    rest = f"<details><summary>{len(named) - _MOST_LAYERS} more</summary>" + "<br>".join(named[_MOST_LAYERS:])
+    rest = f"<details><summary>{len(named) - _MOST_LAYERS} more</summary>" + "<br>".join(
+        named[_MOST_LAYERS:]
+    )
     return _Cell("<br>".join(named[:_MOST_LAYERS]) + rest + "</details>", is_text=True)
 
 
 def table_of_ipus(profile: Profile, facts: PipelineFacts, analysis: PipelineAnalysis) -> str:
-    """How busy each IPU was, and what it holds by the plan."""
+    """How busy each IPU was. The busiest is marked."""
     kinds = {device.ipu: f"{device.kind} {device.id}" for device in profile.devices}
-    plans = {plan.ipu: plan for plan in facts.memory}
     headings = [
         _number("IPU"), _text("device"), _text("stages"), _text("utilisation"), _number("busy in a step"),
         _number("weight update"),
     ]  # fmt: skip
-    planned = ("variables", "optimizer state", "accumulators", "activations", "micro-batches", "temporaries")
-    if plans:
-        headings += [_number(f"{what}, planned") for what in planned]
     rows = []
     for use in analysis.ipus:
-        bar = f'<span class="track"><span class="bar" style="width:{100 * use.utilisation:.1f}%"></span></span>'
+        width = f"{100 * use.utilisation:.1f}%"
+        bar = f'<span class="track"><span class="bar" style="width:{width}"></span></span>'
         own = [stage.index for stage in facts.stages if stage.ipu == use.ipu]
         cells = [
             _number(use.ipu),
@@ -121,15 +122,34 @@ def table_of_ipus(profile: Profile, facts: PipelineFacts, analysis: PipelineAnal
             _number(describe_time(use.busy)),
             _number(describe_time(use.update) if use.update else "none"),
         ]
-        if plans:
-            plan = plans.get(use.ipu)
-            sizes = (None,) * len(planned) if plan is None else (
-                plan.num_variable_bytes, plan.num_optimizer_bytes, plan.num_accumulator_bytes,
-                plan.num_activation_bytes, plan.num_feed_bytes, plan.num_temporary_bytes,
-            )  # fmt: skip
-            cells += [_number("not known" if size is None else describe_bytes(size)) for size in sizes]
         rows.append((use.ipu == analysis.limiting_ipu and len(analysis.ipus) > 1, cells))
     return _table("IPUs", headings, rows)
+
+
+def table_of_memory(facts: PipelineFacts) -> str:
+    """What each IPU holds by the plan; nothing if there is none."""
+    if not facts.memory:
+        return ""
+    headings = [
+        _number("IPU"), _number("variables"), _number("optimizer state"), _number("accumulators"),
+        _number("activations"), _number("micro-batches"), _number("temporaries"), _number("together"),
+        _number("in host memory"),
+    ]  # fmt: skip
+    rows = []
+    for plan in facts.memory:
+        sizes = [
+            plan.num_variable_bytes,
+            plan.num_optimizer_bytes,
+            plan.num_accumulator_bytes,
+            plan.num_activation_bytes,
+            plan.num_feed_bytes,
+            plan.num_temporary_bytes,
+        ]
+        together = sum(size or 0 for size in sizes)
+        cells = [_number("not known" if size is None else describe_bytes(size)) for size in sizes]
+        cells += [_number(describe_bytes(together)), _number(describe_bytes(plan.num_host_bytes))]
+        rows.append((False, [_number(plan.ipu), *cells]))
+    return _table("Memory of the IPUs by the plan, at most", headings, rows)
 
 
 def table_of_predictions(facts: PipelineFacts, predictions: Predictions) -> str:
@@ -142,7 +162,7 @@ def table_of_predictions(facts: PipelineFacts, predictions: Predictions) -> str:
     rows = []
     named = [(row.split or row.change or "nothing", row) for row in predictions.variants]
     if predictions.even is not None:
-        named.append(("all stages take equally long: a bound for splits", predictions.even))
+        named.append(("split so that all stages take equally long", predictions.even))
     present = predictions.variants[0]
     for words, row in named:
         gain = row.samples_per_second / present.samples_per_second - 1
@@ -164,15 +184,21 @@ def table_of_bubble(predictions: Predictions) -> str:
     """Why IPUs are idle in the simulated steps, as shares of the IPUs' time."""
     simulation = predictions.simulation
     number = len(simulation.scenario.ipus)
-    both = {"waiting for data only": simulation.free_running, "in lock-step": simulation.lock_step}
-    causes = [name for name in simulation.free_running.bubble.by_cause()]
+    both = {"free-running": simulation.free_running, "lock-step": simulation.lock_step}
+    causes = list(simulation.free_running.bubble.by_cause())
     headings = [_text("IPUs"), _number("step"), _number("busy")]
-    headings += [_number(cause.replace("_", "-") if "ramp" in cause else cause.replace("_", " ")) for cause in causes]
+    headings += [
+        _number(cause.replace("_", "-") if "ramp" in cause else cause.replace("_", " ")) for cause in causes
+    ]
     rows = []
     for name, timeline in both.items():
         shares = timeline.bubble.by_cause()
         whole = number * timeline.step_time
-        cells = [_text(name), _number(describe_time(timeline.step_time * 1e6)), _number(describe_share(timeline.utilisation))]
+        cells = [
+            _text(name),
+            _number(describe_time(timeline.step_time * 1e6)),
+            _number(describe_share(timeline.utilisation)),
+        ]
         cells += [_number(describe_share(shares[cause] / whole if whole else 0.0)) for cause in causes]
         rows.append((False, cells))
     return _table("Where the time of the IPUs goes, simulated", headings, rows)

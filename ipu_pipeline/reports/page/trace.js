@@ -107,7 +107,7 @@ function makeBars(view, range, width, chosen) {
         addBar(bars.base[look[at]], begin + inset, end - inset, top, bottom);
         bars.numDrawn++;
       }
-      if (number % 2 === 0 && end - begin > 14 * pixel && end > range[0] && begin < range[1]) bars.labels.push(at);
+      if (number % 2 === 0 && end - begin > 10 * pixel && end > range[0] && begin < range[1]) bars.labels.push(at);
     }
     if (!narrow.length) return;
     const times = new Float64Array(numBins * numLooks);
@@ -224,7 +224,10 @@ function describeEvent(view, at, names) {
   const stage = events.stage[at], pipeline = events.pipeline[at];
   const lines = [events.names[events.name[at]] || kind[0].toUpperCase() + kind.slice(1)];
   if (pipeline >= 0 && names.length > 1) lines.push(names[pipeline].name);
-  if (stage >= 0) lines.push(`stage ${stage}: ${names[pipeline].stages[stage].name}`);
+  if (stage >= 0) {
+    const name = names[pipeline].stages[stage].name;
+    lines.push(new RegExp(`^stage ${stage}\\b`).test(name) ? name : `stage ${stage}: ${name}`);
+  }
   if (events.batch[at] >= 0) lines.push(`micro-batch ${events.batch[at]}`);
   if (events.step[at] >= 0) lines.push(`step ${events.step[at]}`);
   if (events.source[at] >= 0) lines.push(`from IPU ${events.source[at]} to IPU ${events.ipu[at]}`);

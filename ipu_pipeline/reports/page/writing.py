@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
-from ipu_pipeline.reports.analysis import PipelineAnalysis, analyse
-from ipu_pipeline.reports.events import Event, EventKind
+from ipu_pipeline.reports.events import EventKind
 from ipu_pipeline.reports.page.columns import pack
 from ipu_pipeline.reports.page.escaping import as_html, as_script
+from ipu_pipeline.reports.page.memory import pack_simulated
 from ipu_pipeline.reports.page.summaries import make_tables, summarise
-from ipu_pipeline.reports.predictions import Predictions, predict, timeline_events
-from ipu_pipeline.reports.profile import PipelineFacts, Profile
+from ipu_pipeline.reports.predictions import timeline_events
+from ipu_pipeline.reports.profile import Profile
+from ipu_pipeline.reports.studies import Study, study
 
 __all__ = ["COLOURS", "INKS", "NO_PLOTLY", "write_page"]
 
@@ -29,7 +30,7 @@ COLOURS = {
     EventKind.OUTFEED: "#7a5c3a",
     EventKind.OTHER: "#98a2ae",
 }
-IDLE = "#e9edf2"
+IDLE = "#dfe5ec"
 # Of numbers in the bars.
 INKS = dict.fromkeys(EventKind, "#ffffff") | {EventKind.FORWARD: "#0b2117", EventKind.OTHER: "#111111"}
 _TITLES = {EventKind.TRANSFER: "transfer (to this IPU)", EventKind.OTHER: "other programs"}
@@ -41,33 +42,33 @@ _PARTS = {
     "activations": "#6cc19b",
     "micro-batches": "#d9c46c",
     "temporaries": "#d98f66",
-    "transfer buffers": "#d99a00",
+    "transfers": "#d99a00",
 }
 # Nothing may be fetched, whatever a name contains.
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 
 
-def write_page(profile: Profile) -> str:
+def write_page(profile: Profile, studies: Sequence[Study] | None = None) -> str:
     """The text of `report.html`: it has all that it needs in itself, and fetches nothing.
+
+    Args:
+      profile: what was recorded.
+      studies: of its pipelines; None: they are made.
 
     Raises:
       RuntimeError: Plotly is not installed (the extra `reports`).
     """
     plotly = _read_plotly()
-    analyses = analyse(profile)
-    predictions = [
-        predict(profile, facts, analysis) for facts, analysis in zip(profile.pipelines, analyses, strict=True)
-    ]
-    data = _make_data(profile, analyses, predictions)
-    parts = list(zip(profile.pipelines, analyses, predictions, strict=True))
+    studies = study(profile) if studies is None else studies
+    data = _make_data(profile, studies)
     return string.Template(_read("page.html")).substitute(
         policy=_POLICY,
         title=as_html(profile.program or "A trace"),
         style=_read("page.css"),
         heading=_describe_trace(profile),
         choice=_choose_pipeline(profile, data["first"]),
-        summaries="".join(_section(index, summarise(*part)) for index, part in enumerate(parts)),
-        tables="".join(_section(index, make_tables(profile, *part)) for index, part in enumerate(parts)),
+        summaries="".join(_section(index, summarise(one)) for index, one in enumerate(studies)),
+        tables="".join(_section(index, make_tables(profile, one)) for index, one in enumerate(studies)),
         data=as_script(data),
         plotly=plotly,
         scripts="\n".join(_read(name) for name in ("trace.js", "page.js")),
@@ -88,29 +89,26 @@ def _read(name: str) -> str:
     return resources.files("ipu_pipeline.reports.page").joinpath(name).read_text(encoding="utf-8")
 
 
-def _make_data(
-    profile: Profile, analyses: Sequence[PipelineAnalysis], predictions: Sequence[Predictions | None]
-) -> dict[str, Any]:
+def _make_data(profile: Profile, studies: Sequence[Study]) -> dict[str, Any]:
     """What the scripts draw."""
     pipelines = []
-    for index, (facts, analysis, predicted) in enumerate(
-        zip(profile.pipelines, analyses, predictions, strict=True)
-    ):
-        typical = analysis.typical_step
+    for index, one in enumerate(studies):
+        typical = one.analysis.typical_step
         pipelines.append(
             {
-                "name": facts.name,
-                "ipus": [use.ipu for use in analysis.ipus],
-                "levels": [stage.level for stage in facts.stages],
-                "stages": [{"name": stage.name, "ipu": stage.ipu} for stage in facts.stages],
-                "steps": [[step.number, step.begin, step.end] for step in analysis.steps],
+                "name": one.facts.name,
+                "ipus": [use.ipu for use in one.analysis.ipus],
+                "levels": [stage.level for stage in one.facts.stages],
+                "stages": [{"name": stage.name, "ipu": stage.ipu} for stage in one.facts.stages],
+                "steps": [[step.number, step.begin, step.end] for step in one.analysis.steps],
                 "typical": None if typical is None else typical.number,
-                "hasPhases": facts.schedule in ("grouped", "interleaved") and len(analysis.ipus) > 1,
-                "simulated": _make_simulated(index, facts, analysis, predicted),
-                "memory": _make_memory(predicted),
+                "hasPhases": one.facts.schedule in ("grouped", "interleaved")
+                and len(one.analysis.ipus) > 1,
+                "simulated": _make_simulated(index, one),
+                "memory": _make_memory(one),
             }
         )
-    most = max(range(len(analyses)), key=lambda index: analyses[index].num_actions, default=0)
+    most = max(range(len(studies)), key=lambda index: studies[index].analysis.num_actions, default=0)
     return {
         "measured": pack(profile.events),
         "pipelines": pipelines,
@@ -123,19 +121,25 @@ def _make_data(
     }
 
 
-def _make_simulated(
-    index: int, facts: PipelineFacts, analysis: PipelineAnalysis, predicted: Predictions | None
-) -> dict[str, Any]:
-    if predicted is None:
+def _make_simulated(index: int, one: Study) -> dict[str, Any]:
+    """The simulated timelines, by what the page calls them."""
+    if one.predictions is None:
         return {}
-    links = [(link.source, link.target, link.num_bytes) for link in analysis.links]
-    simulation = predicted.simulation
+    links = [(link.source, link.target, link.num_bytes) for link in one.analysis.links]
+    simulation = one.predictions.simulation
     both = {"free": simulation.free_running, "lock": simulation.lock_step}
-    return {name: pack(timeline_events(one, facts, index, links)) for name, one in both.items()}
+    return {
+        name: pack(timeline_events(timeline, one.facts, index, links)) for name, timeline in both.items()
+    }
 
 
-def _make_memory(predicted: Predictions | None) -> dict[str, Any]:
-    return {}
+def _make_memory(one: Study) -> dict[str, Any]:
+    """What IPUs hold, by what is shown."""
+    found: dict[str, Any] = {}
+    if one.predictions is not None:
+        found["free"] = pack_simulated(one.facts, one.predictions.simulation.free_running)
+        found["lock"] = pack_simulated(one.facts, one.predictions.simulation.lock_step)
+    return found
 
 
 def _describe_trace(profile: Profile) -> str:
@@ -146,10 +150,8 @@ def _describe_trace(profile: Profile) -> str:
     devices = f"{number} device{'s' if number != 1 else ''}{f' ({kinds})' if kinds else ''}"
     facts = f"{profile.created}; {devices}, {profile.num_cores} cores of the host; {versions}"
     notes = "".join(f"<li>{as_html(note)}</li>" for note in profile.notes)
-    return (
-        f"<h1>{as_html(profile.program or 'A trace')}</h1>\n"
-        f'<p class="soft">{as_html(facts)}</p>\n'
-        + (f'<div class="notes"><ul>{notes}</ul></div>\n' if notes else "")
+    return f'<h1>{as_html(profile.program or "A trace")}</h1>\n<p class="soft">{as_html(facts)}</p>\n' + (
+        f'<div class="notes"><ul>{notes}</ul></div>\n' if notes else ""
     )
 
 

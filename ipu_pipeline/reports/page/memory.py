@@ -1,0 +1,58 @@
+"""What IPUs hold over time, as columns that `page.js` draws."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ipu_pipeline.engine.schedules.timelines import Timeline
+from ipu_pipeline.reports.profile import IpuFacts, PipelineFacts
+
+__all__ = ["pack_memory", "pack_simulated"]
+
+
+def pack_memory(ipu: int, times: Any, parts: dict[str, Any]) -> dict[str, Any]:
+    """What an IPU holds.
+
+    Args:
+      ipu: its number.
+      times: in microseconds, ascending.
+      parts: name -> bytes from each time on, or one number for all the time. Those that are 0 are left out.
+
+    Returns:
+      What JSON can hold: "ipu", "times" (in nanoseconds, each from the one before), and "parts" with "name"
+      and "values".
+    """
+    rounded = np.round(np.asarray(times, np.float64) * 1000).astype(np.int64)
+    return {
+        "ipu": ipu,
+        "times": np.diff(rounded, prepend=0).tolist(),
+        "parts": [
+            {"name": name, "values": np.asarray(values).astype(np.int64).tolist()}
+            for name, values in parts.items()
+            if np.any(values)
+        ],
+    }
+
+
+def pack_simulated(facts: PipelineFacts, timeline: Timeline) -> list[dict[str, Any]]:
+    """What each IPU holds in a simulated step, whose times are in seconds; empty if that is not known."""
+    plans = {plan.ipu: plan for plan in facts.memory}
+    packed = []
+    for ipu, (times, sizes) in sorted(timeline.memory.items()):
+        parts = _constant(plans[ipu]) if ipu in plans else {}
+        moving = np.maximum(0, sizes - sum(parts.values()))
+        packed.append(pack_memory(ipu, times * 1e6, {**parts, "activations": moving}))
+    return packed
+
+
+def _constant(plan: IpuFacts) -> dict[str, int]:
+    """What an IPU holds all the time, by the plan."""
+    return {
+        "variables": plan.num_variable_bytes,
+        "optimizer state": plan.num_optimizer_bytes,
+        "accumulators": plan.num_accumulator_bytes,
+        "micro-batches": plan.num_feed_bytes,
+        "temporaries": plan.num_temporary_bytes or 0,
+    }
