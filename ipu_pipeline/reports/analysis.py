@@ -25,6 +25,7 @@ __all__ = [
     "balanced_utilisation",
 ]
 
+_EVEN = 1.02  # times as busy as another
 _LAST_ACTIONS = (EventKind.FORWARD, EventKind.BACKWARD, EventKind.UPDATE)
 
 
@@ -150,6 +151,12 @@ class PipelineAnalysis:
     def bubble(self) -> float:
         """The share of the step in which IPUs were idle; 0 to 1."""
         return 1.0 - self.utilisation
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all IPUs were about equally busy, so that no stage holds the others back."""
+        busy = [use.busy for use in self.ipus]
+        return max(busy) <= _EVEN * min(busy)
 
     @property
     def typical_step(self) -> StepTime | None:

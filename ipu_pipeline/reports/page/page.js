@@ -119,7 +119,7 @@
     const pixel = (range[1] - range[0]) / width();
     const texts = shown.map((at) => isSeveral ? `${events.stage[at]}.${events.batch[at]}` : `${events.batch[at]}`);
     const seen = (at) => Math.min(events.end[at], range[1]) - Math.max(events.begin[at], range[0]);
-    const fits = shown.map((at, place) => seen(at) / pixel > 7 * texts[place].length + 4);
+    const fits = shown.map((at, place) => seen(at) / pixel > 6.3 * texts[place].length + 3);
     const keep = (values) => values.filter((_value, place) => fits[place]);
     const kept = keep(shown);
     return {

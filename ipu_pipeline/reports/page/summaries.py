@@ -97,16 +97,15 @@ def _cards(one: Study) -> list[tuple[str, str, list[str]]]:
         f"on IPU {analysis.limiting_ipu}, busy {describe_share(use.utilisation)} of a step",
         f"{describe_time(limiting.length)} for a micro-batch",
     ]
+    limit = (f"stage {analysis.limiting_stage}", [facts.stages[analysis.limiting_stage].name, *lines])
+    if analysis.is_even and len(analysis.ipus) > 1:
+        limit = ("none", ["all IPUs are about equally busy"])
     return [
         ("Utilisation of the IPUs", describe_share(analysis.utilisation), used),
         ("Bubble", describe_share(analysis.bubble), idle),
         ("Speed", f"{describe_speed(speed)} {unit}", ["while steps run"]),
         ("Step", describe_time(analysis.step_time), steps),
-        (
-            "Limiting stage",
-            f"stage {analysis.limiting_stage}",
-            [facts.stages[analysis.limiting_stage].name, *lines],
-        ),
+        ("Limiting stage", *limit),
     ]
 
 

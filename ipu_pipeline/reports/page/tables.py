@@ -83,7 +83,7 @@ def table_of_stages(facts: PipelineFacts, analysis: PipelineAnalysis) -> str:
             _number(describe_bytes(stage.num_held_bytes)),
             _number(stage.in_flight),
         ]
-        rows.append((stage.index == analysis.limiting_stage and len(facts.stages) > 1, cells))
+        rows.append((stage.index == analysis.limiting_stage and not analysis.is_even, cells))
     return _table("Stages, with times for a micro-batch", headings, rows)
 
 
@@ -122,7 +122,7 @@ def table_of_ipus(profile: Profile, facts: PipelineFacts, analysis: PipelineAnal
             _number(describe_time(use.busy)),
             _number(describe_time(use.update) if use.update else "none"),
         ]
-        rows.append((use.ipu == analysis.limiting_ipu and len(analysis.ipus) > 1, cells))
+        rows.append((use.ipu == analysis.limiting_ipu and not analysis.is_even, cells))
     return _table("IPUs", headings, rows)
 
 
