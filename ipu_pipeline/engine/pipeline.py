@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec
 
 import jax
@@ -33,6 +33,8 @@ from ipu_pipeline.engine.pipeline_options import PipelineOptions, check_positive
 from ipu_pipeline.engine.planning.choosing import choose_dispatch_plan
 from ipu_pipeline.engine.planning.dispatch_plans import DispatchPlan, check_dispatch_plan
 from ipu_pipeline.engine.planning.memory import IpuMemory, StageMemory, plan_stages
+from ipu_pipeline.engine.planning.summaries import PipelineSummary
+from ipu_pipeline.engine.planning.summarizing import estimate_bubble, find_shared, summarize_stages
 from ipu_pipeline.engine.programs.accumulation import Reduction
 from ipu_pipeline.engine.programs.collecting import Collecting
 from ipu_pipeline.engine.programs.recomputation import Recomputation
@@ -260,6 +262,46 @@ class Pipeline:
             raise ValueError("plan_memory: num_micro_batches must be given, as for `step`; it is None.")
         return count
 
+    def summary(
+        self, num_micro_batches: int | None = None, *, left_out: Collection[str] = ()
+    ) -> PipelineSummary:
+        """What each stage will need and do, and how long IPUs will wait, before anything is compiled.
+
+        It does not start JAX's backend. `print` shows it as a table.
+
+        Args:
+          num_micro_batches: of a step, where the pipeline has no fixed number. Without it, what stages hold
+            is that of a long step.
+          left_out: full names of variables that are not to be told.
+
+        Raises:
+          RuntimeError: the pipeline has not been traced; see `trace`.
+        """
+        built, options, plan = self.built, self.options, self.dispatch_plan
+        count = self.num_micro_batches if num_micro_batches is None else num_micro_batches
+        chunk_size = 1 if plan is None else plan.chunk_size
+        stages = summarize_stages(
+            built.traced,
+            self._programs,
+            self._plan_memory(count or 2 * len(self.device_mapping), chunk_size),
+            built.accumulator_dtypes,
+            left_out,
+        )
+        has_name, num_chunks = isinstance(options.schedule, str), (count or 0) // chunk_size
+        return PipelineSummary(
+            name="Pipeline",
+            trains=built.updates is not None,
+            unit="micro-batch",
+            schedule=str(options.schedule) if has_name else "of your own",
+            num_micro_batches=count,
+            num_serialized=self.num_serialized,
+            chunk_size=chunk_size,
+            stages=stages,
+            shared=find_shared(built.traced, left_out),
+            bubble=estimate_bubble(stages, self.timetable, num_chunks, has_name) if count else None,
+            dispatch="" if plan is None else str(plan),
+        )
+
     @property
     def dispatch_plan(self) -> DispatchPlan | None:
         """How many micro-batches a program handles; None on one device.
@@ -329,6 +371,12 @@ class Pipeline:
             return
         self._built = build(self._recipe, element, input_shapes, self._recompute)
         self._programs = self._built.programs
+
+    def with_recomputation(self, recompute: Recomputation | None) -> Pipeline:
+        """The same pipeline with something else kept for the backward; see `set_recomputation`."""
+        other = copy.copy(self)
+        other.set_recomputation(recompute)
+        return other
 
     def set_recomputation(self, recompute: Recomputation | None) -> None:
         """Says what stages keep for their backward. If that is new, everything is compiled again."""
