@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -13,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from ipu_pipeline.command_line.running import add_script
-from ipu_pipeline.reports.files import read_manifest, remove_reports
+from ipu_pipeline.reports.capturing import REPORTS
+from ipu_pipeline.reports.files import check_directory, read_manifest, remove_reports
 
 __all__ = ["add", "profile"]
 
@@ -70,6 +72,10 @@ def profile(
     removed = remove_reports(where)
     if removed:
         _say(f"Removed {len(removed)} older reports of {where}")
+    try:
+        check_directory(where, REPORTS)
+    except (OSError, ValueError) as error:
+        return _refuse(str(error).rstrip("."))
     environment = dict(os.environ)
     options = {"autoReport.all": "true", "autoReport.directory": str(where.absolute())}
     environment["POPLAR_ENGINE_OPTIONS"] = json.dumps(options)
@@ -81,6 +87,9 @@ def profile(
         status = subprocess.run(command, env=environment, check=False).returncode  # noqa: S603  # the user's
     except KeyboardInterrupt:  # which the program got, too
         return 130
+    finally:
+        with contextlib.suppress(OSError):
+            where.rmdir()  # if nothing was written
     written = [name for name in read_manifest(where) if name != "manifest.json"]
     if not written:
         return status or _refuse(f"{program} ran no pipeline or loop, so there is no report", 1)

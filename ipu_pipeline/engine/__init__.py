@@ -11,7 +11,7 @@ from ipu_pipeline.engine.schedules.advice import advise
 from ipu_pipeline.engine.schedules.checking import Timetable
 from ipu_pipeline.engine.schedules.scenarios import Costs, Scenario
 from ipu_pipeline.engine.schedules.simulator import simulate
-from ipu_pipeline.engine.schedules.what_if import what_if
+from ipu_pipeline.engine.schedules.variants import what_if
 from ipu_pipeline.engine.state import PipelineState, StepOutputs
 from ipu_pipeline.engine.tracing.checkpoints import recomputation_checkpoint
 from ipu_pipeline.engine.tracing.keys import next_rng_key

@@ -46,7 +46,7 @@ class Capture:
 
     def __init__(self, directory: str | os.PathLike[str], max_actions: int) -> None:
         """Nothing is recorded yet; arguments as of `capture`."""
-        self.directory = Path(directory)
+        self.directory = Path(directory).absolute()  # wherever the program goes
         self.profile: Profile | None = None
         self._max_actions = max_actions
         self._profiler = DeviceProfiler()
@@ -81,6 +81,8 @@ class Capture:
             )
             return
         self.profile = _make_profile(recorder, self._noted, self._max_actions)
+        self._noted = DeviceProfile((), ())
+        recorder.forget()
         texts = {"profile.json": self.profile.to_json(), "trace.json": to_chrome_trace(self.profile)}
         write_reports(self.directory, texts)
         for note in self.profile.notes:

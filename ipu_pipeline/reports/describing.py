@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -39,10 +40,14 @@ def describe_devices(introduced: Sequence[Introduced]) -> tuple[DeviceFacts, ...
 
 
 def describe_layers(specs: Sequence[VariableSpec]) -> tuple[LayerFacts, ...]:
-    """The layers of some variables, in the order of their first variables."""
+    """The layers of some variables, in the order of their first variables.
+
+    The parts of a name are divided by slashes, or by the dots of torch's names.
+    """
     layers: dict[str, list[VariableSpec]] = defaultdict(list)
     for spec in specs:
-        layers[spec.name.rpartition("/")[0]].append(spec)
+        ends = [0, *(match.start() for match in re.finditer(r"[/.]", spec.name))]
+        layers[spec.name[: ends[-1]]].append(spec)
     return tuple(
         LayerFacts(name, sum(math.prod(spec.shape) for spec in own), num_bytes(own))
         for name, own in layers.items()

@@ -163,6 +163,8 @@ def _find_run(event: Any, plane: str) -> tuple[int, str, int] | None:
             number = value
         elif name == "device_ordinal":
             device = value
+            if module is not None and number is not None:
+                break  # what follows takes as long to read, and is not needed
     if module is None or number is None:
         return None
     if device is None:  # accelerators have a plane for each device, such as /device:GPU:0

@@ -110,6 +110,7 @@ class Recorder:
         self.moved_arrays: list[Moved] = []
         self.host: list[HostTime] = []
         self.num_actions = self.num_dropped = 0
+        self._has_begun = False
         self._max_actions = max_actions
         self._on_first, self._on_full = on_first, on_full
         self._lock = threading.RLock()  # programs are noted in the order in which they are started
@@ -141,25 +142,36 @@ class Recorder:
     def run(self, launch: Launch, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
         """See `engine.watching.Watcher`."""
         with self._lock:
-            place = self.find(launch.runner)
-            if place is None:
-                raise RuntimeError("A runner has to be introduced before it runs.")
-            size = self.introduced[place].shares.count(launch)
-            if self.is_full or self.num_actions + size > self._max_actions:
-                if not self.is_full:
-                    self._on_full()
-                self.num_dropped += size
-                return function(*arguments)
-            if not self.launched:
+            is_noted = self._has_room(launch)
+            if is_noted and not self._has_begun:
                 self._on_first()
-            self.num_actions += size
+                self._has_begun = True
+        # Launches are in the order of their runs. But a program that calls Python, which may wait for
+        # another thread, must not keep that from starting its own.
+        with contextlib.nullcontext() if launch.runner.has_callbacks else self._lock:
             begin = time.time_ns()
             results = function(*arguments)
-            self.launched.append(Launched(launch, function, begin, time.time_ns()))
-            self._noted.add(launch)
-            arrays = [leaf for leaf in jax.tree.leaves(results) if isinstance(leaf, jax.Array)]
-            self._last[launch.devices, launch.name] = [weakref.ref(array) for array in arrays]
+            end = time.time_ns()
+            if is_noted:
+                self.launched.append(Launched(launch, function, begin, end))
+                self._noted.add(launch)
+                arrays = [leaf for leaf in jax.tree.leaves(results) if isinstance(leaf, jax.Array)]
+                self._last[launch.devices, launch.name] = [weakref.ref(array) for array in arrays]
             return results
+
+    def _has_room(self, launch: Launch) -> bool:
+        """Whether a program is to be noted."""
+        place = self.find(launch.runner)
+        if place is None:
+            raise RuntimeError("A runner has to be introduced before it runs.")
+        size = self.introduced[place].shares.count(launch)
+        if self.num_dropped or self.num_actions + size > self._max_actions:
+            if not self.num_dropped:
+                self._on_full()
+            self.num_dropped += size
+            return False
+        self.num_actions += size
+        return True
 
     def moved(self, launch: Launch, target: Sequence[Any], arrays: Sequence[Any]) -> None:
         """See `engine.watching.Watcher`."""
@@ -182,6 +194,12 @@ class Recorder:
         """See `engine.watching.Watcher`."""
         if self.launched and not self.is_full:
             self.host.append(HostTime(EventKind.OUTFEED, begin, end, num_bytes=num_bytes))
+
+    def forget(self) -> None:
+        """Lets go of everything."""
+        with self._lock:
+            self.introduced, self.launched, self.moved_arrays, self.host = [], [], [], []
+            self._noted, self._last = set(), {}
 
     def wait(self) -> None:
         """Waits until the programs that were started have run, as far as somebody has their results."""

@@ -125,7 +125,7 @@ class Executor(Runner[PendingStep]):
             residence.rows,
             residence.accumulator_plan.keys,
             options,
-            not self._has_callbacks,
+            not self.has_callbacks,
         )
         carried = () if iterated is None else iterated.carried
         self._carried_places = [traced.outputs.index(source) for source in carried]
@@ -373,7 +373,7 @@ class Executor(Runner[PendingStep]):
                 self.observer(template, chunk, values)
         if collecting.is_summed:
             collected = [collecting.collect(sums, None)]
-        if self._has_callbacks:
+        if self.has_callbacks:
             made = [(part.outputs, part.loss) for part in collected]
             jax.block_until_ready((made, last_outputs, enqueued, assigned, accumulators))
         handed = [Handed(list(leaves), self._chunk.num_stacked) for leaves in zip(*enqueued, strict=True)]
@@ -388,7 +388,7 @@ class Executor(Runner[PendingStep]):
             self._weight_update,
             self._chunk,
             self._options,
-            is_shared=not self._has_callbacks,
+            is_shared=not self.has_callbacks,
         )
         self._is_compiled = True
 

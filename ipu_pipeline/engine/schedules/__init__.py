@@ -16,7 +16,7 @@ from ipu_pipeline.engine.schedules.scenarios import Costs, Memory, Scenario
 from ipu_pipeline.engine.schedules.simulator import Simulation, predict_step_time, simulate
 from ipu_pipeline.engine.schedules.timelines import Bubble, Interval, Peak, Sending, Timeline
 from ipu_pipeline.engine.schedules.timetables import timetable
-from ipu_pipeline.engine.schedules.what_if import Layer, Variant, what_if
+from ipu_pipeline.engine.schedules.variants import Layer, Variant, what_if
 
 __all__ = [
     "Action",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ipu_pipeline.engine.schedules.actions import ActionKind
 from ipu_pipeline.engine.schedules.scenarios import Scenario
-from ipu_pipeline.engine.schedules.what_if import Layer, Variant, what_if
+from ipu_pipeline.engine.schedules.variants import Layer, Variant, what_if
 
 __all__ = ["Advice", "advise"]
 

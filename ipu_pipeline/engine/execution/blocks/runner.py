@@ -300,7 +300,7 @@ class BlockRunner(Runner[PendingBlock]):
         else:
             made = watcher.run(self._make_launch(block, updates), function, arguments)
         self._in_flight.append(made.done)
-        limit = 0 if self._has_callbacks else _max_in_flight(num_bytes(block.feed))
+        limit = 0 if self.has_callbacks else _max_in_flight(num_bytes(block.feed))
         while len(self._in_flight) > limit:
             jax.block_until_ready(self._in_flight.popleft())
         return made
@@ -373,7 +373,7 @@ class BlockRunner(Runner[PendingBlock]):
             return self.program.run(kind, *arguments)
 
         # The carried values are not donated: the first ones are the caller's.
-        donated = () if self._has_callbacks else (0, 1, 2) if donate else (0,)
+        donated = () if self.has_callbacks else (0, 1, 2) if donate else (0,)
         return jax.jit(
             block,
             donate_argnums=donated,
