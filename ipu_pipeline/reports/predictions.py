@@ -11,12 +11,20 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ipu_pipeline.engine.schedules.advice import Advice, advise
-from ipu_pipeline.engine.schedules.lock_step import named_schedules
-from ipu_pipeline.engine.schedules.scenarios import Costs, Memory, Scenario
-from ipu_pipeline.engine.schedules.simulator import Simulation, simulate
-from ipu_pipeline.engine.schedules.timelines import Timeline
-from ipu_pipeline.engine.schedules.what_if import Layer, Variant, what_if
+from ipu_pipeline.engine.schedules import (
+    Advice,
+    Costs,
+    Layer,
+    Memory,
+    Scenario,
+    Simulation,
+    Timeline,
+    Variant,
+    advise,
+    named_schedules,
+    simulate,
+    what_if,
+)
 from ipu_pipeline.reports.analysis import PipelineAnalysis
 from ipu_pipeline.reports.events import Event, EventKind
 from ipu_pipeline.reports.profile import PipelineFacts, Profile

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ipu_pipeline.engine.schedules.timelines import Timeline
+from ipu_pipeline.engine.schedules import Timeline
 from ipu_pipeline.reports.profile import IpuFacts, PipelineFacts
 
 __all__ = ["pack_memory", "pack_simulated"]
