@@ -1,5 +1,6 @@
 """What is made of a profile for people: the analysis, predictions, the page, and `ipu-pipeline report`."""
 
+import base64
 import dataclasses
 import html.parser
 import json
@@ -16,7 +17,7 @@ from ipu_pipeline.reports.chrome_trace import to_chrome_trace
 from ipu_pipeline.reports.events import Event, EventKind
 from ipu_pipeline.reports.files import write_reports
 from ipu_pipeline.reports.page import write_page
-from ipu_pipeline.reports.page.columns import pack
+from ipu_pipeline.reports.page.columns import pack, pack_column
 from ipu_pipeline.reports.page.escaping import as_html, as_script
 from ipu_pipeline.reports.page.writing import COLOURS, IDLE, INKS
 from ipu_pipeline.reports.predictions import make_scenario, timeline_events
@@ -243,14 +244,26 @@ def test_simulated_events_are_like_measured_ones():
 # --- the page
 
 
+def unpack_column(packed, count):
+    """What `trace.js` makes of a column."""
+    if isinstance(packed, int):
+        return [packed] * count
+    values, left = [], iter(base64.b64decode(packed))
+    for byte in left:
+        value, place = byte & 127, 0
+        while byte & 128:
+            byte, place = next(left), place + 7
+            value += (byte & 127) << place
+        values.append(-(value + 1) // 2 if value % 2 else value // 2)
+    assert len(values) == count
+    return values
+
+
 def unpack(columns):
     """What `trace.js` makes of columns, as tuples."""
     count = columns["count"]
-    expanded = {
-        name: [values] * count if isinstance(values, int) else values
-        for name, values in columns.items()
-        if name not in ("count", "kinds", "names")
-    }
+    named = {name: values for name, values in columns.items() if name not in ("count", "kinds", "names")}
+    expanded = {name: unpack_column(values, count) for name, values in named.items()}
     begins = np.cumsum(expanded["begin"])
     numbers = ("ipu", "pipeline", "stage", "batch", "step", "source", "bytes", "flags")
     return [
@@ -277,6 +290,8 @@ def test_columns_have_all_of_the_events():
         ("other", 2.0, 0.125, 0, -1, -1, -1, -1, -1, 0, 0, "jit_x"),
     ]
     assert pack([])["count"] == 0
+    for values in ([0, -1, 1, -64, 64, 127, 128, -129], [2**40, -(2**50), 0], [7, 7, 7], []):
+        assert unpack_column(pack_column(values), len(values)) == values
     assert pack(events[:1])["ipu"] == 2  # all the same
 
 

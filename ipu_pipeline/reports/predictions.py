@@ -33,7 +33,7 @@ from ipu_pipeline.reports.wording import describe_time
 __all__ = ["Predictions", "make_scenario", "predict", "timeline_events"]
 
 _MAX_ACTIONS = 200_000  # of a step that is simulated
-_MAX_SIMULATED = 4_000_000  # actions of all variants together: some seconds
+_MAX_SIMULATED = 500_000  # actions of all counts, and of all splits: some seconds
 _MOST_SPLITS = 6  # that are told
 _MICROSECONDS = 1e6
 
@@ -134,7 +134,7 @@ def predict(profile: Profile, facts: PipelineFacts, analysis: PipelineAnalysis) 
     num_splits = 2 * (len(facts.stages) - 1)
     is_dear = scenario.num_actions * num_splits > _MAX_SIMULATED
     given = [[] for _stage in facts.stages] if is_dear or len(scenario.ipus) == 1 else layers
-    variants = what_if(scenario, given, () if 22 * scenario.num_actions > _MAX_SIMULATED else None)
+    variants = what_if(scenario, given, () if 23 * scenario.num_actions > _MAX_SIMULATED else None)
     if len(scenario.ipus) == 1:  # one after another in any order
         variants = [row for row in variants if "schedule" not in row.change]
     splits = sorted((row for row in variants if row.split), key=lambda row: -row.gain)[:_MOST_SPLITS]

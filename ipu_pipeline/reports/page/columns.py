@@ -1,17 +1,20 @@
-"""Actions as columns of small integers, which `page.js` draws.
+"""Actions as columns of small integers, which `trace.js` reads.
 
-A timeline with 40,000 actions would be 10 MB of JSON as objects. As columns, with begins as differences, it
-is a tenth of that. A column whose entries are all the same is that entry.
+A trace with 40,000 actions has 70,000 events, which would be 15 MB of JSON as objects. As columns, it is
+2 MB. A column whose entries are all the same is that entry. Any other is text: each integer is folded (0, -1,
+1, -2 become 0, 1, 2, 3), written in groups of seven bits, the lowest first, with the eighth bit set where
+another one follows (LEB128, as in DWARF), and all bytes together are in base64.
 """
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 from ipu_pipeline.reports.events import Event, EventKind
 
-__all__ = ["Columns", "pack"]
+__all__ = ["Columns", "pack", "pack_column"]
 
 Columns: TypeAlias = dict[str, Any]
 
@@ -50,7 +53,7 @@ def pack(events: Iterable[Event]) -> Columns:
         "flags": [_SHARED * event.is_shared + _BOUNDED * event.is_bounded for event in ordered],
         "name": [names.setdefault(event.name, len(names)) for event in ordered],
     }
-    packed: Columns = {name: _shorten(values) for name, values in columns.items()}
+    packed: Columns = {name: pack_column(values) for name, values in columns.items()}
     return {
         "count": len(ordered),
         "kinds": [kind.value for kind in _KINDS],
@@ -63,5 +66,15 @@ def _number(value: int | None) -> int:
     return -1 if value is None else value
 
 
-def _shorten(values: Sequence[int]) -> Sequence[int] | int:
-    return values[0] if values and values.count(values[0]) == len(values) else values
+def pack_column(values: Sequence[int]) -> int | str:
+    """Integers as text, or as the one that all of them are."""
+    if values and all(value == values[0] for value in values):
+        return values[0]
+    written = bytearray()
+    for value in values:
+        left = 2 * value if value >= 0 else -2 * value - 1
+        while left > 127:
+            written.append(left & 127 | 128)
+            left >>= 7
+        written.append(left)
+    return base64.b64encode(written).decode()

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from ipu_pipeline.engine.schedules import Timeline
+from ipu_pipeline.reports.page.columns import pack_column
 from ipu_pipeline.reports.profile import IpuFacts, PipelineFacts
 
 __all__ = ["pack_memory", "pack_simulated"]
@@ -21,15 +22,16 @@ def pack_memory(ipu: int, times: Any, parts: dict[str, Any]) -> dict[str, Any]:
       parts: name -> bytes from each time on, or one number for all the time. Those that are 0 are left out.
 
     Returns:
-      What JSON can hold: "ipu", "times" (in nanoseconds, each from the one before), and "parts" with "name"
-      and "values".
+      What JSON can hold: "ipu", "count" of times, "times" (in nanoseconds, each from the one before) and
+      "parts" with "name" and "values"; columns are as of `pack_column`.
     """
     rounded = np.round(np.asarray(times, np.float64) * 1000).astype(np.int64)
     return {
         "ipu": ipu,
-        "times": np.diff(rounded, prepend=0).tolist(),
+        "count": len(rounded),
+        "times": pack_column(np.diff(rounded, prepend=0).tolist()),
         "parts": [
-            {"name": name, "values": np.asarray(values).astype(np.int64).tolist()}
+            {"name": name, "values": pack_column(np.asarray(values, np.int64).reshape(-1).tolist())}
             for name, values in parts.items()
             if np.any(values)
         ],

@@ -276,11 +276,11 @@
     const key = `${state.pipeline} ${name}`;
     if (!held.has(key)) held.set(key, (pipelineOf().memory[name] ?? []).map((one) => {
       let time = 0;
-      const times = Float64Array.from(one.times, (step) => (time += step) / 1000);
+      const times = unpackColumn(one.times, one.count, Float64Array).map((step) => (time += step) / 1000);
       const totals = new Float64Array(times.length);
-      for (const part of one.parts)
-        for (let at = 0; at < times.length; at++) totals[at] += typeof part.values === "number" ? part.values : part.values[at];
-      return { ...one, times, totals };
+      const parts = one.parts.map((part) => ({ ...part, values: unpackColumn(part.values, one.count, Float64Array) }));
+      for (const part of parts) for (let at = 0; at < times.length; at++) totals[at] += part.values[at];
+      return { ...one, parts, times, totals };
     }));
     return held.get(key);
   }
@@ -321,7 +321,6 @@
 
   /** At most a few values per pixel, with the largest one of each; steps before and behind are kept. */
   function thinOut(times, values, range, width) {
-    const value = (at) => typeof values === "number" ? values : values[at];
     const found = { times: [], values: [] };
     const put = (time, size) => {
       found.times.push(time);
@@ -332,10 +331,10 @@
     while (at + 1 < times.length && times[at + 1] <= range[0]) at++;
     while (at < times.length && times[at] <= range[1]) {
       const end = times[at] + pixel;
-      let most = value(at), last = at;
-      while (last + 1 < times.length && times[last + 1] < end) most = Math.max(most, value(++last));
+      let most = values[at], last = at;
+      while (last + 1 < times.length && times[last + 1] < end) most = Math.max(most, values[++last]);
       put(times[at], most);
-      if (last > at) put(Math.max(times[last], times[at] + pixel / 2), value(last));
+      if (last > at) put(Math.max(times[last], times[at] + pixel / 2), values[last]);
       at = last + 1;
     }
     if (found.times.length) put(Math.max(range[1], found.times.at(-1)), found.values.at(-1));

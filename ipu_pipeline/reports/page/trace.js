@@ -7,11 +7,28 @@ const LEAST_HEIGHT = 0.15; // of a lane, so that a sum can be seen
 const MOST_LABELS = 900;
 const SLIP = 3; // pixels beside a bar that still count as on it
 
+/** So many integers from what `pack_column` made of them. */
+function unpackColumn(packed, count, type) {
+  const values = new type(count);
+  if (typeof packed === "number") return values.fill(packed);
+  const bytes = atob(packed);
+  let place = 0;
+  for (let at = 0; at < count; at++) {
+    let value = 0, scale = 1, byte;
+    do {
+      byte = bytes.charCodeAt(place++);
+      value += (byte & 127) * scale; // not by shifts, which are of 32 bits
+      scale *= 128;
+    } while (byte & 128);
+    values[at] = value % 2 ? -(value + 1) / 2 : value / 2;
+  }
+  return values;
+}
+
 /** Events from the columns of `pack`, with times in microseconds. */
 function unpack(columns) {
   const count = columns.count;
-  const expand = (values, type) =>
-    typeof values === "number" ? new type(count).fill(values) : type.from(values);
+  const expand = (values, type) => unpackColumn(values, count, type);
   const events = { count, kinds: columns.kinds, names: columns.names };
   for (const name of ["kind", "flags"]) events[name] = expand(columns[name], Uint8Array);
   for (const name of ["ipu", "pipeline", "stage", "batch", "step", "source", "name"])
