@@ -1,9 +1,9 @@
 """Actions as columns of small integers, which `trace.js` reads.
 
 A trace with 40,000 actions has 70,000 events, which would be 15 MB of JSON as objects. As columns, it is
-2 MB. A column whose entries are all the same is that entry. Any other is text: each integer is folded (0, -1,
-1, -2 become 0, 1, 2, 3), written in groups of seven bits, the lowest first, with the eighth bit set where
-another one follows (LEB128, as in DWARF), and all bytes together are in base64.
+2 MB. A column whose entries are all the same is that entry. Any other is text: each integer is folded (0,
+-1, 1, -2 become 0, 1, 2, 3), written in groups of seven bits, the lowest first, with the eighth bit set
+where another one follows (LEB128, as in DWARF), and all bytes together are in base64.
 """
 
 from __future__ import annotations
