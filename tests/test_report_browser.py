@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import re
 import time
 
 import pytest
@@ -111,13 +112,14 @@ def test_the_switch_between_measured_and_simulated(show):
     events = (*make_events(facts), Event(EventKind.OUTFEED, 100.0, 5e3, None))
     page = show(make_profile(facts, events))
     assert rows_of(page, COLOURS[EventKind.OUTFEED], 5) == {4: 1}
-    assert page.is_hidden("#memory")
+    assert page.is_hidden("#memory") is False
+    assert re.fullmatch(r"IPU 0 holds most: 7.01 MiB, first at .*measured\.", page.text("#peak"))
     for name in ("free", "lock"):
         page.choose(f"input[value={name}]")
         assert rows_of(page, FORWARD, 4) == rows_of(page, BACKWARD, 4) == dict.fromkeys(range(4), 8)
         assert page.bars(COLOURS[EventKind.OUTFEED]) == []
         assert "Simulated: one step" in page.text("#drawn")
-        assert not page.is_hidden("#memory")
+        assert page.text("#peak").endswith("simulated.")
         assert page.run("return document.querySelectorAll('#memory .scatterlayer .lines path').length") == 4
     page.choose("#ipu", "1")
     assert (

@@ -19,6 +19,7 @@ from ipu_pipeline.reports.files import write_reports
 from ipu_pipeline.reports.page import write_page
 from ipu_pipeline.reports.page.columns import pack, pack_column
 from ipu_pipeline.reports.page.escaping import as_html, as_script
+from ipu_pipeline.reports.page.memory import pack_measured
 from ipu_pipeline.reports.page.writing import COLOURS, IDLE, INKS
 from ipu_pipeline.reports.predictions import make_scenario, timeline_events
 from ipu_pipeline.reports.profile import LayerFacts
@@ -293,6 +294,28 @@ def test_columns_have_all_of_the_events():
     for values in ([0, -1, 1, -64, 64, 127, 128, -129], [2**40, -(2**50), 0], [7, 7, 7], []):
         assert unpack_column(pack_column(values), len(values)) == values
     assert pack(events[:1])["ipu"] == 2  # all the same
+
+
+def test_memory_over_time():
+    """Stage 0 goes forward in time-steps 1 and 2, back in 5 and 6; stage 1 in 2 and 4, in 3 and 5."""
+    facts = make_facts(2, 2)
+    found = pack_measured(facts, make_events(facts))
+    assert [one["ipu"] for one in found] == [0, 1]
+    held = []
+    for one in found:
+        (values,) = [part["values"] for part in one["parts"] if part["name"] == "activations"]
+        times = np.cumsum(unpack_column(one["times"], one["count"])) / 1e3 / SLOT
+        values = np.array(unpack_column(values, one["count"])) >> 20
+        held.append(list(zip(times.tolist(), values.tolist(), strict=True)))
+        assert {part["name"]: part["values"] for part in one["parts"][:-1]} == {
+            "variables": 1600, "optimizer state": 3200, "accumulators": 1600, "micro-batches": 512,
+            "temporaries": 256,
+        }  # fmt: skip
+    assert held == [
+        [(0.0, 0), (0.0, 1), (1.0, 2), (4.9, 1), (5.9, 0), (6.3, 0)],
+        [(0.0, 0), (1.0, 1), (2.9, 0), (3.0, 1), (4.9, 0), (6.3, 0)],
+    ]
+    assert pack_measured(dataclasses.replace(facts, memory=()), make_events(facts)) == []
 
 
 class Plain(html.parser.HTMLParser):

@@ -4,8 +4,8 @@
 
 The traces are of four stages, with 400 and with 40,000 actions (forwards and backwards) in a step, and with
 40,000 in 40 steps; there are three quarters as many transfers besides. Sizes are without Plotly's own
-script, which every page has. Seconds are from when chromium, without a window, begins to load the file until
-the trace is painted; each round starts a browser, so nothing is kept from the one before.
+script, which every page has. Seconds are from when chromium, without a window, begins to load the file
+until the trace is painted; each round starts a browser, so nothing is kept from the one before.
 
 Without chromium, chromedriver and selenium only sizes are measured, and it says so.
 """

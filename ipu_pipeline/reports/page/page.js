@@ -308,6 +308,7 @@
                 color: data.lines[number % data.lines.length] },
       }));
     for (const one of traces) one.line.color ??= one.fillcolor;
+    tellPeak(found);
     Plotly.react(memory, traces, {
       ...looks(), hovermode: "x unified", height: 300, margin: { l: left, r: right, t: 30, b: bottom },
       xaxis: { range: range.map((time) => time / unit.size), title: { text: `time (${unit.name})`, standoff: 6 },
@@ -317,6 +318,16 @@
       legend: { orientation: "h", x: 0, y: 1, yanchor: "bottom", itemclick: false, itemdoubleclick: false },
       showlegend: true,
     }, config);
+  }
+
+  /** Says which IPU holds most, and when first. */
+  function tellPeak(found) {
+    let most = { size: -1 };
+    for (const one of found)
+      one.totals.forEach((size, at) => { if (size > most.size) most = { size, time: one.times[at], ipu: one.ipu }; });
+    byId("peak").textContent = `IPU ${most.ipu} holds most: ${formatBytes(most.size)}, first at ${formatTime(most.time)}. ` +
+      "What is there all the time, and the bytes of an activation, are the plan's; when activations come and go is " +
+      `${state.view === "measured" ? "measured" : "simulated"}.`;
   }
 
   /** At most a few values per pixel, with the largest one of each; steps before and behind are kept. */

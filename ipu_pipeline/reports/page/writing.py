@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
-from ipu_pipeline.reports.events import EventKind
+from ipu_pipeline.reports.events import Event, EventKind
 from ipu_pipeline.reports.page.columns import pack
 from ipu_pipeline.reports.page.escaping import as_html, as_script
-from ipu_pipeline.reports.page.memory import pack_simulated
+from ipu_pipeline.reports.page.memory import pack_measured, pack_simulated
 from ipu_pipeline.reports.page.summaries import make_tables, summarise
 from ipu_pipeline.reports.predictions import timeline_events
 from ipu_pipeline.reports.profile import Profile
@@ -105,7 +105,7 @@ def _make_data(profile: Profile, studies: Sequence[Study]) -> dict[str, Any]:
                 "hasPhases": one.facts.schedule in ("grouped", "interleaved")
                 and len(one.analysis.ipus) > 1,
                 "simulated": _make_simulated(index, one),
-                "memory": _make_memory(one),
+                "memory": _make_memory(one, [event for event in profile.events if event.pipeline == index]),
             }
         )
     most = max(range(len(studies)), key=lambda index: studies[index].analysis.num_actions, default=0)
@@ -133,9 +133,9 @@ def _make_simulated(index: int, one: Study) -> dict[str, Any]:
     }
 
 
-def _make_memory(one: Study) -> dict[str, Any]:
+def _make_memory(one: Study, events: Sequence[Event]) -> dict[str, Any]:
     """What IPUs hold, by what is shown."""
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"measured": pack_measured(one.facts, events)}
     if one.predictions is not None:
         found["free"] = pack_simulated(one.facts, one.predictions.simulation.free_running)
         found["lock"] = pack_simulated(one.facts, one.predictions.simulation.lock_step)
