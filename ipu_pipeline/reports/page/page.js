@@ -82,7 +82,7 @@
     const rows = view.rows.length;
     Plotly.react(trace, traces, {
       margin: { l: left, r: right, t: top, b: bottom },
-      height: top + bottom + rows * rowHeight() + phases,
+      width: trace.clientWidth, height: top + bottom + rows * rowHeight() + phases,
       xaxis: {
         ...axis, range: range.map((time) => time / unit.size), title: { text: `time (${unit.name})`, standoff: 6 },
       },
@@ -310,7 +310,7 @@
     for (const one of traces) one.line.color ??= one.fillcolor;
     tellPeak(found);
     Plotly.react(memory, traces, {
-      ...looks(), hovermode: "x unified", height: 300, margin: { l: left, r: right, t: 30, b: bottom },
+      ...looks(), hovermode: "x unified", width: memory.clientWidth, height: 300, margin: { l: left, r: right, t: 30, b: bottom },
       xaxis: { range: range.map((time) => time / unit.size), title: { text: `time (${unit.name})`, standoff: 6 },
                gridcolor: "#e3e6ea", zeroline: false },
       yaxis: { range: [0, most / bytes * 1.08 || 1], gridcolor: "#e3e6ea", fixedrange: true, zeroline: false,
@@ -395,7 +395,7 @@
       state.view = "measured";
       document.querySelector("input[value=measured]").checked = true;
     }
-    state.step = own.steps.length > 1 ? own.typical : null;
+    state.step = own.typical;
     const typical = (step) => step === own.typical && own.steps.length > 2 ? " (median)" : "";
     byId("step").replaceChildren(
       new Option("all", ""), ...own.steps.map((step) => new Option(`${step[0]}${typical(step[0])}`, step[0]))
@@ -455,6 +455,12 @@
     clearTimeout(resized);
     resized = setTimeout(() => show(range), 150);
   });
+
+  for (const [event, prints] of [["beforeprint", true], ["afterprint", false]])
+    addEventListener(event, () => {
+      document.body.classList.toggle("printing", prints); // charts are as wide as paper, see page.css
+      show(range);
+    });
 
   openPipeline();
   requestAnimationFrame(() => requestAnimationFrame(() => {
