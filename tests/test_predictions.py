@@ -74,6 +74,7 @@ def assert_predicted(pipeline, state, micro_batches, bound, shares_cores=False):
         ([5, 5, 5], [10, 10, 10], {"transfer_ms": 6.0}),
         ([5, 5, 5, 5], [10, 10, 10, 10], {"device_mapping": [0, 1, 0, 1]}),
         ([5, 10, 5], [10, 15, 10], {"schedule": "sequential"}),
+        ([2, 5, 3], [4, 10, 6], {"dispatch_plan": engine.DispatchPlan(2)}),
     ],
     ids=str,
 )

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -319,3 +320,10 @@ def test_a_reader_that_stops_reading():
 )
 def test_what_schedule_refuses(capsys, options, message):
     assert message in fail(capsys, "schedule", *options.split())
+
+
+def test_the_staircase_of_the_page(capsys):
+    page = (Path(__file__).parent.parent / "docs" / "simulator.md").read_text()
+    command, printed = re.findall(r"^    \$ ipu-pipeline (.*)\n((?:    .*\n|\n)+)", page, re.MULTILINE)[0]
+    shown = "".join(line.removeprefix("    ") for line in printed.splitlines(keepends=True))
+    assert run(capsys, *command.split()).strip() == shown.strip()
