@@ -7,8 +7,9 @@ import time
 
 import pytest
 
+from ipu_pipeline.engine.schedules import Costs, Scenario
 from ipu_pipeline.reports.events import Event, EventKind
-from ipu_pipeline.reports.page import write_page
+from ipu_pipeline.reports.page import write_page, write_simulation
 from ipu_pipeline.reports.page.writing import COLOURS, IDLE
 from tests import browsers
 from tests.test_report_page import NASTY, nasty_profile
@@ -150,6 +151,18 @@ def test_the_two_simulated_timelines_differ(show):
         return sorted(bar for bar in page.bars(FORWARD) if bar[2] < 30)[4][0] / page.area()[2]
 
     assert fifth_forward_of_ipu_0("free") < 0.5 * fifth_forward_of_ipu_0("lock")
+
+
+def test_the_page_of_a_simulation(driver, tmp_path):
+    scenario = Scenario(Costs.of(3, forward=1.0, backward=2.0), "interleaved", 4)
+    path = tmp_path / "simulated.html"
+    path.write_text(write_simulation(scenario, "three stages"))
+    page = browsers.Page(driver, path)
+    assert page.is_hidden("input[value=measured]")
+    assert rows_of(page, FORWARD, 3) == rows_of(page, BACKWARD, 3) == dict.fromkeys(range(3), 4)
+    page.choose("input[value=lock]")
+    assert rows_of(page, FORWARD, 3) == dict.fromkeys(range(3), 4)
+    assert page.faults() == []
 
 
 def test_a_micro_batch_is_highlighted_through_the_pipeline(show):

@@ -488,6 +488,38 @@ def test_report_as_json(tmp_path, capsys):
     assert pipeline["scenario"]["num_micro_batches"] == 8
 
 
+def test_simulate_takes_the_costs_of_a_profile(tmp_path, capsys):
+    directory = write(tmp_path)
+    assert main.main(["simulate", "--json", "--costs-from", str(directory / "profile.json")]) == 0
+    scenario = json.loads(capsys.readouterr().out)["scenario"]
+    (one,) = study(make_profile(num_steps=2))
+    assert scenario == one.predictions.simulation.scenario.as_dict()
+    loop = make_profile(make_facts(2, 4, kind="loop"))
+    (directory / "profile.json").write_text(loop.to_json())
+    with pytest.raises(SystemExit):
+        main.main(["simulate", "--costs-from", str(directory / "profile.json")])
+    assert "has no pipeline that can be simulated" in capsys.readouterr().err
+
+
+def test_simulate_writes_a_page(tmp_path, capsys, monkeypatch):
+    file = tmp_path / "simulated.html"
+    options = ["simulate", "--stages", "3", "--micro-batches", "4", "--forward-cost", "1,2,1"]
+    assert main.main([*options, "--html", str(file)]) == 0
+    plain = as_plain(file.read_text())
+    assert "3 stages on 3 IPUs, 4 micro-batches, schedule grouped" in plain.text
+    assert "A cost of 1 is shown as 1 ms." in plain.text
+    data = json.loads(plain.scripts[0])
+    assert data["isSimulated"]
+    assert data["measured"]["count"] == 0
+    events = unpack(data["pipelines"][0]["simulated"]["free"])
+    forwards = [event for event in events if event[0] == "forward" and event[5] == 1]
+    assert [event[2] for event in forwards] == [2000.0] * 4
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    with pytest.raises(SystemExit):
+        main.main([*options, "--html", str(file)])
+    assert "pip install ipu_pipeline[reports]" in capsys.readouterr().err
+
+
 def test_report_does_not_obey_names(tmp_path, capsys):
     facts = make_facts(2, 4, name="a\x1b[2Jb")
     assert main.main(["report", str(write(tmp_path, make_profile(facts)))]) == 0

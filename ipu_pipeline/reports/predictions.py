@@ -30,7 +30,7 @@ from ipu_pipeline.reports.events import Event, EventKind
 from ipu_pipeline.reports.profile import PipelineFacts, Profile
 from ipu_pipeline.reports.wording import describe_time
 
-__all__ = ["Predictions", "make_scenario", "predict", "timeline_events"]
+__all__ = ["Predictions", "make_scenario", "predict", "predict_scenario", "timeline_events"]
 
 _MAX_ACTIONS = 200_000  # of a step that is simulated
 _MAX_SIMULATED = 500_000  # actions of all counts, and of all splits: some seconds
@@ -131,32 +131,44 @@ def predict(profile: Profile, facts: PipelineFacts, analysis: PipelineAnalysis) 
     if scenario is None or scenario.num_actions > _MAX_ACTIONS:
         return None
     layers = _layers(facts, scenario)
-    num_splits = 2 * (len(facts.stages) - 1)
-    is_dear = scenario.num_actions * num_splits > _MAX_SIMULATED
-    given = [[] for _stage in facts.stages] if is_dear or len(scenario.ipus) == 1 else layers
-    variants = what_if(scenario, given, () if 23 * scenario.num_actions > _MAX_SIMULATED else None)
-    if len(scenario.ipus) == 1:  # one after another in any order
-        variants = [row for row in variants if "schedule" not in row.change]
-    splits = sorted((row for row in variants if row.split), key=lambda row: -row.gain)[:_MOST_SPLITS]
-    kept = [row for row in variants if not row.split] + splits
+    found = predict_scenario(scenario, layers)
     notes = []
     if {device.platform for device in profile.devices} == {"cpu"} and len(scenario.ipus) > 1:
         notes.append(
             f"These IPUs are virtual devices, which share {profile.num_cores} cores of the host. What is "
             "predicted is for devices that take as long as was measured here, whatever the others do."
         )
-    if splits:
+    if any(row.split for row in found.variants):
         notes.append(
             "What a layer takes is estimated: the part of its stage's time that it has of its parameters."
             if layers is not None
             else "No stage has several layers, so what moves between stages is a share of their time."
         )
+    return dataclasses.replace(found, notes=tuple(notes))
+
+
+def predict_scenario(scenario: Scenario, layers: list[list[Layer]] | None = None) -> Predictions:
+    """Simulates a scenario whose costs are in seconds.
+
+    Args:
+      scenario: as it is.
+      layers: as for `what_if`.
+    """
+    num_splits = 2 * (scenario.costs.num_stages - 1)
+    is_dear = scenario.num_actions * num_splits > _MAX_SIMULATED
+    none: list[list[Layer]] = [[] for _stage in scenario.costs.forward]
+    given = none if is_dear or len(scenario.ipus) == 1 else layers
+    variants = what_if(scenario, given, () if 23 * scenario.num_actions > _MAX_SIMULATED else None)
+    if len(scenario.ipus) == 1:  # one after another in any order
+        variants = [row for row in variants if "schedule" not in row.change]
+    splits = sorted((row for row in variants if row.split), key=lambda row: -row.gain)[:_MOST_SPLITS]
+    kept = [row for row in variants if not row.split] + splits
     return Predictions(
         simulate(scenario),
         _make_even(scenario),
         tuple(kept),
         advise(scenario, variants=kept, describe=lambda time: describe_time(time * _MICROSECONDS)),
-        tuple(notes),
+        (),
     )
 
 

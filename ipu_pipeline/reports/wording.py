@@ -26,5 +26,5 @@ def describe_share(share: float) -> str:
 
 
 def _three_digits(number: float) -> str:
-    num_decimals = 0 if number >= 99.95 or number == int(number) else 1 if number >= 9.995 else 2
+    num_decimals = 0 if number >= 99.95 else 1 if number >= 9.995 else 2
     return f"{number:,.{num_decimals}f}"

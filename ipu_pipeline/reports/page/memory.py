@@ -81,9 +81,11 @@ def pack_simulated(facts: PipelineFacts, timeline: Timeline) -> list[dict[str, A
     plans = {plan.ipu: plan for plan in facts.memory}
     packed = []
     for ipu, (times, sizes) in sorted(timeline.memory.items()):
-        parts = _constant(plans[ipu]) if ipu in plans else {}
-        moving = np.maximum(0, sizes - sum(parts.values()))
-        packed.append(pack_memory(ipu, times * 1e6, {**parts, "activations": moving}))
+        parts: dict[str, Any] = {"all": sizes}
+        if ipu in plans:
+            parts = _constant(plans[ipu])
+            parts["activations"] = np.maximum(0, sizes - sum(parts.values()))
+        packed.append(pack_memory(ipu, times * 1e6, parts))
     return packed
 
 

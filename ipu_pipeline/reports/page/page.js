@@ -11,7 +11,7 @@
   const simulated = new Map(); // timelines that were looked at, by pipeline and name
   const views = new Map();
   const listening = new Set();
-  const state = { pipeline: data.first, view: "measured", step: null, chosen: null, ipu: null };
+  const state = { pipeline: data.first, view: data.isSimulated ? "free" : "measured", step: null, chosen: null, ipu: null };
   const left = 78, right = 16, top = 34, bottom = 44, phases = 18; // pixels
   let view, unit, range, pressed = null, drawing = false;
 
@@ -195,7 +195,7 @@
       `${bars.numSummed.toLocaleString("en")} actions here are narrower than a pixel. They are summed up: ` +
       "the height of a colour is its share of the time. Zoom in to see them one by one."
     );
-    if (state.view !== "measured") words.push("Simulated: one step, from measured times of stages.");
+    if (state.view !== "measured" && !data.isSimulated) words.push("Simulated: one step, from measured times of stages.");
     byId("drawn").textContent = words.join(" ");
     trace.dataset.drawn = bars.numDrawn;
     trace.dataset.summed = bars.numSummed;
@@ -389,8 +389,11 @@
     const own = pipelineOf();
     for (const section of document.querySelectorAll("[data-pipeline]"))
       section.hidden = Number(section.dataset.pipeline) !== state.pipeline;
-    for (const input of document.querySelectorAll("input[name=view]"))
-      input.disabled = input.value !== "measured" && !own.simulated[input.value];
+    for (const input of document.querySelectorAll("input[name=view]")) {
+      input.disabled = input.value === "measured" ? data.isSimulated : !own.simulated[input.value];
+      input.checked = input.value === state.view;
+      input.parentElement.hidden = input.value === "measured" && data.isSimulated;
+    }
     if (state.view !== "measured" && !own.simulated[state.view]) {
       state.view = "measured";
       document.querySelector("input[value=measured]").checked = true;

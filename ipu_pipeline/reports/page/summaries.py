@@ -86,7 +86,7 @@ def _cards(one: Study) -> list[tuple[str, str, list[str]]]:
     if speed is None:
         speed, unit = analysis.micro_batches_per_second, "micro-batches/s"
     whole = sum(step.is_whole for step in analysis.steps)
-    steps = [f"median of {whole}" if whole > 1 else "one was recorded"]
+    steps = [f"median of {whole}"] if whole > 1 else []
     if predicted is not None:
         steps.append(f"simulated {describe_time(predicted.simulation.free_running.step_time * 1e6)}")
     if analysis.time_between > 0.02 * analysis.step_time:

@@ -60,31 +60,51 @@ def _table(caption: str, headings: Sequence[_Cell], rows: Iterable[tuple[bool, S
 
 
 def table_of_stages(facts: PipelineFacts, analysis: PipelineAnalysis) -> str:
-    """What each stage has, takes and sends. The limiting one is marked."""
-    headings = [
-        _number("stage"), _text("name"), _number("IPU"), _text("layers"), _number("parameters"),
-        _number("forward operations"), _number("backward operations"), _number("forward"),
-        _number("backward"), _number("sent per micro-batch"), _number("held per micro-batch"),
-        _number("in flight"),
-    ]  # fmt: skip
-    rows = []
-    for stage, use in zip(facts.stages, analysis.stages, strict=True):
-        cells = [
-            _number(stage.index),
-            _text(stage.name),
-            _number(stage.ipu),
-            _layers(stage),
-            _number(f"{stage.num_parameters:,} ({describe_bytes(stage.num_parameter_bytes)})"),
-            _number(describe_flop(stage.forward_operations)),
-            _number(describe_flop(stage.backward_operations) if stage.backward_operations else "none"),
-            _number(describe_time(use.forward)),
-            _number(describe_time(use.backward) if stage.backward_operations else "none"),
-            _number(describe_bytes(use.num_sent_bytes)),
-            _number(describe_bytes(stage.num_held_bytes)),
-            _number(stage.in_flight),
+    """What each stage has, takes and sends, but for what none of them has. The limiting one is marked."""
+    both = list(zip(facts.stages, analysis.stages, strict=True))
+    columns: list[tuple[_Cell, list[_Cell]]] = [
+        (_number("stage"), [_number(stage.index) for stage in facts.stages]),
+        (_text("name"), [_text(stage.name) for stage in facts.stages]),
+        (_number("IPU"), [_number(stage.ipu) for stage in facts.stages]),
+    ]
+    if any(stage.layers for stage in facts.stages):
+        sizes = [
+            f"{stage.num_parameters:,} ({describe_bytes(stage.num_parameter_bytes)})"
+            for stage in facts.stages
         ]
-        rows.append((stage.index == analysis.limiting_stage and not analysis.is_even, cells))
-    return _table("Stages, with times for a micro-batch", headings, rows)
+        columns.append((_text("layers"), [_layers(stage) for stage in facts.stages]))
+        columns.append((_number("parameters"), [_number(size) for size in sizes]))
+    if any(stage.forward_operations for stage in facts.stages):
+        forward = [_number(describe_flop(stage.forward_operations)) for stage in facts.stages]
+        columns.append((_number("forward operations"), forward))
+    if any(stage.backward_operations for stage in facts.stages):
+        backward = [
+            _number(describe_flop(stage.backward_operations) if stage.backward_operations else "none")
+            for stage in facts.stages
+        ]
+        columns.append((_number("backward operations"), backward))
+    columns.append((_number("forward"), [_number(describe_time(use.forward)) for use in analysis.stages]))
+    if facts.kind == "training":
+        times = [
+            _number(describe_time(use.backward) if use.backward or stage.backward_operations else "none")
+            for stage, use in both
+        ]
+        columns.append((_number("backward"), times))
+    if any(use.num_sent_bytes for use in analysis.stages):
+        sent = [_number(describe_bytes(use.num_sent_bytes)) for use in analysis.stages]
+        columns.append((_number("sent per micro-batch"), sent))
+    if any(stage.num_held_bytes for stage in facts.stages):
+        held = [_number(describe_bytes(stage.num_held_bytes)) for stage in facts.stages]
+        columns.append((_number("held per micro-batch"), held))
+    columns.append((_number("in flight"), [_number(stage.in_flight) for stage in facts.stages]))
+    rows = [
+        (
+            stage.index == analysis.limiting_stage and not analysis.is_even,
+            [cells[at] for _, cells in columns],
+        )
+        for at, stage in enumerate(facts.stages)
+    ]
+    return _table("Stages, with times for a micro-batch", [heading for heading, _ in columns], rows)
 
 
 def _layers(stage: StageFacts) -> _Cell:
@@ -106,9 +126,10 @@ def table_of_ipus(profile: Profile, facts: PipelineFacts, analysis: PipelineAnal
     """How busy each IPU was. The busiest is marked."""
     kinds = {device.ipu: f"{device.kind} {device.id}" for device in profile.devices}
     headings = [
-        _number("IPU"), _text("device"), _text("stages"), _text("utilisation"), _number("busy in a step"),
+        _number("IPU"), _text("stages"), _text("utilisation"), _number("busy in a step"),
         _number("weight update"),
     ]  # fmt: skip
+    headings += [_text("device")] if kinds else []
     rows = []
     for use in analysis.ipus:
         width = f"{100 * use.utilisation:.1f}%"
@@ -116,12 +137,12 @@ def table_of_ipus(profile: Profile, facts: PipelineFacts, analysis: PipelineAnal
         own = [stage.index for stage in facts.stages if stage.ipu == use.ipu]
         cells = [
             _number(use.ipu),
-            _text(kinds.get(use.ipu, "")),
             _text(", ".join(map(str, own))),
             _Cell(describe_share(use.utilisation) + bar, is_text=True),
             _number(describe_time(use.busy)),
             _number(describe_time(use.update) if use.update else "none"),
         ]
+        cells += [_text(kinds.get(use.ipu, ""))] if kinds else []
         rows.append((use.ipu == analysis.limiting_ipu and not analysis.is_even, cells))
     return _table("IPUs", headings, rows)
 
@@ -157,8 +178,10 @@ def table_of_predictions(facts: PipelineFacts, predictions: Predictions) -> str:
     what = "samples/s" if facts.micro_batch_size is not None else "micro-batches/s"
     headings = [
         _text("what changes"), _text("schedule"), _number("micro-batches per update"), _number("step"),
-        _number(what), _number("gain"), _number("utilisation"), _number("most memory of an IPU"),
+        _number(what), _number("gain"), _number("utilisation"),
     ]  # fmt: skip
+    knows_memory = predictions.variants[0].num_peak_bytes is not None
+    headings += [_number("most memory of an IPU")] if knows_memory else []
     rows = []
     named = [(row.split or row.change or "nothing", row) for row in predictions.variants]
     if predictions.even is not None:
@@ -174,10 +197,12 @@ def table_of_predictions(facts: PipelineFacts, predictions: Predictions) -> str:
             _number(describe_speed(row.samples_per_second)),
             _number("" if row is present else f"{100 * gain:+.1f}%"),
             _number(describe_share(row.utilisation)),
-            _number("not known" if row.num_peak_bytes is None else describe_bytes(row.num_peak_bytes)),
         ]
+        if knows_memory:
+            size = row.num_peak_bytes
+            cells.append(_number("not known" if size is None else describe_bytes(size)))
         rows.append((row is present, cells))
-    return _table("What other settings would give, simulated with the measured times", headings, rows)
+    return _table("What other settings would give, simulated", headings, rows)
 
 
 def table_of_bubble(predictions: Predictions) -> str:

@@ -43,24 +43,28 @@ _PARTS = {
     "micro-batches": "#d9c46c",
     "temporaries": "#d98f66",
     "transfers": "#d99a00",
+    "all": "#7fa6d9",
 }
 # Nothing may be fetched, whatever a name contains.
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 
 
-def write_page(profile: Profile, studies: Sequence[Study] | None = None) -> str:
+def write_page(profile: Profile, studies: Sequence[Study] | None = None, is_simulated: bool = False) -> str:
     """The text of `report.html`: it has all that it needs in itself, and fetches nothing.
 
     Args:
       profile: what was recorded.
       studies: of its pipelines; None: they are made.
+      is_simulated: whether its events were not measured.
 
     Raises:
       RuntimeError: Plotly is not installed (the extra `reports`).
     """
     plotly = _read_plotly()
     studies = study(profile) if studies is None else studies
-    data = _make_data(profile, studies)
+    data = {**_make_data(profile, studies), "isSimulated": is_simulated}
+    if is_simulated:
+        data["measured"] = pack([])
     return string.Template(_read("page.html")).substitute(
         policy=_POLICY,
         title=as_html(profile.program or "A trace"),
@@ -148,7 +152,9 @@ def _describe_trace(profile: Profile) -> str:
     kinds = ", ".join(sorted({device.kind for device in profile.devices}))
     number = len(profile.devices)
     devices = f"{number} device{'s' if number != 1 else ''}{f' ({kinds})' if kinds else ''}"
-    facts = f"{profile.created}; {devices}, {profile.num_cores} cores of the host; {versions}"
+    facts = profile.created
+    if number:
+        facts += f"; {devices}, {profile.num_cores} cores of the host; {versions}"
     notes = "".join(f"<li>{as_html(note)}</li>" for note in profile.notes)
     return f'<h1>{as_html(profile.program or "A trace")}</h1>\n<p class="soft">{as_html(facts)}</p>\n' + (
         f'<div class="notes"><ul>{notes}</ul></div>\n' if notes else ""
