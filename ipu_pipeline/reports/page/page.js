@@ -119,7 +119,7 @@
     const pixel = (range[1] - range[0]) / width();
     const texts = shown.map((at) => isSeveral ? `${events.stage[at]}.${events.batch[at]}` : `${events.batch[at]}`);
     const seen = (at) => Math.min(events.end[at], range[1]) - Math.max(events.begin[at], range[0]);
-    const fits = shown.map((at, place) => seen(at) / pixel > 6.3 * texts[place].length + 3);
+    const fits = shown.map((at, place) => seen(at) / pixel > 6.3 * texts[place].length + 1.5);
     const keep = (values) => values.filter((_value, place) => fits[place]);
     const kept = keep(shown);
     return {
@@ -176,7 +176,7 @@
     if (steps.length <= 60) for (const step of steps) line(step[1], "solid");
     if (steps.length > 3 || !pipelineOf().hasPhases) return { shapes, annotations };
     for (const step of steps) {
-      for (const [name, begin, end] of findPhases(view, step[0] ?? -1, pipelineOf().levels)) {
+      for (const [name, begin, end] of findPhases(view, step[0] ?? -1)) {
         const seen = [Math.max(begin, range[0]), Math.min(end, range[1])];
         if (name !== "ramp-up" && begin > range[0]) line(begin, "dot");
         if ((seen[1] - seen[0]) / (range[1] - range[0]) * width() < 7.5 * name.length) continue;

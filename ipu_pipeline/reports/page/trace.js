@@ -199,21 +199,25 @@ function findEvent(view, time, height, pixel) {
   return found;
 }
 
-/** Where a step's ramps end and begin: all stages have gone forward once; the first one has for the last time. */
-function findPhases(view, step, levels) {
+/** The phases of a step: until every IPU has begun, until the first one has finished, and from then on. */
+function findPhases(view, step) {
   const { events } = view;
-  const forward = events.kinds.indexOf("forward");
-  const last = Math.max(...levels);
-  let full = Infinity, emptying = -Infinity, begin = Infinity, end = -Infinity;
+  const ofStages = ["forward", "backward"].map((kind) => events.kinds.indexOf(kind));
+  const firsts = new Map(), lasts = new Map();
+  let begin = Infinity, end = -Infinity;
   for (let at = 0; at < events.count; at++) {
-    if (events.pipeline[at] !== view.pipeline || events.step[at] !== step || events.ipu[at] < 0) continue;
+    const ipu = events.ipu[at];
+    if (events.pipeline[at] !== view.pipeline || events.step[at] !== step || ipu < 0) continue;
     begin = Math.min(begin, events.begin[at]);
     end = Math.max(end, events.end[at]);
-    if (events.kind[at] !== forward) continue;
-    if (levels[events.stage[at]] === last) full = Math.min(full, events.begin[at]);
-    if (levels[events.stage[at]] === 0) emptying = Math.max(emptying, events.end[at]);
+    if (!ofStages.includes(events.kind[at])) continue;
+    firsts.set(ipu, Math.min(firsts.get(ipu) ?? Infinity, events.begin[at]));
+    lasts.set(ipu, Math.max(lasts.get(ipu) ?? -Infinity, events.end[at]));
   }
-  return full < emptying ? [["ramp-up", begin, full], ["main phase", full, emptying], ["ramp-down", emptying, end]] : [];
+  const full = Math.max(...firsts.values()), emptying = Math.min(...lasts.values());
+  return full < emptying
+    ? [["ramp-up", begin, full], ["main phase", full, emptying], ["ramp-down", emptying, end]]
+    : [];
 }
 
 /** A time in microseconds, in words. */

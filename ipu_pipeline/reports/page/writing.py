@@ -102,7 +102,6 @@ def _make_data(profile: Profile, studies: Sequence[Study]) -> dict[str, Any]:
             {
                 "name": one.facts.name,
                 "ipus": [use.ipu for use in one.analysis.ipus],
-                "levels": [stage.level for stage in one.facts.stages],
                 "stages": [{"name": stage.name, "ipu": stage.ipu} for stage in one.facts.stages],
                 "steps": [[step.number, step.begin, step.end] for step in one.analysis.steps],
                 "typical": None if typical is None else typical.number,
