@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -13,10 +13,9 @@ import jax
 from ipu_pipeline import engine
 from ipu_pipeline.engine.devices.rows import copy_to
 from ipu_pipeline.engine.execution.executor import Executor
-from ipu_pipeline.engine.schedules import Action, ActionKind
-from ipu_pipeline.engine.schedules.simulator import simulate
+from ipu_pipeline.engine.schedules import ActionKind, Costs, Scenario, predict_step_time
 
-__all__ = ["ProgramTimer", "Times", "ideal_seconds", "time_programs"]
+__all__ = ["ProgramTimer", "Times", "ideal_seconds", "make_scenario", "time_programs"]
 
 
 @dataclass(frozen=True)
@@ -28,15 +27,15 @@ class Times:
         directions in one program has it as its forward, and no backward.
       transfers: of what such a program sends on, from its end until all of it has arrived.
       updates: of the weight update, by IPU.
+      cores: how many cores each of the programs keeps busy, see `Costs.forward_cores`.
+      host: how long the host takes to start one, at the median.
     """
 
     programs: Mapping[tuple[ActionKind, int], float]
     transfers: Mapping[tuple[ActionKind, int], float]
     updates: Mapping[int, float]
-
-    def cost(self, action: Action) -> float:
-        """Of an action; 0 for what another one does with it."""
-        return self.programs.get((action.kind, action.stage), 0.0)
+    cores: Mapping[tuple[ActionKind, int], float] = field(default_factory=dict)
+    host: float = 0.0
 
 
 class ProgramTimer:
@@ -92,6 +91,8 @@ class ProgramTimer:
             for number, program in enumerate(updates)
         ]
         self._taken: dict[Any, list[float]] = {}
+        self._started: dict[Any, list[float]] = {}
+        self._busy: dict[Any, list[float]] = {}
 
     @staticmethod
     def _sends(template: Any, arguments: Sequence[Any]) -> tuple[Callable[..., Any], list[Any]]:
@@ -119,15 +120,21 @@ class ProgramTimer:
         updates: dict[int, float] = {}
         for number, (ipu, function, arguments) in enumerate(self._updates):
             updates[ipu] = updates.get(ipu, 0.0) + self._run(number, function, arguments, num_calls)
-        return Times(programs, transfers, updates)
+        cores = {key: statistics.median(self._busy[key]) for key in self._programs}
+        host = statistics.median(statistics.median(self._started[key]) for key in self._programs)
+        return Times(programs, transfers, updates, cores, host)
 
     def _run(self, key: Any, function: Callable[..., Any], arguments: list[Any], num_calls: int) -> float:
         calls = [_copies(arguments) for _ in range(num_calls)]  # a program may destroy what it is given
-        begin = time.perf_counter()
-        jax.block_until_ready([function(*call) for call in calls])
-        taken = self._taken.setdefault(key, [])
-        taken.append((time.perf_counter() - begin) / num_calls)
-        return statistics.median(taken)
+        begin, busy = time.perf_counter(), time.process_time()
+        results = [function(*call) for call in calls]
+        started = time.perf_counter()
+        jax.block_until_ready(results)
+        taken = time.perf_counter() - begin
+        self._busy.setdefault(key, []).append((time.process_time() - busy) / taken)
+        self._started.setdefault(key, []).append((started - begin) / num_calls)
+        self._taken.setdefault(key, []).append(taken / num_calls)
+        return statistics.median(self._taken[key])
 
 
 def time_programs(pipeline: engine.Pipeline, state: Any, micro_batches: Any, num_rounds: int = 5) -> Times:
@@ -153,18 +160,57 @@ def ideal_seconds(pipeline: engine.Pipeline, times: Times, num_micro_batches: in
       times: of its programs.
       num_micro_batches: of a step, where the pipeline has no fixed number.
     """
+    only = Times(times.programs, {}, times.updates)
+    return predict_step_time(make_scenario(pipeline, only, num_micro_batches))
+
+
+def make_scenario(
+    pipeline: engine.Pipeline,
+    times: Times,
+    num_micro_batches: int | None = None,
+    cores: float | None = None,
+) -> Scenario:
+    """A step of a pipeline, to be simulated; what a program handles is a micro-batch there.
+
+    Args:
+      pipeline: over several IPUs.
+      times: of its programs.
+      num_micro_batches: of a step, where the pipeline has no fixed number.
+      cores: how many cores the IPUs share; None: they share none.
+    """
     count = pipeline.num_micro_batches if num_micro_batches is None else num_micro_batches
     plan = pipeline.dispatch_plan
     assert count is not None
     assert plan is not None
-    timetable = pipeline.timetable(count // plan.chunk_size)
-    rows = [[action for action in row if action is not None] for row in timetable.rows]
-    timeline = simulate(rows, pipeline.traced.levels, times.cost)
-    ends = dict.fromkeys(range(pipeline.num_ipus), 0.0)
-    for action, end in zip(timeline.order, timeline.ends, strict=True):
-        ipu = pipeline.device_mapping[action.stage]
-        ends[ipu] = max(ends[ipu], end)
-    return max(end + times.updates.get(ipu, 0.0) for ipu, end in ends.items())
+    ipus, num_chunks = pipeline.device_mapping, count // plan.chunk_size
+    timetable = pipeline.timetable(num_chunks)
+    stages = range(len(ipus))
+
+    def by_stage(kind: ActionKind, known: Mapping[tuple[ActionKind, int], float], default: float) -> Any:
+        return [known.get((kind, stage), default) or default for stage in stages]
+
+    transfers = {}
+    for (kind, stage), seconds in times.transfers.items():
+        is_last = stage == stages[-1]
+        target = stage - 1 if is_last or kind is ActionKind.BACKWARD else stage + 1
+        transfers[stage, target] = seconds
+    first_there = [list(ipus).index(ipu) == stage for stage, ipu in enumerate(ipus)]
+    costs = Costs.of(
+        len(ipus),
+        forward=by_stage(ActionKind.FORWARD, times.programs, 0.0),
+        backward=by_stage(ActionKind.BACKWARD, times.programs, 0.0),
+        update=[
+            times.updates.get(ipu, 0.0) if is_first else 0.0
+            for ipu, is_first in zip(ipus, first_there, strict=True)
+        ],
+        transfer=transfers,
+        host=times.host,
+        forward_cores=by_stage(ActionKind.FORWARD, times.cores, 1.0),
+        backward_cores=by_stage(ActionKind.BACKWARD, times.cores, 1.0),
+    )
+    training = len(timetable.order) > num_chunks * len(ipus)
+    levels = tuple(pipeline.traced.levels)
+    return Scenario(costs, timetable, num_chunks, tuple(ipus), levels, training, cores=cores)
 
 
 def _copies(arrays: Sequence[Any]) -> list[Any]:
