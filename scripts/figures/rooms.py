@@ -37,9 +37,10 @@ def _beside(name: str, members: str, purpose: str) -> Room:
 
 # From the ground up. A room imports only those before it.
 FLOORS = (
+    _beside("ground", "tables", "Plain tables for terminals"),
     _beside(
         "engine: ground",
-        "engine.errors engine.state engine.jax_compat engine.progress engine.tables",
+        "engine.errors engine.state engine.jax_compat engine.progress",
         "Errors, state, private names of JAX, progress, tables",
     ),
     _folder("engine/jaxprs"),
