@@ -39,7 +39,7 @@ BENCHMARKS = [
     "poptorch",
     "memory",
     "recomputation_memory",
-    "foreign_functions",
+    "emulation",
 ]
 _PACKAGES = ("jax", "jaxlib", "optax", "orbax-checkpoint", "torch")
 

@@ -1,91 +1,521 @@
-"""Timelines worked out by hand."""
+"""Timelines worked out by hand, and compared with a simulation that goes forward in small ticks."""
 
+import dataclasses
+import itertools
+import json
+import random
+
+import numpy as np
 import pytest
 
-from ipu_pipeline.engine.schedules.actions import Action, ActionKind
-from ipu_pipeline.engine.schedules.simulator import simulate
-from ipu_pipeline.engine.schedules.timetables import timetable
+from ipu_pipeline.engine.schedules import (
+    Action,
+    ActionKind,
+    Costs,
+    Memory,
+    Scenario,
+    Timetable,
+    named_schedules,
+    predict_step_time,
+    simulate,
+)
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
-COSTS = {F: 1.0, B: 2.0}
+NAMES = list(named_schedules())
 
 
-def parse(text):
-    """Actions of a row: `F0.1` is stage 0's forward of micro-batch 1."""
-
-    def action(word):
-        stage, micro_batch = word[1:].split(".")
-        return Action(F if word[0] == "F" else B, int(stage), int(micro_batch))
-
-    return [action(word) for word in text.split()]
-
-
-def cost(action):
-    return COSTS[action.kind]
+def scenario(num_stages, num_micro_batches, schedule="grouped", *, of=None, **costs):
+    return Scenario(Costs.of(num_stages, **costs), schedule, num_micro_batches, **(of or {}))
 
 
 def begins(timeline):
-    return dict(zip(timeline.order, timeline.begins, strict=True))
+    """`F0.1` is stage 0's forward of micro-batch 1, `U2` stage 2's update."""
+    found = {}
+    for kind, stage, micro_batch, _ipu, begin, end in timeline.intervals():
+        assert end >= begin
+        name = f"U{stage}" if micro_batch is None else f"{kind[0].upper()}{stage}.{micro_batch}"
+        found[name] = begin
+    return found
 
 
-def test_forwards_follow_each_other():
-    # IPU 0:  F0.0 F0.1 F0.2
-    # IPU 1:       F1.0 F1.1 F1.2
-    timeline = simulate([parse("F0.0 F0.1 F0.2"), parse("F1.0 F1.1 F1.2")], (0, 1), cost)
-    assert begins(timeline) == dict(
-        zip(parse("F0.0 F0.1 F0.2 F1.0 F1.1 F1.2"), (0, 1, 2, 1, 2, 3), strict=True)
-    )
-    assert timeline.length == 4
+# By hand.
 
 
 def test_backwards_wait_for_the_stage_behind():
     # IPU 0:  F0.0 F0.1  .    .   B0.0 B0.0  .  B0.1 B0.1
     # IPU 1:   .   F1.0 B1.0 B1.0 F1.1 B1.1 B1.1
-    timeline = simulate([parse("F0.0 F0.1 B0.0 B0.1"), parse("F1.0 B1.0 F1.1 B1.1")], (0, 1), cost)
+    found = simulate(scenario(2, 2, forward=1, backward=2)).free_running
     expected = {"F0.0": 0, "F0.1": 1, "F1.0": 1, "B1.0": 2, "F1.1": 4, "B0.0": 4, "B1.1": 5, "B0.1": 7}
-    assert begins(timeline) == {parse(text)[0]: time for text, time in expected.items()}
-    assert timeline.length == 9
+    assert begins(found) == expected
+    assert found.step_time == 9
+    assert found.work == {0: 6, 1: 6}
+    assert found.utilisation == 12 / 18
+    assert found.utilisation_of_ipus == {0: 6 / 9, 1: 6 / 9}
 
 
-def test_the_host_starts_one_at_a_time():
-    rows = [parse("F0.0 F0.1"), parse("F1.0 F1.1")]
-    timeline = simulate(rows, (0, 1), lambda action: 1.0, host_cost=3.0)
-    assert timeline.begins == (3, 6, 9, 12)
-    assert timeline.length == 13
-    assert list(timeline.order) == parse("F0.0 F0.1 F1.0 F1.1")
+def test_lock_step_waits_for_the_slowest_of_a_time_step():
+    # IPU 0:  F0 F1 .  .  B0 B1
+    # IPU 1:  .  F0 B0 F1 B1 .   for 1 + 3 + 2 + 3 + 2 + 2
+    found = simulate(scenario(2, 2, forward=[1, 3], backward=2)).lock_step
+    expected = {"F0.0": 0, "F0.1": 1, "F1.0": 1, "B1.0": 4, "F1.1": 6, "B0.0": 9, "B1.1": 9, "B0.1": 11}
+    assert begins(found) == expected
+    assert found.step_time == 13
+    assert found.bubble.by_cause() == {
+        "ramp_up": 1 + 5 / 2,  # IPU 1 in time-step 1; what IPU 0 waits in 3 and 4 is half of each
+        "ramp_down": 5 / 2 + 2,
+        "imbalance": 2,
+        "transfers": 0,
+        "host": 0,
+        "shared_cores": 0,
+    }
+    assert found.bubble.total == 2 * 13 - (1 + 3 + 2 + 2) * 2
+
+
+def test_the_host_starts_one_program_at_a_time_in_the_order_of_the_timetable():
+    found = simulate(scenario(2, 2, forward=1, host=3, of={"training": False}))
+    expected = {"F0.0": 3, "F0.1": 6, "F1.0": 9, "F1.1": 12}
+    assert begins(found.free_running) == expected
+    assert found.free_running.step_time == 13
+    assert found.free_running.bubble.host == 2 * (13 - 3)
+    # Time-step 2 has two programs.
+    assert begins(found.lock_step) == {"F0.0": 3, "F0.1": 9, "F1.0": 9, "F1.1": 12}
+    assert found.lock_step.bubble.host == 2 * (3 + 5 + 2)
+
+
+def test_transfers_overlap_with_computation_and_a_link_carries_one_at_a_time():
+    found = simulate(scenario(2, 3, forward=1, transfer=2, of={"training": False}))
+    assert begins(found.free_running) == {"F0.0": 0, "F0.1": 1, "F0.2": 2, "F1.0": 3, "F1.1": 5, "F1.2": 7}
+    assert [tuple(one) for one in found.free_running.transfers()] == [
+        (0, 1, 0, 1, 3),
+        (0, 1, 1, 3, 5),
+        (0, 1, 2, 5, 7),
+    ]
+    assert found.free_running.step_time == 8
+    assert found.free_running.bubble.transfers == 2 * (8 - 4)
+    # In lock-step what is sent is sent between time-steps.
+    assert begins(found.lock_step) == {"F0.0": 0, "F0.1": 3, "F1.0": 3, "F0.2": 6, "F1.1": 6, "F1.2": 9}
+    assert found.lock_step.bubble.transfers == 2 * 6
+    assert [one.begin for one in found.lock_step.transfers()] == [1, 4, 7]
+
+
+def test_updates_follow_what_their_ipu_does():
+    found = simulate(scenario(2, 1, forward=1, backward=2, update=[5, 1]))
+    expected = {"F0.0": 0, "F1.0": 1, "B1.0": 2, "B0.0": 4, "U1": 4, "U0": 6}
+    assert begins(found.free_running) == expected
+    assert found.free_running.step_time == 11
+    lock_step = found.lock_step
+    assert begins(lock_step) == {**expected, "U1": 6}
+    assert lock_step.bubble.imbalance == 4
+    assert lock_step.bubble.total == 2 * 11 - 12
+
+
+def test_updates_of_stages_on_one_ipu_follow_each_other():
+    found = simulate(scenario(3, 1, forward=1, update=[2, 3, 4], of={"device_mapping": (0, 1, 0)}))
+    assert begins(found.lock_step) == begins(found.free_running) | {"U1": 3}
+    assert begins(found.free_running)["U2"] == 5
+    assert found.lock_step.step_time == 9
+
+
+def test_the_last_stage_is_one_program_that_is_shown_as_two():
+    def all_forwards_first(num_stages, num_micro_batches, device_mapping, training):
+        del device_mapping, training
+        return [
+            [Action(kind, stage, k) for kind in (F, B) for k in range(num_micro_batches)]
+            for stage in range(num_stages)
+        ]
+
+    fused = scenario(2, 2, all_forwards_first, forward=1, backward=2)
+    found = begins(simulate(fused).free_running)
+    assert (found["F1.0"], found["B1.0"], found["F1.1"], found["B1.1"]) == (1, 2, 4, 5)
+    apart = dataclasses.replace(fused, costs=dataclasses.replace(fused.costs, is_fused=False))
+    found = begins(simulate(apart).free_running)
+    assert (found["F1.0"], found["B1.0"], found["F1.1"], found["B1.1"]) == (1, 3, 2, 5)
+    assert begins(simulate(fused).lock_step) == begins(simulate(apart).lock_step)
+
+
+def test_chunks_are_programs_for_several_micro_batches():
+    found = simulate(scenario(2, 4, forward=1, host=0.5, of={"training": False, "chunk_size": 2}))
+    expected = {"F0.0": 0.5, "F0.1": 1.5, "F0.2": 2.5, "F0.3": 3.5}
+    expected |= {"F1.0": 2.5, "F1.1": 3.5, "F1.2": 4.5, "F1.3": 5.5}
+    assert begins(found.free_running) == expected
+    fused = simulate(scenario(1, 2, forward=1, backward=2, of={"chunk_size": 2})).free_running
+    assert begins(fused) == {"F0.0": 0, "B0.0": 1, "F0.1": 3, "B0.1": 4}
 
 
 def test_parallel_stages_are_waited_for():
     # Stages 1 and 2 are on one level; stage 3 takes from both.
-    rows = [parse("F0.0"), parse("F1.0"), parse("F2.0"), parse("F3.0")]
-    slow = {0: 1.0, 1: 5.0, 2: 2.0, 3: 1.0}
-    timeline = simulate(rows, (0, 1, 1, 2), lambda action: slow[action.stage])
-    assert begins(timeline)[parse("F3.0")[0]] == 6
-    assert timeline.length == 7
+    of = {"levels": (0, 1, 1, 2), "training": False}
+    found = simulate(scenario(4, 1, forward=[1, 5, 2, 1], of=of)).free_running
+    assert begins(found)["F3.0"] == 6
+    assert found.step_time == 7
 
 
-def test_nothing_is_started_before_what_it_depends_on():
-    table = timetable("grouped", 4, 6, (0, 1, 0, 1), True)
-    rows = [[action for action in row if action is not None] for row in table.rows]
-    timeline = simulate(rows, range(4), cost, 0.1)
-    place = {action: number for number, action in enumerate(timeline.order)}
-    assert len(place) == 4 * 6 * 2
-    for (kind, stage, micro_batch), number in place.items():
-        if kind is B:
-            assert place[Action(F, stage, micro_batch)] < number
-            assert stage == 3 or place[Action(B, stage + 1, micro_batch)] < number
-        elif stage:
-            assert place[Action(F, stage - 1, micro_batch)] < number
+def test_a_value_may_skip_a_stage():
+    of = {"training": False}
+    found = simulate(scenario(3, 1, forward=1, transfer={(0, 2): 7}, of=of)).free_running
+    assert begins(found) == {"F0.0": 0, "F1.0": 1, "F2.0": 8}
 
 
-def test_no_actions():
-    assert simulate([], (), cost).length == 0
+def test_what_takes_no_time_is_no_program():
+    """A stage without a backward: the host starts nothing for it, and its IPU does not wait."""
+    found = simulate(scenario(2, 2, "sequential", forward=1, backward=[0, 2], host=1)).free_running
+    assert begins(found)["F0.1"] == 3  # the third program; not after the backward before, at 5
+    assert found.step_time == 8
+    assert predict_step_time(scenario(2, 3, forward=0, backward=0)) == 0
 
 
-def test_actions_that_wait_for_each_other():
-    # Stage 1's backward of micro-batch 0 comes after one of stage 0 that needs it.
-    rows = [parse("F0.0 B0.0 F0.1 B0.1"), parse("F1.0 F1.1 B1.0 B1.1")]
-    with pytest.raises(ValueError, match="actions wait for each other"):
-        simulate(rows, (0, 1), cost)
-    with pytest.raises(ValueError, match="actions wait for each other"):
-        simulate([parse("F1.0 F0.0")], (0, 1), cost)
+def test_two_programs_on_one_core_take_twice_as_long():
+    # One core:   0..1 F0.0; 1..3 F0.1 and F1.0 side by side; 3..4 F1.1
+    of = {"training": False, "cores": 1}
+    found = simulate(scenario(2, 2, forward=1, of=of)).free_running
+    assert begins(found) == {"F0.0": 0, "F0.1": 1, "F1.0": 1, "F1.1": 3}
+    assert found.step_time == 4
+    assert found.bubble.shared_cores == 2 * (4 - 3)
+    assert found.utilisation == 0.5
+    # On two cores, a forward that keeps both busy alone: the same.
+    wide = scenario(2, 2, forward=1, forward_cores=2, of={**of, "cores": 2})
+    assert begins(simulate(wide).free_running) == begins(found)
+    assert begins(simulate(wide).lock_step) == begins(found)
+
+
+def test_what_ends_gives_its_share_of_the_cores_to_others():
+    # One core: F1.0 (3) and F0.1 (1) share it from 1 to 3, then F1.0 has 2 left.
+    of = {"training": False, "cores": 1}
+    found = simulate(scenario(2, 2, forward=[1, 3], of=of))
+    assert begins(found.free_running) == {"F0.0": 0, "F0.1": 1, "F1.0": 1, "F1.1": 5}
+    assert found.free_running.step_time == 8
+    ends = {one.begin: one.end for one in found.lock_step.intervals() if one.stage == 0}
+    assert ends == {0: 1, 1: 3}
+    assert found.lock_step.step_time == 8
+
+
+def test_memory_over_time():
+    memory = Memory((100, 1000), (10, 7))
+    found = simulate(scenario(2, 3, forward=1, backward=2, of={"memory": memory}))
+    # Grouped, free: IPU 0 does F0 F1 F2 at 0, 1, 2, then its backwards at 4, 7 and 10.
+    times, sizes = found.free_running.memory[0]
+    assert times.tolist() == [0, 1, 2, 6, 9, 12]
+    assert sizes.tolist() == [110, 120, 130, 120, 110, 100]
+    assert found.free_running.peaks == ((0, 130, 2), (1, 1007, 1))
+    assert found.free_running.num_bytes_at(0, 0.5) == 110
+    assert found.free_running.num_bytes_at(0, 8.9) == 120
+    assert found.lock_step.peaks[0].num_bytes == 130
+    assert simulate(scenario(2, 3, forward=1)).free_running.peaks == ()
+
+
+# Known formulas.
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 4, 7])
+@pytest.mark.parametrize("count", [1, 3, 16])
+@pytest.mark.parametrize("training", [True, False])
+def test_the_bubble_of_a_balanced_pipeline(num_stages, count, training):
+    """(N-1)/(M+N-1), and (N-1)/N with Sequential; one half of it ramp-up in lock-step.
+
+    Forwards alone wait for data only, in whatever order the schedule has them.
+    """
+    for schedule in NAMES:
+        given = {"forward": 2.0, "backward": 2.0 if training else 0.0}
+        found = simulate(scenario(num_stages, count, schedule, of={"training": training}, **given))
+        expected = (num_stages - 1) / (count + num_stages - 1)
+        for timeline in (found.free_running, found.lock_step):
+            if schedule == "sequential" and (training or timeline is found.lock_step):
+                expected = (num_stages - 1) / num_stages
+            whole = num_stages * timeline.step_time
+            bubble = timeline.bubble
+            assert bubble.total / whole == pytest.approx(expected, abs=1e-12)
+            assert timeline.utilisation == pytest.approx(1 - expected)
+            assert bubble.ramp_up + bubble.ramp_down == pytest.approx(bubble.total)
+        assert found.lock_step.bubble.ramp_up == pytest.approx(found.lock_step.bubble.ramp_down)
+
+
+@pytest.mark.parametrize("schedule", ["grouped", "interleaved"])
+def test_free_running_needs_no_equal_directions(schedule):
+    found = simulate(scenario(4, 16, schedule, forward=1, backward=2))
+    assert found.free_running.step_time == (16 + 3) * 3
+    assert found.free_running.bubble.by_cause() == pytest.approx(
+        {**dict.fromkeys(("imbalance", "transfers", "host", "shared_cores"), 0)}
+        | {name: found.free_running.bubble.by_cause()[name] for name in ("ramp_up", "ramp_down")}
+    )
+    # Grouped has forwards beside forwards, and Interleaved forwards beside backwards.
+    in_lock_step = {"grouped": (16 + 3) * 3, "interleaved": 72}
+    assert found.lock_step.step_time == in_lock_step[schedule]
+
+
+def test_a_slow_stage_is_imbalance():
+    found = simulate(scenario(4, 100, forward=[1, 1, 2, 1], backward=0.0, of={"training": False}))
+    timeline = found.free_running
+    # Even work would be 1.25 each: (100 + 3) * 1.25; it takes 1 + 1 + 100 * 2 + 1.
+    assert timeline.step_time == 203
+    assert timeline.bubble.imbalance == pytest.approx(4 * (203 - 103 * 1.25))
+    assert found.limiting_ipu == 2
+
+
+# At random.
+
+
+def tick(case, unit):
+    """A slow and obvious simulation in whole ticks of `unit`, which all costs are multiples of.
+
+    Programs are served a tick at a time. With cores, which all programs together need no more of than one
+    each, the ticks are as fine as that needs.
+    """
+    costs, table = case.costs, case.timetable()
+    last = costs.num_stages - 1
+    order = [tuple(action) for action in table.order]
+    if case.training:
+        order += [("update", stage, 0) for stage in range(last + 1) if costs.update[stage]]
+
+    def length(action):
+        kind, stage, _chunk = action
+        if kind == "update":
+            return costs.update[stage]
+        if case.is_fused and stage == last:
+            return (costs.forward[stage] + costs.backward[stage]) * (kind == F)
+        return (costs.forward if kind == F else costs.backward)[stage]
+
+    def needs(action):
+        kind, stage, chunk = action
+        if kind == "update":
+            return []
+        step = 1 if kind == F else -1
+        found = [
+            (kind, other, chunk)
+            for other in range(last + 1)
+            if case.levels[other] + step == case.levels[stage]
+        ]
+        return found if kind == F else [*found, (F, stage, chunk)]
+
+    started, number = {}, 0
+    for action in order:
+        number += length(action) > 0
+        started[action] = number * costs.host
+    queues = {
+        ipu: [a for a in order if case.device_mapping[a[1]] == ipu and length(a)] for ipu in case.ipus
+    }
+    passing = [action for action in order if not length(action)]
+    ends, begun, running, link_free = {}, {}, {}, {}
+    arrivals = {}  # (action, stage that reads) -> time
+
+    def arrived(action, reader, now):
+        if action not in ends:
+            return False
+        if action[1] == reader:
+            return ends[action] <= now
+        return (action, reader) in arrivals and arrivals[action, reader] <= now
+
+    def finish(action, now):
+        ends[action] = now
+        kind, stage, _chunk = action
+        if kind == "update":
+            return
+        for other in range(last + 1):
+            if abs(case.levels[other] - case.levels[stage]) == 1:
+                time = costs.transfers.get((stage, other), 0)
+                begin = max(now, link_free.get((kind, stage, other), 0)) if time else now
+                link_free[kind, stage, other] = begin + time
+                arrivals[action, other] = begin + time
+
+    now = 0
+    while len(ends) < len(order):
+        again = True
+        while again:
+            again = False
+            for action in [a for a in passing if all(arrived(n, a[1], now) for n in needs(a))]:
+                passing.remove(action)
+                begun[action] = now
+                finish(action, now)
+                again = True
+        for ipu, queue in queues.items():
+            if ipu not in running and queue:
+                action = queue[0]
+                is_ready = all(arrived(other, action[1], now) for other in needs(action))
+                if is_ready and started[action] <= now:
+                    running[ipu] = [queue.pop(0), length(action)]
+                    begun[action] = now
+        served = unit
+        if case.cores is not None:
+            served *= min(1, case.cores / max(1, len(running)))
+        now += unit
+        for ipu, (action, left) in list(running.items()):
+            running[ipu][1] = left - served
+            if left - served <= 1e-9:
+                del running[ipu]
+                finish(action, now)
+        assert now < 1e5
+    return begun, max(ends.values())
+
+
+def draw(seed):
+    rng = random.Random(seed)  # noqa: S311  # no secret depends on it
+    num_stages = rng.randint(1, 4)
+    training = rng.random() < 0.7
+    levels = tuple(range(num_stages))
+    if num_stages == 4 and rng.random() < 0.5:
+        levels = (0, 1, 1, 2)
+    mapping = rng.choice([tuple(range(num_stages)), tuple(rng.randrange(2) for _ in range(num_stages))])
+    if len(set(levels)) < num_stages:
+        mapping = tuple(range(num_stages))
+
+    def some(low, high):
+        return [rng.randint(low, high) for _stage in range(num_stages)]
+
+    transfer = rng.choice([0, [rng.randint(0, 4) for _edge in range(num_stages - 1)]])
+    costs = Costs.of(
+        num_stages,
+        forward=some(rng.choice([0, 1]), 5),
+        backward=some(rng.choice([0, 1]), 5),
+        update=rng.choice([0, some(0, 3)]),
+        transfer=transfer,
+        host=rng.choice([0, 1, 2]),
+        is_fused=rng.random() < 0.5,
+    )
+    return Scenario(
+        costs,
+        rng.choice(NAMES),
+        rng.randint(1, 5),
+        device_mapping=mapping,
+        levels=levels,
+        training=training,
+    )
+
+
+def assert_consistent(timeline, case):
+    """Intervals of an IPU do not overlap, and idle time and its causes add up."""
+    by_ipu = {}
+    for one in timeline.intervals():
+        if one.end > one.begin:
+            by_ipu.setdefault(one.ipu, []).append(one)
+    for own in by_ipu.values():
+        for one, after in itertools.pairwise(own):
+            assert one.end <= after.begin + 1e-9
+    whole = len(case.ipus) * timeline.step_time
+    assert timeline.bubble.total == pytest.approx(whole - sum(timeline.work.values()), abs=1e-6)
+    for cause, time in timeline.bubble.by_cause().items():
+        assert time >= -1e-9, cause
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_scenarios_against_ticks(seed):
+    case = draw(seed)
+    found = simulate(case)
+    expected, step_time = tick(case, 1)
+    timeline = found.free_running
+    assert timeline.step_time == pytest.approx(step_time)
+    names = {F: "F", B: "B", "update": "U"}
+    last = case.costs.num_stages - 1
+    actual = begins(timeline)
+    for (kind, stage, chunk), begin in expected.items():
+        if kind == B and stage == last and case.is_fused:
+            begin -= case.costs.backward[last]
+        name = f"{names[kind]}{stage}" + ("" if kind == "update" else f".{chunk}")
+        assert actual.pop(name) == pytest.approx(begin), name
+    assert not actual
+    for one in (timeline, found.lock_step):
+        assert_consistent(one, case)
+    assert predict_step_time(case) == timeline.step_time
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_with_cores_enough_programs_run_as_if_they_shared_none(seed):
+    case = draw(1000 + seed)
+    shared = simulate(dataclasses.replace(case, cores=float(case.costs.num_stages)))
+    alone = simulate(case)
+    for one, other in ((shared.free_running, alone.free_running), (shared.lock_step, alone.lock_step)):
+        assert begins(one) == pytest.approx(begins(other))
+        assert one.bubble.by_cause() == pytest.approx(other.bubble.by_cause(), abs=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_scenarios_that_share_cores_against_small_ticks(seed):
+    case = dataclasses.replace(draw(2000 + seed), num_micro_batches=2)
+    case = dataclasses.replace(case, cores=1.0 + seed % 2)
+    found = simulate(case)
+    # An end is missed by less than a tick, and moves what follows by as much.
+    _expected, step_time = tick(case, 1 / 96)
+    assert found.free_running.step_time == pytest.approx(step_time, rel=0.02, abs=0.1)
+    for one in (found.free_running, found.lock_step):
+        assert_consistent(one, case)
+
+
+# Timetables, dictionaries, arguments.
+
+
+def test_a_timetable_brings_its_mapping():
+    case = scenario(4, 3, "interleaved", forward=1, backward=2, of={"device_mapping": (0, 1, 1, 0)})
+    table = case.timetable()
+    assert isinstance(table, Timetable)
+    other = dataclasses.replace(case, schedule=table, device_mapping=())
+    assert other.device_mapping == (0, 1, 1, 0)
+    assert begins(simulate(other).free_running) == begins(simulate(case).free_running)
+    with pytest.raises(ValueError, match="the timetable must have 32 actions"):
+        simulate(dataclasses.replace(other, num_micro_batches=4))
+    with pytest.raises(ValueError, match="must have the 3 stages of the costs; it has 4"):
+        Scenario(Costs.of(3, forward=1), table, 3)
+
+
+def test_a_scenario_goes_through_a_dictionary():
+    case = Scenario(
+        Costs.of(
+            3, forward=[1, 2, 3], backward=2, update=1, transfer=[0.5, 0], host=0.1, forward_cores=1.5
+        ),
+        "interleaved",
+        8,
+        device_mapping=(0, 1, 0),
+        chunk_size=2,
+        cores=2,
+        memory=Memory((1, 2), (3, 4, 5)),
+        micro_batch_size=32,
+    )
+    assert Scenario.from_dict(json.loads(json.dumps(case.as_dict()))) == case
+    assert Scenario.from_dict({"costs": {"forward": [1, 2]}}) == Scenario(Costs.of(2, forward=[1, 2]))
+    with pytest.raises(ValueError, match=r"KeyError: 'costs'"):
+        Scenario.from_dict({})
+    with pytest.raises(ValueError, match=r"unexpected keyword argument 'speed'"):
+        Scenario.from_dict({"costs": {"forward": [1]}, "speed": 1})
+    with pytest.raises(ValueError, match="only a schedule with a name can be written"):
+        dataclasses.replace(case, schedule=case.timetable()).as_dict()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"forward": [1, 2]}, r"forward must be one number or 3; got 2: \[1, 2\]"),
+        ({"transfer": [1, 2, 3]}, "transfer must be one number or 2; got 3"),
+        ({"backward": -1}, r"backward must be finite and at least 0; got -1"),
+        ({"update": float("nan")}, "update must be finite"),
+        ({"transfer": {(0, 3): 1.0}}, r"between two of the 3 stages, counted from 0; got \(0, 3\)"),
+        ({"transfer": {(1, 1): 1.0}}, r"between two of the 3 stages"),
+        ({"forward_cores": 0}, "forward_cores must be greater than 0"),
+        ({"of": {"num_micro_batches": 0}}, "num_micro_batches must be an integer of at least 1; got 0"),
+        ({"of": {"chunk_size": 3}}, "chunk_size must divide num_micro_batches, which is 4; got 3"),
+        ({"of": {"device_mapping": (0, 1)}}, "device_mapping must have a number from 0 for each of the 3"),
+        (
+            {"of": {"schedule": "gpipe"}},
+            "schedule must be one of grouped, interleaved, sequential.*'gpipe'",
+        ),
+        ({"of": {"levels": (0, 2, 3)}}, "levels must ascend from 0 without a gap"),
+        ({"of": {"levels": (0, 1, 1)}}, "the last level must have one stage"),
+        ({"of": {"cores": 0}}, "cores must be greater than 0, or None; got 0"),
+        ({"of": {"memory": Memory((1,), (1, 1, 1))}}, "num_constant_bytes for each of 3 IPUs"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_simulated_is_refused(given, message):
+    given = dict(given)
+    of = {"schedule": "grouped", "num_micro_batches": 4, **given.pop("of", {})}
+    with pytest.raises(ValueError, match=message):
+        Scenario(Costs.of(3, **{"forward": 1, **given}), **of)
+
+
+def test_fields_of_costs_have_a_number_per_stage():
+    with pytest.raises(ValueError, match="backward must have a number for each of the 2 stages.*got 1"):
+        Costs((1.0, 1.0), (1.0,), (0.0, 0.0))
+    with pytest.raises(TypeError, match="must be numbers; got '1'"):
+        Costs(("1",), (0.0,), (0.0,))
+
+
+def test_arrays_are_sorted_by_begin():
+    found = simulate(scenario(4, 8, forward=1, backward=2, host=0.01)).free_running
+    assert np.all(np.diff(found.begins) >= 0)
+    assert len(found.begins) == 4 * 8 * 2

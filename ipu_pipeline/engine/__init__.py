@@ -7,7 +7,11 @@ from ipu_pipeline.engine.planning.dispatch_plans import DispatchPlan
 from ipu_pipeline.engine.programs.accumulation import Reduction
 from ipu_pipeline.engine.programs.recomputation import Recomputation
 from ipu_pipeline.engine.schedules.actions import Action, ActionKind, ScheduleError
+from ipu_pipeline.engine.schedules.advice import advise
 from ipu_pipeline.engine.schedules.checking import Timetable
+from ipu_pipeline.engine.schedules.scenarios import Costs, Scenario
+from ipu_pipeline.engine.schedules.simulator import simulate
+from ipu_pipeline.engine.schedules.variants import what_if
 from ipu_pipeline.engine.state import PipelineState, StepOutputs
 from ipu_pipeline.engine.tracing.checkpoints import recomputation_checkpoint
 from ipu_pipeline.engine.tracing.keys import next_rng_key
@@ -21,23 +25,28 @@ from ipu_pipeline.engine.updates.reporting import with_metrics
 __all__ = [
     "Action",
     "ActionKind",
+    "Costs",
     "DispatchPlan",
     "OutOfRangeError",
     "Pipeline",
     "PipelineState",
     "Recomputation",
     "Reduction",
+    "Scenario",
     "ScheduleError",
     "Shared",
     "Stage",
     "StepOutputs",
     "Timetable",
+    "advise",
     "assign",
     "get_variable",
     "measure_dispatch_plan",
     "metric",
     "next_rng_key",
     "recomputation_checkpoint",
+    "simulate",
     "variable_scope",
+    "what_if",
     "with_metrics",
 ]

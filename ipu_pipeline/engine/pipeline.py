@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_pipeline.engine import schedules
+from ipu_pipeline.engine import schedules, watching
 from ipu_pipeline.engine.building import Built, Recipe, build
 from ipu_pipeline.engine.devices.compiler_options import check_compiles, plan_options
 from ipu_pipeline.engine.devices.feeds import PlacedMicroBatches, Take, take_nothing
@@ -547,7 +547,7 @@ class Pipeline:
           ValueError: a micro-batch or an input has another shape, dtype or structure than the first; or
             `num_micro_batches` is given twice, or not at all.
         """
-        every = self._updated_every(num_micro_batches)
+        every = self.updated_every(num_micro_batches)
         if isinstance(micro_batches, PlacedMicroBatches):
             return self._step(state, micro_batches.taker(self.prepare(), every), inputs, num_micro_batches)
         iterator = iter(micro_batches)
@@ -612,10 +612,10 @@ class Pipeline:
           num_updates: how many weight updates are to be done.
           num_micro_batches: as for `step`.
         """
-        every = self._updated_every(num_micro_batches)
+        every = self.updated_every(num_micro_batches)
         return self.prepare().num_fetched(num_updates * every, every)
 
-    def _updated_every(self, num_micro_batches: int | None) -> int:
+    def updated_every(self, num_micro_batches: int | None) -> int:
         """How many micro-batches a step has, those of a group counted one by one."""
         known = self.num_micro_batches
         if (known is None) == (num_micro_batches is None):
@@ -640,7 +640,7 @@ class Pipeline:
             optimizer's state depends on what the last stage returns, so that they are compiled in the first
             step.
         """
-        every = self._updated_every(None)
+        every = self.updated_every(None)
         if self.updates is not None and state.optimizer_state is None:
             raise ValueError("compile: the optimizer's state depends on the first step, which compiles.")
         runner = self.prepare()
@@ -673,8 +673,10 @@ class Pipeline:
         Returns:
           What `update` takes.
         """
-        every = self._updated_every(num_micro_batches)
+        every = self.updated_every(num_micro_batches)
         runner = self.prepare()
+        if (watcher := watching.current()) is not None and watcher.introduce(runner, self):
+            jax.block_until_ready((state.variables, state.optimizer_state))  # steps that nobody watched
         accumulators, self._accumulators = self._accumulators, None
         if accumulators is None:
             accumulators = runner.residence.make_accumulators(self.built.accumulator_dtypes)

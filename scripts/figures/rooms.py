@@ -40,8 +40,8 @@ FLOORS = (
     _beside("ground", "tables", "Plain tables for terminals"),
     _beside(
         "engine: ground",
-        "engine.errors engine.state engine.jax_compat engine.progress",
-        "Errors, state, private names of JAX, progress, tables",
+        "engine.errors engine.state engine.jax_compat engine.progress engine.watching",
+        "Errors, state, private names of JAX, progress, who watches",
     ),
     _folder("engine/jaxprs"),
     _folder("engine/schedules"),

@@ -87,6 +87,7 @@ class Runner(abc.ABC, Generic[PendingT]):
         long as nothing is compiled.
       assigned: full names of the variables that stages assign.
       needs_outputs: whether the optimizer's state at the start depends on the last stage's outputs.
+      has_callbacks: whether a program calls back into Python.
       waits_for_python: whether `run` may wait for Python that its programs call back into. Then it leaves
         the memory of variables and optimizer state alone.
     """
@@ -103,10 +104,10 @@ class Runner(abc.ABC, Generic[PendingT]):
         self.assigned = frozenset(spec.name for stage in stages for spec in stage.assigned)
         self.needs_outputs = updates is not None and updates.init_needs_outputs
         # Python may raise within a program, so what goes into a step must outlive it.
-        self._has_callbacks = any(jaxprs.has_callbacks(stage.flat) for stage in stages) or (
+        self.has_callbacks = any(jaxprs.has_callbacks(stage.flat) for stage in stages) or (
             updates is not None and updates.has_callbacks
         )
-        self.waits_for_python = self._has_callbacks
+        self.waits_for_python = self.has_callbacks
 
     @abc.abstractmethod
     def place_element(self, leaves: Sequence[Any]) -> Any:

@@ -18,9 +18,10 @@ from typing import NamedTuple
 
 from ipu_pipeline.engine.planning.dispatch_plans import DispatchPlan
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms
-from ipu_pipeline.engine.schedules.actions import Action, ActionKind
+from ipu_pipeline.engine.schedules.actions import ActionKind
 from ipu_pipeline.engine.schedules.checking import Timetable
-from ipu_pipeline.engine.schedules.simulator import simulate
+from ipu_pipeline.engine.schedules.scenarios import Costs, Scenario
+from ipu_pipeline.engine.schedules.simulator import predict_step_time
 
 __all__ = ["choose_dispatch_plan", "describe_seconds", "possible_chunk_sizes"]
 
@@ -103,16 +104,23 @@ def choose_dispatch_plan(
     num_simulated = min(num_micro_batches, _MAX_SIMULATED)
 
     def seconds(chunk_size: int) -> float:
-        def cost(action: Action) -> float:
-            total = operations.get((action.kind, action.stage), 0.0)
+        def cost(kind: ActionKind, stage: int) -> float:
+            total = operations.get((kind, stage), 0.0)
             return total * chunk_size * speed.per_operation + speed.per_dispatch if total else 0.0
 
-        timetable = make_timetable(num_simulated // chunk_size)
+        forward, backward = (tuple(cost(kind, i) for i in range(len(programs))) for kind in ActionKind)
+        num_chunks = num_simulated // chunk_size
         if speed.shares_cores:
-            costs = [cost(action) for action in timetable.order]
-            return sum(costs) + speed.host_per_dispatch * sum(c > 0 for c in costs)
-        rows = [[action for action in row if action is not None] for row in timetable.rows]
-        return simulate(rows, levels, cost, speed.host_per_dispatch).length
+            costs = [own for own in (*forward, *backward) if own]
+            return num_chunks * (sum(costs) + speed.host_per_dispatch * len(costs))
+        of_chunks = Costs.of(
+            len(programs), forward=forward, backward=backward, host=speed.host_per_dispatch
+        )
+        timetable = make_timetable(num_chunks)
+        training = len(timetable.order) > num_chunks * len(programs)
+        return predict_step_time(
+            Scenario(of_chunks, timetable, num_chunks, levels=tuple(levels), training=training)
+        )
 
     # XLA's CPU compiler gives convolutions their fast form outside of loops only, and a chunk is a loop.
     avoids_loops = platform == "cpu" and any(program.has_convolutions for program in both)

@@ -16,9 +16,9 @@ from ipu_pipeline.engine.planning.crossings import find_crossings
 from ipu_pipeline.engine.planning.memory import StageMemory
 from ipu_pipeline.engine.planning.summaries import Bubble, SharedVariables, StageSummary
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms
-from ipu_pipeline.engine.schedules.actions import Action, ActionKind
 from ipu_pipeline.engine.schedules.checking import Timetable
-from ipu_pipeline.engine.schedules.simulator import simulate
+from ipu_pipeline.engine.schedules.scenarios import Costs, Scenario
+from ipu_pipeline.engine.schedules.simulator import predict_step_time
 from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.engine.tracing.traced import TracedPipeline
 
@@ -135,14 +135,13 @@ def _estimate_length(
     """How long a step takes, in operations; None if it is too long to be simulated."""
 
     def simulated(number: int) -> float:
-        rows = [[action for action in row if action is not None] for row in make_timetable(number).rows]
-        return simulate(rows, levels, cost).length
+        return predict_step_time(
+            Scenario(costs, make_timetable(number), number, ipus, levels, training=any(backward))
+        )
 
-    def cost(action: Action) -> float:
-        stage = stages[action.stage]
-        return stage.num_forward_flop if action.kind is ActionKind.FORWARD else stage.num_backward_flop
-
-    levels = [stage.level for stage in stages]
+    backward = [stage.num_backward_flop for stage in stages]
+    costs = Costs.of(len(stages), forward=[stage.num_forward_flop for stage in stages], backward=backward)
+    ipus, levels = tuple(stage.ipu for stage in stages), tuple(stage.level for stage in stages)
     enough = max(4 * len(stages), _MAX_SIMULATED // (2 * len(stages)))
     if count <= enough:
         return simulated(count)

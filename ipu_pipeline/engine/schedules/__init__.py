@@ -1,4 +1,4 @@
-"""Who does what when, and the checker that proves it; no JAX."""
+"""Who does what when, the checker that proves it, and how long it takes; no JAX."""
 
 from ipu_pipeline.engine.schedules.actions import (
     Action,
@@ -9,23 +9,44 @@ from ipu_pipeline.engine.schedules.actions import (
     ScheduleFunction,
     format_rows,
 )
+from ipu_pipeline.engine.schedules.advice import Advice, advise
 from ipu_pipeline.engine.schedules.checking import Timetable, check
 from ipu_pipeline.engine.schedules.lock_step import grouped, interleaved, named_schedules, sequential
+from ipu_pipeline.engine.schedules.scenarios import Costs, Memory, Scenario
+from ipu_pipeline.engine.schedules.simulator import Simulation, predict_step_time, simulate
+from ipu_pipeline.engine.schedules.timelines import Bubble, Interval, Peak, Sending, Timeline
 from ipu_pipeline.engine.schedules.timetables import timetable
+from ipu_pipeline.engine.schedules.variants import Layer, Variant, what_if
 
 __all__ = [
     "Action",
     "ActionKind",
+    "Advice",
+    "Bubble",
+    "Costs",
+    "Interval",
+    "Layer",
+    "Memory",
+    "Peak",
     "Row",
     "Rows",
+    "Scenario",
     "ScheduleError",
     "ScheduleFunction",
+    "Sending",
+    "Simulation",
+    "Timeline",
     "Timetable",
+    "Variant",
+    "advise",
     "check",
     "format_rows",
     "grouped",
     "interleaved",
     "named_schedules",
+    "predict_step_time",
     "sequential",
+    "simulate",
     "timetable",
+    "what_if",
 ]

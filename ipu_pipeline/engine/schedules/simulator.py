@@ -1,105 +1,219 @@
-"""Turns a schedule and the costs of its actions into a timeline, with IPUs that wait for data only. No JAX.
-
-The schedule says in which order each IPU does its actions. The host starts them one at a time, in the order
-in which they can begin, and is never ahead of what it depends on.
-"""
+"""Turns a schedule and the costs of its actions into timelines. No JAX."""
 
 from __future__ import annotations
 
-import bisect
-import heapq
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ipu_pipeline.engine.schedules.actions import Action, ActionKind
+import numpy as np
 
-__all__ = ["Timeline", "simulate"]
+from ipu_pipeline.engine.schedules.actions import ActionKind
+from ipu_pipeline.engine.schedules.bubbles import find_bubble
+from ipu_pipeline.engine.schedules.checking import Timetable
+from ipu_pipeline.engine.schedules.free_running import UPDATE, Link, Programs, run_freely, wire
+from ipu_pipeline.engine.schedules.scenarios import Scenario
+from ipu_pipeline.engine.schedules.shared_cores import run_sharing
+from ipu_pipeline.engine.schedules.time_steps import run_in_lock_step
+from ipu_pipeline.engine.schedules.timelines import Array, Bubble, Sending, Timeline, concatenate, memory_of
+
+__all__ = ["Simulation", "predict_step_time", "simulate"]
+
+_COLUMNS = ("kinds", "stages", "micro_batches", "ipus", "begins", "ends")
 
 
-@dataclass(frozen=True)
-class Timeline:
+@dataclass(frozen=True, eq=False)
+class Simulation:
     """What was simulated.
 
     Attributes:
-      order: the actions, as the host starts them. None comes before one that it depends on.
-      begins: when each of them begins, in the unit of the costs; the first one at 0 or later.
-      ends: when each of them ends.
+      scenario: of what.
+      timetable: the checked schedule; of chunks, where the scenario has them.
+      free_running: IPUs wait for data only, as the engine's do. See `free_running` and `bubbles`.
+      lock_step: IPUs begin each time-step together, as real ones do. See `time_steps`.
     """
 
-    order: tuple[Action, ...]
-    begins: tuple[float, ...]
-    ends: tuple[float, ...]
+    scenario: Scenario
+    timetable: Timetable
+    free_running: Timeline
+    lock_step: Timeline
 
     @property
-    def length(self) -> float:
-        """When all is done."""
-        return max(self.ends, default=0.0)
+    def limiting_ipu(self) -> int:
+        """The IPU that has most to do."""
+        work = self.free_running.work
+        return max(work, key=work.__getitem__)
 
 
-def simulate(
-    rows: Sequence[Sequence[Action]],
-    levels: Sequence[int],
-    cost: Callable[[Action], float],
-    host_cost: float = 0.0,
-) -> Timeline:
-    """Simulates IPUs that each follow a row of actions.
+def simulate(scenario: Scenario) -> Simulation:
+    """Simulates a step of a pipeline, beginning with nothing in flight.
 
     Args:
-      rows: one per IPU, without gaps.
-      levels: the level of each stage, ascending from 0.
-      cost: how long an IPU takes for an action.
-      host_cost: how long the host takes to start one.
+      scenario: the schedule and its costs.
 
     Returns:
-      The timeline.
+      Both timelines.
 
     Raises:
-      ValueError: actions wait for each other.
+      ScheduleError: the schedule is incomplete, out of order or deadlocked.
+      ValueError: there are too many actions.
     """
-    place_of = {action: (ipu, at) for ipu, row in enumerate(rows) for at, action in enumerate(row)}
-    num_missing: dict[tuple[int, int], int] = {}
-    readers: dict[tuple[int, int], list[tuple[int, int]]] = {place: [] for place in place_of.values()}
-    for action, place in place_of.items():
-        ipu, position = place
-        needed = {place_of[other] for other in _needed(action, levels) if other in place_of}
-        if position:
-            needed.add((ipu, position - 1))
-        num_missing[place] = len(needed)
-        for other in needed:
-            readers[other].append(place)
-
-    earliest = dict.fromkeys(num_missing, 0.0)
-    ready = [(0.0, ipu, position) for (ipu, position), number in num_missing.items() if not number]
-    heapq.heapify(ready)
-    order: list[Action] = []
-    begins: list[float] = []
-    ends: list[float] = []
-    host_time = 0.0
-    while ready:
-        time, ipu, position = heapq.heappop(ready)
-        host_time += host_cost
-        begin = max(time, host_time)
-        action = rows[ipu][position]
-        end = begin + cost(action)
-        order.append(action)
-        begins.append(begin)
-        ends.append(end)
-        for place in readers[ipu, position]:
-            earliest[place] = max(earliest[place], end)
-            num_missing[place] -= 1
-            if not num_missing[place]:
-                heapq.heappush(ready, (earliest[place], *place))
-    if len(order) < len(num_missing):
-        raise ValueError("simulate: actions wait for each other.")
-    return Timeline(tuple(order), tuple(begins), tuple(ends))
+    timetable = scenario.timetable()
+    return Simulation(
+        scenario,
+        timetable,
+        _simulate_freely(scenario, timetable),
+        _simulate_in_lock_step(scenario, timetable),
+    )
 
 
-def _needed(action: Action, levels: Sequence[int]) -> list[Action]:
-    """What an action waits for."""
-    kind, stage, micro_batch = action
-    level = levels[stage] + (-1 if kind is ActionKind.FORWARD else 1)
-    others = range(bisect.bisect_left(levels, level), bisect.bisect_right(levels, level))
-    needed = [Action(kind, other, micro_batch) for other in others]
-    if kind is ActionKind.BACKWARD:
-        needed.append(Action(ActionKind.FORWARD, stage, micro_batch))
-    return needed
+def predict_step_time(scenario: Scenario) -> float:
+    """When all is done, if IPUs wait for data only; as `simulate(scenario).free_running.step_time`."""
+    return _run(scenario, scenario.timetable(), wire(scenario))
+
+
+def _run(scenario: Scenario, timetable: Timetable, programs: Programs) -> float:
+    if scenario.cores is None:
+        return run_freely(programs, timetable, scenario.costs.host)
+    return run_sharing(programs, timetable, scenario.costs.host, scenario.cores)
+
+
+def _simulate_freely(scenario: Scenario, timetable: Timetable) -> Timeline:
+    programs = wire(scenario)
+    step_time = _run(scenario, timetable, programs)
+    bubble = find_bubble(scenario, timetable, programs, step_time)
+    runs = {
+        (kind, stage): (np.array(own.begins), np.array(own.ends))
+        for kind, programs_of_kind in enumerate(programs)
+        for stage, own in enumerate(programs_of_kind)
+        if own.ends
+    }
+    sendings = []
+    for own in itertools.chain(*programs):
+        for link in own.links:
+            arrivals = np.array(link.arrivals)
+            begins = np.maximum(own.ends, np.append(0.0, arrivals[:-1]))
+            sendings.append(_sending(scenario, link, begins, arrivals))
+    return _timeline(scenario, runs, sendings, step_time, bubble, is_fused=scenario.is_fused)
+
+
+def _simulate_in_lock_step(scenario: Scenario, timetable: Timetable) -> Timeline:
+    number = scenario.costs.num_stages
+    flat = np.fromiter(itertools.chain.from_iterable(timetable.order), np.int32, 3 * len(timetable.order))
+    kinds, stages = flat[0::3], flat[1::3]
+    run = run_in_lock_step(scenario, timetable, kinds, stages)
+    programs = wire(scenario)
+    works = kinds * number + stages
+    places = np.split(np.argsort(works, kind="stable"), np.cumsum(np.bincount(works, minlength=2 * number)))
+    runs, sendings = {}, []
+    for kind, programs_of_kind in enumerate(programs[:UPDATE]):
+        for stage, own in enumerate(programs_of_kind):
+            here = places[kind * number + stage]
+            runs[kind, stage] = run.begins[here], run.ends[here]
+            for link in own.links:
+                sent = run.sent[here]
+                sendings.append(_sending(scenario, link, sent, sent + link.time))
+    for stage, place in enumerate(range(len(kinds), len(run.begins))):
+        if scenario.costs.update[stage]:
+            runs[UPDATE, stage] = run.begins[place : place + 1], run.ends[place : place + 1]
+    return _timeline(scenario, runs, sendings, run.step_time, run.bubble, is_fused=False)
+
+
+def _sending(scenario: Scenario, link: Link, begins: Array, ends: Array) -> dict[str, Array]:
+    """The columns of `Sending` of a link."""
+    source, target = link.edge
+    return {
+        "source": np.full(len(ends), source),
+        "target": np.full(len(ends), target),
+        "micro_batch": np.arange(len(ends)) * scenario.chunk_size,
+        "begin": begins,
+        "end": ends,
+    }
+
+
+def _timeline(
+    scenario: Scenario,
+    runs: Mapping[tuple[int, int], tuple[Array, Array]],
+    sendings: Sequence[Mapping[str, Array]],
+    step_time: float,
+    bubble: Bubble,
+    *,
+    is_fused: bool,
+) -> Timeline:
+    """A timeline.
+
+    Args:
+      scenario: what was simulated.
+      runs: (kind, stage) -> begins and ends by chunk.
+      sendings: the columns of `Sending`, by link.
+      step_time: when all is done.
+      bubble: idle time by cause.
+      is_fused: whether the last stage's forwards are its backwards, too.
+    """
+    costs, ipus, last = scenario.costs, scenario.device_mapping, scenario.costs.num_stages - 1
+    tables: list[dict[str, Array]] = []
+    for (kind, stage), (begins, ends) in runs.items():
+        first, behind = 0.0, 1.0
+        if is_fused and stage == last and kind != UPDATE:
+            begins, ends = runs[ActionKind.FORWARD, last]
+            together = costs.forward[last] + costs.backward[last]
+            share = costs.forward[last] / together if together else 1.0
+            first, behind = (0.0, share) if kind == ActionKind.FORWARD else (share, 1.0)
+        size = 1 if kind == UPDATE else scenario.chunk_size
+        begins, ends = _parts(begins, ends, size, first, behind)
+        number = len(begins)
+        tables.append(
+            {
+                "kinds": np.full(number, kind, np.int8),
+                "stages": np.full(number, stage, np.int32),
+                "micro_batches": np.full(1, -1) if kind == UPDATE else np.arange(number, dtype=np.int32),
+                "ipus": np.full(number, ipus[stage], np.int32),
+                "begins": begins,
+                "ends": ends,
+            }
+        )
+    return Timeline(
+        **concatenate(tables, _COLUMNS, "begins", "ipus", "kinds"),
+        sendings=concatenate(sendings, Sending._fields, "begin", "source"),
+        step_time=step_time,
+        work=scenario.work_of_ipus(),
+        bubble=bubble,
+        memory=_find_memory(scenario, runs),
+        num_samples=scenario.num_samples,
+    )
+
+
+def _parts(begins: Array, ends: Array, size: int, first: float, behind: float) -> tuple[Array, Array]:
+    """Parts of programs: of each micro-batch of a chunk what is between two shares of its time."""
+    numbers = np.arange(size)
+    lengths = (ends - begins)[:, None] / size
+    part_begins = begins[:, None] + lengths * (numbers + first)
+    part_ends = begins[:, None] + lengths * (numbers + behind)
+    if behind == 1.0:
+        part_ends[:, -1] = ends  # without rounding
+    return part_begins.reshape(-1), part_ends.reshape(-1)
+
+
+def _find_memory(
+    scenario: Scenario, runs: Mapping[tuple[int, int], tuple[Array, Array]]
+) -> dict[int, tuple[Array, Array]]:
+    """What each IPU holds over time; empty if that is not known."""
+    memory = scenario.memory
+    if memory is None:
+        return {}
+    back = ActionKind.BACKWARD if scenario.training else ActionKind.FORWARD
+    return {
+        ipu: memory_of(
+            memory.num_constant_bytes[ipu],
+            [
+                (
+                    runs[ActionKind.FORWARD, stage][0],
+                    runs[back, stage][1],
+                    memory.num_held_bytes[stage] * scenario.chunk_size,
+                )
+                for stage in range(scenario.costs.num_stages)
+                if scenario.device_mapping[stage] == ipu
+            ],
+        )
+        for ipu in scenario.ipus
+    }

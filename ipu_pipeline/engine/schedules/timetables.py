@@ -8,9 +8,9 @@ from ipu_pipeline.engine.schedules.actions import ScheduleFunction
 from ipu_pipeline.engine.schedules.checking import Timetable, check
 from ipu_pipeline.engine.schedules.lock_step import named_schedules
 
-__all__ = ["timetable"]
+__all__ = ["MAX_ACTIONS", "timetable"]
 
-_MAX_ACTIONS = 2**22  # they are all written down and checked beforehand: half a minute, a gigabyte
+MAX_ACTIONS = 2**22  # they are all written down and checked beforehand: half a minute, a gigabyte
 
 
 @functools.lru_cache(maxsize=64)
@@ -42,10 +42,10 @@ def timetable(
       ValueError: no schedule has that name, or there are too many actions.
     """
     num_actions = num_stages * num_micro_batches * (2 if training else 1)
-    if num_actions > _MAX_ACTIONS:
+    if num_actions > MAX_ACTIONS:
         raise ValueError(
             f"{num_micro_batches} micro-batches per weight update on {num_stages} stages are "
-            f"{num_actions} actions; a schedule over several IPUs has up to {_MAX_ACTIONS}. Update more "
+            f"{num_actions} actions; a schedule over several IPUs has up to {MAX_ACTIONS}. Update more "
             "often, or put all stages on one IPU."
         )
     if isinstance(schedule, str):

@@ -19,6 +19,7 @@ from ipu_pipeline.poptorch.execution.weights import on_host
 from ipu_pipeline.poptorch.graphs.stages import ModelStages
 from ipu_pipeline.poptorch.structures import Structure
 from ipu_pipeline.processes import announcing, interrupts
+from ipu_pipeline.reports.capturing import start_automatic_report
 
 __all__ = ["CompiledModel"]
 
@@ -63,6 +64,7 @@ class CompiledModel:
         self._held = _find_held(model, stages.tensors.values())
         self._name, self._devices = type(model).__name__, list(devices)
         self._checks_numbers = checks_numbers
+        start_automatic_report()
         self._synthetic: list[Any] | None = None
         pipeline.trace(micro_batch)
         pipeline.prepare(devices)

@@ -1,6 +1,6 @@
 """Stages of unknown cost: a step by the plan that is chosen, against the ideal and against one by one.
 
-    python -m benchmarks.foreign_functions.run [--rounds 9] [--json FILE]
+    python -m benchmarks.emulation.run [--rounds 9] [--json FILE]
 
 Four stages, each on a virtual device of its own, sleep in a foreign function, 10 ms forwards and 20 ms
 backwards, for 16 micro-batches. Sleeping takes no core, and with some further operations XLA starts the
@@ -13,8 +13,6 @@ It compiles C++ with the headers that jaxlib has; without g++ it says so and mea
 from __future__ import annotations
 
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +20,7 @@ import numpy as np
 from benchmarks import harness
 from benchmarks.harness import Row
 
-MODULE = "benchmarks.foreign_functions.run"
+MODULE = "benchmarks.emulation.run"
 NUM_STAGES, NUM_MICRO_BATCHES = 4, 16
 FORWARD_MS, BACKWARD_MS = 10.0, 20.0
 IDEAL = (NUM_MICRO_BATCHES + NUM_STAGES - 1) * (FORWARD_MS + BACKWARD_MS) / 1e3
@@ -35,25 +33,19 @@ def serve(side: str) -> None:
     import jax
 
     jax.config.update("jax_num_cpu_devices", NUM_STAGES)
-    import optax
 
-    from benchmarks.foreign_functions import stages
+    from benchmarks.emulation import stages
     from ipu_pipeline import engine
 
-    with tempfile.TemporaryDirectory() as folder:
-        stages.register(Path(folder))
-    functions, parameters, micro_batch = stages.make_stages(NUM_STAGES, FORWARD_MS, BACKWARD_MS)
     chunk_size = SIDES[side]
-    pipeline = engine.Pipeline(
-        [engine.Stage(function, own) for function, own in zip(functions, parameters, strict=True)],
-        num_micro_batches=NUM_MICRO_BATCHES,
-        loss=lambda loss: loss,
-        optimizer=optax.sgd(1e-3),
+    pipeline, state, micro_batches = stages.make_pipeline(
+        [FORWARD_MS] * NUM_STAGES,
+        [BACKWARD_MS] * NUM_STAGES,
+        NUM_MICRO_BATCHES,
         collect_outputs=False,
         dispatch_plan=None if chunk_size is None else engine.DispatchPlan(chunk_size),
     )
-    state = pipeline.init(jax.random.key(0), micro_batch)
-    placed = pipeline.place_micro_batches([micro_batch] * NUM_MICRO_BATCHES)
+    placed = pipeline.place_micro_batches(micro_batches)
 
     def step() -> Any:
         nonlocal state
@@ -84,7 +76,7 @@ def measure(num_rounds: int, seconds: float) -> list[Row]:
     compared = [(side, "the ideal") for side in SIDES] + [("chosen", "one by one")]
     return [
         harness.compare(
-            "foreign_functions",
+            "emulation",
             f"{name}: {side}, against {other}",
             taken[side],
             others[other],
@@ -101,7 +93,7 @@ def main() -> None:
     if args.side is not None:
         serve(args.side)
         return
-    from benchmarks.foreign_functions import stages
+    from benchmarks.emulation import stages
 
     if stages.find_compiler() is None:
         print("There is no g++, so nothing was measured.", file=sys.stderr)

@@ -1,0 +1,124 @@
+"""Why IPUs that wait for data only are idle in a step. No JAX.
+
+An idle moment seldom has a cause of its own: an IPU waits for another one, which waited for a transfer. So
+a cause is what a step would be shorter without it, times the number of IPUs. One cause after the other is
+taken away, and what is left in the end are the ramps:
+
+* shared cores: each program has the cores that it needs.
+* host: the host takes no time.
+* transfers: they take no time.
+* imbalance: the work is spread evenly, that of forwards, that of backwards and that of updates, over the
+  IPUs, and there over the stages. 0 where that makes the step longer, which happens with few micro-batches.
+* ramps: what is idle then. Before the first backward of an IPU it is ramp-up, after its last forward
+  ramp-down; what is both or neither is half of each. Without backwards, the first forward.
+
+None can be negative: an end of a program is the latest of sums of costs (a "max-plus" system: Baccelli et
+al., "Synchronization and Linearity", 1992), so it does not come later when a cost gets less.
+
+With N stages on N IPUs that all take the same, and M micro-batches, only the ramps are left with Grouped
+and Interleaved, (N-1)/(M+N-1) of the step (Narayanan et al., "Efficient Large-Scale Language Model Training
+on GPU Clusters", 2021, have it as (N-1)/M of the rest); with Sequential they are (N-1)/N.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from ipu_pipeline.engine.schedules.actions import ActionKind
+from ipu_pipeline.engine.schedules.checking import Timetable
+from ipu_pipeline.engine.schedules.free_running import Programs, run_freely, wire
+from ipu_pipeline.engine.schedules.scenarios import Scenario
+from ipu_pipeline.engine.schedules.timelines import Array, Bubble
+
+__all__ = ["balanced", "find_bubble"]
+
+
+def balanced(scenario: Scenario) -> Scenario:
+    """The scenario with all work spread evenly over the IPUs, and there over the stages."""
+    ipus = scenario.device_mapping
+    num_there = [ipus.count(ipu) for ipu in ipus]
+
+    def even(own: tuple[float, ...]) -> tuple[float, ...]:
+        share = sum(own) / len(scenario.ipus)
+        spread = tuple(share / number for number in num_there)
+        return own if np.allclose(own, spread, rtol=1e-12, atol=0) else spread
+
+    costs = scenario.costs
+    return dataclasses.replace(
+        scenario,
+        costs=dataclasses.replace(
+            costs, forward=even(costs.forward), backward=even(costs.backward), update=even(costs.update)
+        ),
+    )
+
+
+def find_bubble(scenario: Scenario, timetable: Timetable, programs: Programs, step_time: float) -> Bubble:
+    """The idle time by cause.
+
+    Args:
+      scenario: what was simulated.
+      timetable: its timetable.
+      programs: when they ran.
+      step_time: when the last one ended.
+    """
+    num_ipus = len(scenario.ipus)
+    work = sum(scenario.work_of_ipus().values())
+
+    def take_away(changed: Scenario, host: float) -> float:
+        nonlocal step_time, programs
+        programs = wire(changed)
+        before, step_time = step_time, run_freely(programs, timetable, host)
+        return max(0.0, num_ipus * (before - step_time))
+
+    costs = scenario.costs
+    shared_cores = host = transfers = 0.0
+    if scenario.cores is not None:
+        shared_cores = take_away(scenario, costs.host)
+    if costs.host:
+        host = take_away(scenario, 0.0)
+    still = dataclasses.replace(scenario, costs=dataclasses.replace(costs, host=0.0, transfers={}))
+    if costs.transfers:
+        transfers = take_away(still, 0.0)
+    idle = num_ipus * step_time - work
+    imbalance = 0.0
+    even = balanced(still)
+    if even.costs != still.costs:
+        own = wire(even)
+        shorter = num_ipus * (step_time - run_freely(own, timetable, 0.0))
+        if shorter > 0:
+            imbalance, programs, step_time = shorter, own, step_time - shorter / num_ipus
+    up, down = _find_ramps(even, programs, step_time)
+    ramps = max(0.0, idle - imbalance)
+    ramp_up = ramps * (up / (up + down) if up + down else 0.5)
+    return Bubble(ramp_up, ramps - ramp_up, imbalance, transfers, host, shared_cores)
+
+
+def _find_ramps(scenario: Scenario, programs: Programs, step_time: float) -> tuple[float, float]:
+    """Idle time before the first backwards and after the last forwards of the IPUs."""
+    up = down = 0.0
+    for ipu in scenario.ipus:
+        own = [[one for one in kind if one.ipu == ipu and one.cost] for kind in programs]
+        if not any(own):
+            up, down = up + step_time / 2, down + step_time / 2
+            continue
+        begins = np.sort(np.concatenate([np.array(one.begins) for kind in own for one in kind]))
+        ends = np.sort(np.concatenate([np.array(one.ends) for kind in own for one in kind]))
+        forwards, backwards = own[ActionKind.FORWARD], own[ActionKind.BACKWARD]
+        last = max((one.ends[-1] for one in forwards), default=0.0)
+        is_last = scenario.is_fused and ipu == scenario.device_mapping[-1]
+        filling = [one.begins[0] for one in (forwards[-1:] if is_last or not backwards else backwards)]
+        filled = min(filling, default=0.0)
+        own_up, own_down = _split_gaps(np.append(0.0, ends), np.append(begins, step_time), filled, last)
+        up, down = up + own_up, down + own_down
+    return up, down
+
+
+def _split_gaps(begins: Array, ends: Array, filled: float, last: float) -> tuple[float, float]:
+    """What of some gaps is before `filled`, and what after `last`; both or neither is half of each."""
+    lengths = np.maximum(ends - begins, 0.0)
+    is_up = np.where(ends <= filled, 1.0, 0.0)
+    is_down = np.where(begins >= last, 1.0, 0.0)
+    share = 0.5 + (is_up - is_down) / 2
+    return float(lengths @ share), float(lengths @ (1 - share))

@@ -1,0 +1,374 @@
+"""What is simulated: a schedule, and what its actions cost in time and memory."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from ipu_pipeline.engine.schedules.actions import ActionKind, ScheduleFunction
+from ipu_pipeline.engine.schedules.checking import Timetable
+from ipu_pipeline.engine.schedules.lock_step import named_schedules
+from ipu_pipeline.engine.schedules.timetables import timetable
+
+__all__ = ["Costs", "Memory", "Scenario"]
+
+Edge: TypeAlias = "tuple[int, int]"  # the stage that sends, and the one that receives
+
+
+@dataclass(frozen=True)
+class Costs:
+    """How long the parts of a step take, all in one unit of time; `Costs.of` makes them from less.
+
+    An action that takes no time is no program: nothing is dispatched for it.
+
+    Attributes:
+      forward: of each stage, for one micro-batch.
+      backward: likewise.
+      update: of each stage, once a step.
+      transfers: (sending stage, receiving stage) -> how long it takes to send what a micro-batch sends
+        there. Forwards send to later stages, backwards to earlier ones; 0 for what is not named. A link
+        sends one thing at a time, while the IPUs compute.
+      host: how long the host takes to start a program.
+      forward_cores: how many cores the forward of each stage keeps busy while it runs alone (its time on
+        the processors over its time on the clock). It matters only where IPUs share cores.
+      backward_cores: likewise.
+      is_fused: whether forward and backward of the last stage are one program, which runs where the
+        schedule has the forward. The engine does so.
+    """
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    update: tuple[float, ...]
+    transfers: Mapping[Edge, float] = field(default_factory=dict)
+    host: float = 0.0
+    forward_cores: tuple[float, ...] = ()
+    backward_cores: tuple[float, ...] = ()
+    is_fused: bool = True
+
+    def __post_init__(self) -> None:
+        """Checks the fields; no cores given means one each."""
+        for name in ("forward_cores", "backward_cores"):
+            if not getattr(self, name):
+                object.__setattr__(self, name, (1.0,) * len(self.forward))
+        for name in ("forward", "backward", "update", "forward_cores", "backward_cores"):
+            values = getattr(self, name)
+            if len(values) != len(self.forward):
+                raise ValueError(
+                    f"Costs: {name} must have a number for each of the {len(self.forward)} stages, as "
+                    f"forward has; got {len(values)}: {values!r}. Costs.of spreads one number over all."
+                )
+            _check_numbers(f"Costs: {name}", values)
+        if not self.forward:
+            raise ValueError("Costs: forward must have a number for each stage; got none.")
+        for name in ("forward_cores", "backward_cores"):
+            if 0 in getattr(self, name):
+                raise ValueError(f"Costs: {name} must be greater than 0; got {getattr(self, name)!r}.")
+        _check_numbers("Costs: transfers", self.transfers.values())
+        _check_numbers("Costs: host", [self.host])
+        stages = range(len(self.forward))
+        for source, target in self.transfers:
+            if source not in stages or target not in stages or source == target:
+                raise ValueError(
+                    f"Costs: transfers are between two of the {len(stages)} stages, counted from 0; got "
+                    f"{(source, target)}."
+                )
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages there are."""
+        return len(self.forward)
+
+    @classmethod
+    def of(
+        cls,
+        num_stages: int,
+        *,
+        forward: float | Sequence[float],
+        backward: float | Sequence[float] = 0.0,
+        update: float | Sequence[float] = 0.0,
+        transfer: float | Sequence[float] | Mapping[Edge, float] = 0.0,
+        host: float = 0.0,
+        forward_cores: float | Sequence[float] = 1.0,
+        backward_cores: float | Sequence[float] = 1.0,
+        is_fused: bool = True,
+    ) -> Costs:
+        """Costs, from one number for all stages or one per stage.
+
+        Args:
+          num_stages: how many stages there are.
+          forward: see the fields.
+          backward: see the fields.
+          update: see the fields.
+          transfer: one number, or one for each pair of neighbouring stages, each for both directions; or as
+            in the field `transfers`.
+          host: see the fields.
+          forward_cores: see the fields.
+          backward_cores: see the fields.
+          is_fused: see the fields.
+
+        Raises:
+          ValueError: there are not as many numbers as stages (or pairs of neighbours), or a number is
+            negative or not finite.
+        """
+
+        def spread(name: str, given: float | Sequence[float], number: int) -> tuple[float, ...]:
+            if isinstance(given, (int, float)):
+                return (float(given),) * number
+            if len(given) != number:
+                raise ValueError(
+                    f"Costs: {name} must be one number or {number}; got {len(given)}: {given!r}."
+                )
+            return tuple(map(float, given))
+
+        if isinstance(transfer, Mapping):
+            transfers = dict(transfer)
+        else:
+            between = spread("transfer", transfer, max(0, num_stages - 1))
+            transfers = {}
+            for stage, time in enumerate(between):
+                if time:
+                    transfers[stage, stage + 1] = transfers[stage + 1, stage] = time
+        return cls(
+            spread("forward", forward, num_stages),
+            spread("backward", backward, num_stages),
+            spread("update", update, num_stages),
+            transfers,
+            host,
+            spread("forward_cores", forward_cores, num_stages),
+            spread("backward_cores", backward_cores, num_stages),
+            is_fused,
+        )
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What IPUs hold, in bytes.
+
+    Attributes:
+      num_constant_bytes: on each IPU, by its number: variables, optimizer state and accumulators.
+      num_held_bytes: of each stage, what it holds of a micro-batch from the begin of its forward to the end
+        of its backward.
+    """
+
+    num_constant_bytes: tuple[int, ...]
+    num_held_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What is simulated: a step of a pipeline.
+
+    Attributes:
+      costs: of its actions.
+      schedule: a name, a function as for `Pipeline`, or a checked timetable.
+      num_micro_batches: per weight update.
+      device_mapping: the IPU of each stage, from 0; by default that of the timetable, or each has its own.
+      levels: the level of each stage, ascending from 0; stages of one level are parallel. By default each
+        has its own.
+      training: whether there are backwards and an update.
+      chunk_size: micro-batches that a program handles, one after another. The schedule is then one of
+        chunks.
+      cores: how many cores the IPUs share; None: each has what it needs.
+      memory: what IPUs hold; None: not known.
+      micro_batch_size: samples of a micro-batch.
+    """
+
+    costs: Costs
+    schedule: str | ScheduleFunction | Timetable = "grouped"
+    num_micro_batches: int = 1
+    device_mapping: tuple[int, ...] = ()
+    levels: tuple[int, ...] = ()
+    training: bool = True
+    chunk_size: int = 1
+    cores: float | None = None
+    memory: Memory | None = None
+    micro_batch_size: int = 1
+
+    def __post_init__(self) -> None:
+        """Checks the fields."""
+        number = self.costs.num_stages
+        for name in ("num_micro_batches", "chunk_size", "micro_batch_size"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"Scenario: {name} must be an integer of at least 1; got {value!r}.")
+        if self.num_micro_batches % self.chunk_size:
+            raise ValueError(
+                f"Scenario: chunk_size must divide num_micro_batches, which is {self.num_micro_batches}; "
+                f"got {self.chunk_size}."
+            )
+        found = _find_ipus(self.schedule, number) if isinstance(self.schedule, Timetable) else range(number)
+        for name, default in (("device_mapping", found), ("levels", range(number))):
+            value = tuple(getattr(self, name)) or tuple(default)
+            object.__setattr__(self, name, value)
+            if len(value) != number or min(value) < 0:
+                raise ValueError(
+                    f"Scenario: {name} must have a number from 0 for each of the {number} stages; got "
+                    f"{value!r}."
+                )
+        if isinstance(self.schedule, str) and self.schedule not in named_schedules():
+            raise ValueError(
+                f"Scenario: schedule must be one of {', '.join(named_schedules())}, a function or a "
+                f"timetable; got {self.schedule!r}."
+            )
+        levels = self.levels
+        rising = all(0 <= after - before <= 1 for before, after in itertools.pairwise(levels))
+        if levels[0] != 0 or not rising:
+            raise ValueError(f"Scenario: levels must ascend from 0 without a gap; got {levels!r}.")
+        if self.is_fused and levels.count(levels[-1]) > 1:
+            raise ValueError(
+                f"Scenario: the last level must have one stage, or the costs is_fused=False; got levels "
+                f"{levels!r}."
+            )
+        if self.cores is not None and not (self.cores > 0 and math.isfinite(self.cores)):
+            raise ValueError(f"Scenario: cores must be greater than 0, or None; got {self.cores!r}.")
+        if self.memory is not None:
+            sizes = len(self.memory.num_constant_bytes), len(self.memory.num_held_bytes)
+            if sizes != (max(self.device_mapping) + 1, number):
+                raise ValueError(
+                    f"Scenario: memory must have num_constant_bytes for each of "
+                    f"{max(self.device_mapping) + 1} IPUs and num_held_bytes for each of {number} stages; "
+                    f"got {sizes[0]} and {sizes[1]}."
+                )
+
+    @property
+    def ipus(self) -> tuple[int, ...]:
+        """The IPUs that have stages."""
+        return tuple(sorted(set(self.device_mapping)))
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether forward and backward of the last stage are one program."""
+        return self.training and self.costs.is_fused
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of a step."""
+        return self.num_micro_batches * self.micro_batch_size
+
+    @property
+    def num_actions(self) -> int:
+        """Actions of the schedule."""
+        num_chunks = self.num_micro_batches // self.chunk_size
+        return self.costs.num_stages * num_chunks * (2 if self.training else 1)
+
+    def work(self, kind: ActionKind, stage: int) -> float:
+        """How long all micro-batches of a stage take in one direction."""
+        one = self.costs.forward if kind is ActionKind.FORWARD else self.costs.backward
+        return one[stage] * self.num_micro_batches if kind is ActionKind.FORWARD or self.training else 0.0
+
+    def work_of_ipus(self) -> dict[int, float]:
+        """How long each IPU's programs of a step take if nothing keeps them waiting."""
+        total = dict.fromkeys(self.ipus, 0.0)
+        for stage, ipu in enumerate(self.device_mapping):
+            total[ipu] += sum(self.work(kind, stage) for kind in ActionKind)
+            total[ipu] += self.costs.update[stage] if self.training else 0.0
+        return total
+
+    def timetable(self) -> Timetable:
+        """The checked timetable.
+
+        Raises:
+          ScheduleError: what `check` finds.
+          ValueError: there are too many actions, or the timetable that was given has not as many as the
+            scenario.
+        """
+        num_chunks = self.num_micro_batches // self.chunk_size
+        if isinstance(self.schedule, Timetable):
+            number = self.num_actions
+            if len(self.schedule.order) != number or len(self.schedule.in_flight) != self.costs.num_stages:
+                raise ValueError(
+                    f"Scenario: the timetable must have {number} actions ({self.costs.num_stages} stages, "
+                    f"{num_chunks} micro-batches or chunks of them, "
+                    f"{'training' if self.training else 'forwards only'}); got {len(self.schedule.order)}."
+                )
+            return self.schedule
+        levels = self.levels
+        return timetable(
+            self.schedule,
+            self.costs.num_stages,
+            num_chunks,
+            self.device_mapping,
+            self.training,
+            None if len(set(levels)) == len(levels) else levels,
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """What JSON can hold, for `from_dict`.
+
+        Raises:
+          ValueError: the schedule has no name.
+        """
+        if not isinstance(self.schedule, str):
+            raise ValueError(
+                f"Scenario: only a schedule with a name can be written; got {self.schedule!r}."
+            )
+        costs = self.costs
+        return {
+            "schedule": self.schedule,
+            "num_micro_batches": self.num_micro_batches,
+            "micro_batch_size": self.micro_batch_size,
+            "device_mapping": list(self.device_mapping),
+            "levels": list(self.levels),
+            "training": self.training,
+            "chunk_size": self.chunk_size,
+            "cores": self.cores,
+            "costs": {
+                "forward": list(costs.forward),
+                "backward": list(costs.backward),
+                "update": list(costs.update),
+                "transfers": [[*edge, time] for edge, time in costs.transfers.items()],
+                "host": costs.host,
+                "forward_cores": list(costs.forward_cores),
+                "backward_cores": list(costs.backward_cores),
+                "is_fused": costs.is_fused,
+            },
+            "memory": None
+            if self.memory is None
+            else {
+                "num_constant_bytes": list(self.memory.num_constant_bytes),
+                "num_held_bytes": list(self.memory.num_held_bytes),
+            },
+        }
+
+    @classmethod
+    def from_dict(cls, entries: Mapping[str, Any]) -> Scenario:
+        """A scenario from what `as_dict` returned; only the costs of forwards must be there.
+
+        Raises:
+          ValueError: an entry is missing, unknown or wrong.
+        """
+        try:
+            entries = dict(entries)
+            costs = dict(entries.pop("costs"))
+            num_stages = len(costs["forward"])
+            edges = {(source, target): time for source, target, time in costs.pop("transfers", [])}
+            memory = entries.pop("memory", None)
+            if memory is not None:
+                memory = Memory(**{name: tuple(values) for name, values in dict(memory).items()})
+            made = Costs.of(num_stages, transfer=edges, **costs)
+            return cls(costs=made, memory=memory, **entries)
+        except (KeyError, TypeError) as error:
+            raise ValueError(
+                f"Scenario: the entries must be those of Scenario.as_dict, with costs and their forward at "
+                f"least; {type(error).__name__}: {error}."
+            ) from error
+
+
+def _find_ipus(timetable: Timetable, num_stages: int) -> Sequence[int]:
+    found = {action.stage: ipu for ipu, row in enumerate(timetable.rows) for action in row if action}
+    if sorted(found) != list(range(num_stages)):
+        raise ValueError(
+            f"Scenario: the timetable must have the {num_stages} stages of the costs; it has {len(found)}."
+        )
+    return [found[stage] for stage in range(num_stages)]
+
+
+def _check_numbers(name: str, values: Any) -> None:
+    for value in values:
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            raise TypeError(f"{name} must be numbers; got {value!r}.")
+        if not (value >= 0 and math.isfinite(value)):
+            raise ValueError(f"{name} must be finite and at least 0; got {value!r}.")

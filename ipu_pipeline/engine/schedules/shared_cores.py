@@ -1,0 +1,134 @@
+"""IPUs that share cores, as the virtual devices of a CPU do: when each program of a step runs. No JAX.
+
+A program that runs alone keeps some cores busy (`Costs.forward_cores`). While the running programs would
+keep more busy than there are, all are slowed down by the same factor: cores over what they would keep busy.
+That is egalitarian processor sharing (Kleinrock, "Time-shared Systems: A theoretical treatment", 1967),
+with programs that may be wider than a core. As all that run are served at the same rate, what has been
+served since the beginning, of a program that never ended, is a clock for all of them: each ends when that
+clock shows what it showed at the begin plus the cost.
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import TypeAlias
+
+from ipu_pipeline.engine.schedules.actions import ActionKind
+from ipu_pipeline.engine.schedules.checking import Timetable
+from ipu_pipeline.engine.schedules.free_running import Program, Programs, follow, in_order, last_end
+
+__all__ = ["run_sharing", "share"]
+
+Entry: TypeAlias = "tuple[Program, int, float]"  # a program, its chunk, and when the host has started it
+
+
+def share(costs: list[float], demands: list[float], cores: float) -> list[float]:
+    """When programs end that begin together at 0.
+
+    Args:
+      costs: how long each takes alone.
+      demands: how many cores it keeps busy then.
+      cores: how many there are.
+    """
+    ends = [0.0] * len(costs)
+    now = served = 0.0
+    left = sum(demands)
+    for number in sorted(range(len(costs)), key=costs.__getitem__):
+        now += (costs[number] - served) * max(1.0, left / cores)
+        served = costs[number]
+        left -= demands[number]
+        ends[number] = now
+    return ends
+
+
+def run_sharing(programs: Programs, timetable: Timetable, host: float, cores: float) -> float:
+    """Finds when each program runs on so many cores; otherwise as `run_freely`."""
+    _Run(programs, timetable, host).run(cores)
+    return last_end(programs)
+
+
+class _Run:
+    def __init__(self, programs: Programs, timetable: Timetable, host: float) -> None:
+        num_ipus = 1 + max(program.ipu for program in programs[ActionKind.FORWARD])
+        self._queues: list[list[Entry]] = [[] for _ipu in range(num_ipus)]
+        self._positions = [0] * num_ipus
+        self._is_busy = [False] * num_ipus
+        self._now = 0.0
+        self._served = 0.0
+        self._demand = 0.0
+        self._running: list[tuple[float, int]] = []  # what is served when it ends, and the IPU
+        self._timers: list[tuple[float, int]] = []  # when to look at an IPU again
+        self._free: list[Program] = []  # what costs nothing and reads nothing, once per chunk
+        started = 0.0
+        for kind, stage, chunk in in_order(timetable, programs):
+            program = programs[kind][stage]
+            if program.cost:
+                started += host
+                self._queues[program.ipu].append((program, chunk, started))
+            elif not program.inputs:
+                self._free.append(program)
+
+    def run(self, cores: float) -> None:
+        for program in self._free:
+            program.begins.append(0.0)
+            self._end(program)
+        for ipu in range(len(self._queues)):
+            self._begin(ipu)
+        running, timers = self._running, self._timers
+        while running or timers:
+            rate = cores / self._demand if self._demand > cores else 1.0
+            done = self._now + (running[0][0] - self._served) / rate if running else float("inf")
+            if timers and timers[0][0] <= done:
+                time, ipu = heapq.heappop(timers)
+                self._served += (time - self._now) * rate
+                self._now = time
+                self._begin(ipu)
+                continue
+            self._served, ipu = heapq.heappop(running)
+            self._now = done
+            program = self._queues[ipu][self._positions[ipu]][0]
+            self._demand = self._demand - program.cores if running else 0.0
+            self._positions[ipu] += 1
+            self._is_busy[ipu] = False
+            self._end(program)
+            self._begin(ipu)
+
+    def _begin(self, ipu: int) -> None:
+        """Begins what is next on an IPU, if all is there; if only some time is missing, sets a timer."""
+        queue, position = self._queues[ipu], self._positions[ipu]
+        if self._is_busy[ipu] or position == len(queue):
+            return
+        program, chunk, ready = queue[position]
+        for arrivals in program.inputs:
+            if len(arrivals) <= chunk:
+                return  # whoever makes it will look here again
+            ready = max(ready, arrivals[chunk])
+        if ready > self._now:
+            heapq.heappush(self._timers, (ready, ipu))
+            return
+        self._is_busy[ipu] = True
+        self._demand += program.cores
+        program.begins.append(self._now)
+        heapq.heappush(self._running, (self._served + program.cost, ipu))
+
+    def _end(self, program: Program) -> None:
+        program.ends.append(self._now)
+        self._hand_on(program)
+
+    def _hand_on(self, program: Program) -> None:
+        for link in program.links:
+            follow(link, program.ends[-1])
+        for reader in program.readers:
+            if reader.cost:
+                self._begin(reader.ipu)
+            else:
+                self._pass_through(reader)
+
+    def _pass_through(self, reader: Program) -> None:
+        """What is no program is done as soon as its inputs are there, which may be later than now."""
+        while all(len(arrivals) > len(reader.ends) for arrivals in reader.inputs):
+            chunk = len(reader.ends)
+            time = max(arrivals[chunk] for arrivals in reader.inputs)
+            reader.begins.append(time)
+            reader.ends.append(time)
+            self._hand_on(reader)

@@ -1,0 +1,230 @@
+"""When everything of a simulated step happens, and what follows from it. No JAX."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = [
+    "KINDS",
+    "Array",
+    "Bubble",
+    "Interval",
+    "Peak",
+    "Sending",
+    "Timeline",
+    "concatenate",
+    "memory_of",
+]
+
+Array: TypeAlias = "npt.NDArray[Any]"
+
+KINDS = ("forward", "backward", "update")
+
+
+class Interval(NamedTuple):
+    """An action.
+
+    Attributes:
+      kind: "forward", "backward" or "update".
+      stage: whose.
+      micro_batch: which; None of an update.
+      ipu: where.
+      begin: when it begins, in the unit of the costs; the step begins at 0.
+      end: when it ends.
+    """
+
+    kind: str
+    stage: int
+    micro_batch: int | None
+    ipu: int
+    begin: float
+    end: float
+
+
+class Sending(NamedTuple):
+    """What a program's results take over a link; attributes as of `Interval`.
+
+    Attributes:
+      source: the stage that sends.
+      target: the stage that receives.
+      micro_batch: the first one of the chunk.
+      begin: when it begins.
+      end: when it has arrived.
+    """
+
+    source: int
+    target: int
+    micro_batch: int
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Bubble:
+    """How long IPUs are idle, by cause: summed over the IPUs, in the unit of the costs.
+
+    `bubbles` has the definitions. They add up to `total`, which is the number of IPUs times the step's
+    time, less what their programs take.
+
+    Attributes:
+      ramp_up: until the pipeline is full.
+      ramp_down: until it is empty.
+      imbalance: because IPUs have unequal work.
+      transfers: because results are on their way.
+      host: because the host has not started a program yet.
+      shared_cores: because programs take cores from each other.
+    """
+
+    ramp_up: float
+    ramp_down: float
+    imbalance: float
+    transfers: float
+    host: float
+    shared_cores: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return sum(self.by_cause().values())
+
+    def by_cause(self) -> dict[str, float]:
+        """The parts by name, in the order of the attributes."""
+        return {part.name: getattr(self, part.name) for part in fields(self)}
+
+
+class Peak(NamedTuple):
+    """The most that an IPU holds.
+
+    Attributes:
+      ipu: which.
+      num_bytes: how much.
+      time: when that is first so.
+    """
+
+    ipu: int
+    num_bytes: int
+    time: float
+
+
+@dataclass(frozen=True, eq=False)
+class Timeline:
+    """A simulated step. Arrays have an entry per action, by begin and then by IPU.
+
+    Attributes:
+      kinds: places in `KINDS`, int8.
+      stages: whose action it is.
+      micro_batches: of which micro-batch; -1 of an update.
+      ipus: where it runs.
+      begins: when it begins, in the unit of the costs. Actions that take no time are there, too.
+      ends: when it ends.
+      sendings: arrays with an entry per transfer that takes time, by the names of `Sending`'s attributes.
+      step_time: when all is done.
+      work: how long the programs of each IPU that has stages take alone, by its number.
+      bubble: the idle time of all IPUs together, by cause.
+      memory: the bytes that each IPU holds, as (times, bytes from then on); empty if not known.
+      num_samples: samples of a step.
+    """
+
+    kinds: Array
+    stages: Array
+    micro_batches: Array
+    ipus: Array
+    begins: Array
+    ends: Array
+    sendings: Mapping[str, Array]
+    step_time: float
+    work: Mapping[int, float]
+    bubble: Bubble
+    memory: Mapping[int, tuple[Array, Array]]
+    num_samples: int
+
+    @property
+    def utilisation(self) -> float:
+        """The share of the step in which IPUs compute, over all IPUs; 0 to 1."""
+        return sum(self.work.values()) / (len(self.work) * self.step_time) if self.step_time else 0.0
+
+    @property
+    def utilisation_of_ipus(self) -> dict[int, float]:
+        """Likewise of each IPU."""
+        return {ipu: work / self.step_time if self.step_time else 0.0 for ipu, work in self.work.items()}
+
+    @property
+    def samples_per_second(self) -> float:
+        """With costs in seconds, if one step follows the other."""
+        return self.num_samples / self.step_time if self.step_time else float("inf")
+
+    @property
+    def peaks(self) -> tuple[Peak, ...]:
+        """The most that each IPU holds, and when; empty if not known."""
+        found = []
+        for ipu, (times, sizes) in self.memory.items():
+            place = int(np.argmax(sizes))
+            found.append(Peak(ipu, int(sizes[place]), float(times[place])))
+        return tuple(found)
+
+    def intervals(self) -> list[Interval]:
+        """The actions, by begin and then by IPU."""
+        columns = (self.kinds, self.stages, self.micro_batches, self.ipus, self.begins, self.ends)
+        return [
+            Interval(KINDS[kind], stage, micro_batch if micro_batch >= 0 else None, ipu, begin, end)
+            for kind, stage, micro_batch, ipu, begin, end in zip(
+                *(column.tolist() for column in columns), strict=True
+            )
+        ]
+
+    def transfers(self) -> list[Sending]:
+        """The transfers that take time, by begin."""
+        columns = [self.sendings[name].tolist() for name in Sending._fields]
+        return [Sending(*entry) for entry in zip(*columns, strict=True)]
+
+    def num_bytes_at(self, ipu: int, time: float) -> int:
+        """What an IPU holds at a time.
+
+        Raises:
+          KeyError: it is not known.
+        """
+        times, sizes = self.memory[ipu]
+        return int(sizes[max(0, bisect.bisect_right(times, time) - 1)])
+
+
+def concatenate(columns: Sequence[Mapping[str, Array]], names: Sequence[str], *by: str) -> dict[str, Array]:
+    """Joins tables, and sorts them.
+
+    Args:
+      columns: tables, as arrays by name.
+      names: of the columns.
+      *by: the columns to sort by, the first one first.
+    """
+    if not columns:
+        return {name: np.zeros(0) for name in names}
+    joined = {name: np.concatenate([table[name] for table in columns]) for name in names}
+    order = np.lexsort([joined[name] for name in reversed(by)])
+    return {name: values[order] for name, values in joined.items()}
+
+
+def memory_of(constant: int, held: Sequence[tuple[Array, Array, int]]) -> tuple[Array, Array]:
+    """What an IPU holds over time.
+
+    Args:
+      constant: bytes that it always holds.
+      held: of each stage there, when it begins to hold something of each chunk, when that ends, and bytes.
+
+    Returns:
+      Times, the first one 0, and the bytes from then on. What ends at a time is gone before anything
+      begins.
+    """
+    times, changes = [np.zeros(1)], [np.array([constant])]
+    for begins, ends, num_bytes in held:
+        times += [begins, ends]
+        changes += [np.full(len(begins), num_bytes), np.full(len(ends), -num_bytes)]
+    time, change = np.concatenate(times), np.concatenate(changes)
+    order = np.concatenate([[0], np.lexsort((change[1:], time[1:])) + 1])
+    sizes, time = np.cumsum(change[order]), time[order]
+    is_last = np.append(time[1:] != time[:-1], True)
+    return time[is_last], sizes[is_last]

@@ -1,0 +1,231 @@
+"""What another schedule, gradient accumulation count or split would give. No JAX.
+
+Each is simulated with IPUs that wait for data only, which is what the engine's do. The costs of a
+micro-batch are those that are known: another count changes how many there are, another split moves work
+between neighbouring stages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ipu_pipeline.engine.schedules.actions import ScheduleError
+from ipu_pipeline.engine.schedules.checking import Timetable
+from ipu_pipeline.engine.schedules.lock_step import named_schedules
+from ipu_pipeline.engine.schedules.scenarios import Memory, Scenario
+from ipu_pipeline.engine.schedules.simulator import predict_step_time
+from ipu_pipeline.engine.schedules.timetables import MAX_ACTIONS
+
+__all__ = ["Layer", "Variant", "what_if"]
+
+_MOVED = 0.1  # of a mean stage, where no layers are known
+_LEAST_CHUNKS = 4  # of a step: with fewer, stages would hardly overlap
+_COUNTS = (0.5, 2.0, 4.0)  # times the gradient accumulation count
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A part of a stage that another stage could have.
+
+    Attributes:
+      name: for people.
+      forward: what it takes of the stage's forward, in the unit of the costs.
+      backward: likewise.
+      num_constant_bytes: what it takes of its IPU's memory all the time.
+      num_held_bytes: what is held of it for each micro-batch in flight.
+    """
+
+    name: str
+    forward: float
+    backward: float = 0.0
+    num_constant_bytes: int = 0
+    num_held_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A row of the table of what would be.
+
+    Attributes:
+      change: what differs: "" for nothing, "schedule", "gradient accumulation count", "schedule and
+        gradient accumulation count", "micro-batches per program" or "split".
+      schedule: its name, or that of its function.
+      num_micro_batches: the gradient accumulation count.
+      chunk_size: micro-batches that a program handles.
+      split: what moves from which stage to which; "" for nothing.
+      step_time: in the unit of the costs.
+      samples_per_second: with costs in seconds.
+      utilisation: the share of the step in which IPUs compute.
+      num_peak_bytes: the most that an IPU holds; None if that is not known.
+      gain: how many more samples per second than with nothing changed, as a share: 0.1 for a tenth more.
+      scenario: what was simulated.
+    """
+
+    change: str
+    schedule: str
+    num_micro_batches: int
+    chunk_size: int
+    split: str
+    step_time: float
+    samples_per_second: float
+    utilisation: float
+    num_peak_bytes: int | None
+    gain: float
+    scenario: Scenario
+
+
+def what_if(
+    scenario: Scenario,
+    layers: Sequence[Sequence[Layer]] | None = None,
+    counts: Sequence[int] | None = None,
+) -> list[Variant]:
+    """Simulates what is like a scenario but for one thing, or for the schedule and the count.
+
+    Larger chunks are simulated if the host takes time to start programs.
+
+    Args:
+      scenario: as it is.
+      layers: of each stage, in order; then a neighbouring split moves the last layer of a stage to the next
+        one, or the first layer to the one before. None: it moves a tenth of what a stage takes on the mean.
+      counts: gradient accumulation counts; None: half as many as there are, twice and four times.
+
+    Returns:
+      The scenario itself first, then other counts and schedules, then other splits. What has more actions
+      than a schedule may have is left out, and so is what a schedule function or timetable cannot do.
+
+    Raises:
+      ValueError: there are not as many lists of layers as stages, or a layer takes more than its stage.
+    """
+    if layers is not None and len(layers) != scenario.costs.num_stages:
+        raise ValueError(
+            f"what_if: layers must have a list for each of the {scenario.costs.num_stages} stages; got "
+            f"{len(layers)}."
+        )
+    count, size = scenario.num_micro_batches, scenario.chunk_size
+    if counts is None:
+        found = [round(count * factor) for factor in _COUNTS]
+        counts = [other for other in found if other >= size and other % size == 0]
+    own = _simulate(scenario, "", "", None)
+    rows = [own]
+    schedules = [scenario.schedule, *(name for name in named_schedules() if name != scenario.schedule)]
+    for schedule in schedules:
+        for other in dict.fromkeys([count, *counts]):
+            is_own = schedule == scenario.schedule
+            if is_own and (other == count or isinstance(schedule, Timetable)):
+                continue
+            parts = ["schedule"] * (not is_own)
+            parts += ["gradient accumulation count"] * (other != count)
+            changed = dataclasses.replace(scenario, schedule=schedule, num_micro_batches=other)
+            if changed.num_actions <= MAX_ACTIONS:
+                with contextlib.suppress(ScheduleError):
+                    rows.append(_simulate(changed, " and ".join(parts), "", own))
+    if scenario.costs.host and not isinstance(scenario.schedule, Timetable):
+        for larger in (2 * size, 4 * size):
+            if count % larger == 0 and count // larger >= _LEAST_CHUNKS:
+                changed = dataclasses.replace(scenario, chunk_size=larger)
+                rows.append(_simulate(changed, "micro-batches per program", "", own))
+    for split, changed in _neighbours(scenario, layers):
+        rows.append(_simulate(changed, "split", split, own))
+    return rows
+
+
+def _simulate(scenario: Scenario, change: str, split: str, before: Variant | None) -> Variant:
+    step_time = predict_step_time(scenario)
+    work = sum(scenario.work_of_ipus().values())
+    rate = scenario.num_samples / step_time if step_time else float("inf")
+    schedule = scenario.schedule
+    return Variant(
+        change,
+        schedule if isinstance(schedule, str) else getattr(schedule, "__name__", "timetable"),
+        scenario.num_micro_batches,
+        scenario.chunk_size,
+        split,
+        step_time,
+        rate,
+        work / (len(scenario.ipus) * step_time) if step_time else 0.0,
+        _find_peak(scenario),
+        0.0 if before is None or not step_time else rate / before.samples_per_second - 1.0,
+        scenario,
+    )
+
+
+def _find_peak(scenario: Scenario) -> int | None:
+    """The most that an IPU holds if all its stages hold at the same time what each holds at most."""
+    if scenario.memory is None:
+        return None
+    held = dict.fromkeys(scenario.ipus, 0)
+    in_flight = scenario.timetable().in_flight
+    for stage, ipu in enumerate(scenario.device_mapping):
+        held[ipu] += in_flight[stage] * scenario.chunk_size * scenario.memory.num_held_bytes[stage]
+    return max(held[ipu] + scenario.memory.num_constant_bytes[ipu] for ipu in scenario.ipus)
+
+
+def _neighbours(
+    scenario: Scenario, layers: Sequence[Sequence[Layer]] | None
+) -> Iterator[tuple[str, Scenario]]:
+    """Splits that differ from a scenario's in what is moved over one edge."""
+    levels, ipus = scenario.levels, scenario.device_mapping
+    for stage in range(scenario.costs.num_stages - 1):
+        is_alone = levels.count(levels[stage]) == levels.count(levels[stage + 1]) == 1
+        if not is_alone or ipus[stage] == ipus[stage + 1]:
+            continue
+        for source, target in ((stage, stage + 1), (stage + 1, stage)):
+            moved = _to_move(scenario, layers, source, target)
+            if moved is not None:
+                name = f"{moved.name} from stage {source} to {target}"
+                yield name, _move(scenario, moved, source, target)
+
+
+def _to_move(
+    scenario: Scenario, layers: Sequence[Sequence[Layer]] | None, source: int, target: int
+) -> Layer | None:
+    """What leaves a stage; None if it would be left without layers, or without work."""
+    costs = scenario.costs
+    if layers is not None:
+        if len(layers[source]) < 2:
+            return None
+        return layers[source][-1 if target > source else 0]
+    one = costs.forward[source] + costs.backward[source]
+    share = _MOVED * (sum(costs.forward) + sum(costs.backward)) / costs.num_stages
+    if share >= one:
+        return None
+    part = share / one
+    held = 0 if scenario.memory is None else round(part * scenario.memory.num_held_bytes[source])
+    return Layer(
+        f"{_MOVED:.0%} of a mean stage",
+        part * costs.forward[source],
+        part * costs.backward[source],
+        0,
+        held,
+    )
+
+
+def _move(scenario: Scenario, layer: Layer, source: int, target: int) -> Scenario:
+    def moved(name: str, values: tuple[float, ...], amount: float) -> tuple[float, ...]:
+        changed = list(values)
+        changed[source] -= amount
+        changed[target] += amount
+        if changed[source] < -1e-9 * values[source]:
+            raise ValueError(
+                f"what_if: the layers of a stage must not take more than the stage; the {name} of stage "
+                f"{source} takes {values[source]}, that of its layer {layer.name!r} {amount}."
+            )
+        changed[source] = max(0.0, changed[source])
+        return tuple(changed)
+
+    costs, memory = scenario.costs, scenario.memory
+    costs = dataclasses.replace(
+        costs,
+        forward=moved("forward", costs.forward, layer.forward),
+        backward=moved("backward", costs.backward, layer.backward),
+    )
+    if memory is not None:
+        constant, held = list(memory.num_constant_bytes), list(memory.num_held_bytes)
+        for stage, sign in ((source, -1), (target, 1)):
+            constant[scenario.device_mapping[stage]] += sign * layer.num_constant_bytes
+            held[stage] += sign * layer.num_held_bytes
+        memory = Memory(tuple(constant), tuple(held))
+    return dataclasses.replace(scenario, costs=costs, memory=memory)

@@ -1,0 +1,149 @@
+"""Emulated devices: stages that sleep in a foreign function, compiled here with the headers of jaxlib."""
+
+import statistics
+import time
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from benchmarks.emulation import stages, timing
+from ipu_pipeline import engine
+from ipu_pipeline.engine import reference
+from ipu_pipeline.engine.schedules import ActionKind
+from tests import models
+from tests.test_executables import no_cache  # noqa: F401  # a fixture
+
+pytestmark = pytest.mark.skipif(stages.find_compiler() is None, reason="there is no g++")
+
+NUM_STAGES, COUNT = 4, 8
+
+
+def make(forward_ms, backward_ms, num_stages=NUM_STAGES, **options):
+    return stages.make_pipeline([forward_ms] * num_stages, [backward_ms] * num_stages, COUNT, **options)
+
+
+def time_steps(emulated, number):
+    """Seconds of each step, the first one left out; and the state after them."""
+    pipeline, state, micro_batches = emulated
+    taken = []
+    for _update in range(number + 1):
+        begin = time.perf_counter()
+        state, outputs = pipeline.step(state, micro_batches)
+        jax.block_until_ready((state, outputs.collected))
+        taken.append(time.perf_counter() - begin)
+    return taken[1:], state
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},  # equal stages are then one executable
+        {"dispatch_plan": engine.DispatchPlan(2)},
+        {"dispatch_plan": engine.DispatchPlan(1, True), "recompute": "auto"},
+        {"device_mapping": [0] * NUM_STAGES},
+        {"backward_ms": (0.5, 0.5), "schedule": "interleaved"},
+        {"num_stages": 3, "transfer_ms": 0.5, "num_bytes": 65536},
+        {"transfer_ms": 0.5, "device_mapping": [0, 1, 1, 0]},
+    ],
+    ids=str,
+)
+def test_equals_a_plain_loop(options, no_cache):  # noqa: F811
+    optimizer = optax.adam(0.01)
+    pipeline, state, step = make(
+        **{"forward_ms": 0.5, "backward_ms": 1.0, "optimizer": optimizer, **options}
+    )
+    plain = models.on_one_device(state)
+    for _update in range(2):
+        state, outputs = pipeline.step(state, step)
+        plain, expected = reference.step(pipeline.traced, plain, step, optimizer=optimizer)
+        models.assert_trees_close(outputs.losses, expected.losses)
+        models.assert_trees_close(state.variables, plain.variables)
+        models.assert_trees_close(state.optimizer_state, plain.optimizer_state)
+
+
+def test_by_default_stages_overlap_and_are_not_chunked(no_cache):  # noqa: F811
+    """In chunks of two a step takes 1.27 of the ideal, and without overlap 2.9."""
+    emulated = make(10.0, 20.0)
+    plan = emulated.pipeline.dispatch_plan
+    assert plan.chunk_size == 1
+    assert "no cost is known of ffi_call" in plan.reason
+    taken, _state = time_steps(emulated, 3)
+    assert min(taken) < 1.2 * (COUNT + NUM_STAGES - 1) * 0.03
+
+
+def test_each_program_is_timed_alone():
+    """Stages that differ, a backward in two halves, and transfers on their way for 6 ms."""
+    emulated = stages.make_pipeline([2.0, 4.0, 3.0], [8.0, (5.0, 7.0), 6.0], COUNT, transfer_ms=6.0)
+    before = jax.tree.map(np.array, emulated.state.variables)
+    times = timing.time_programs(*emulated, num_rounds=3)
+    asked = {
+        (ActionKind.FORWARD, 0): 2e-3,
+        (ActionKind.FORWARD, 1): 4e-3,
+        (ActionKind.FORWARD, 2): 9e-3,  # both directions of the last stage
+        (ActionKind.BACKWARD, 1): 12e-3,  # the halves take turns
+        (ActionKind.BACKWARD, 0): 8e-3,
+    }
+    assert times.programs.keys() == asked.keys()
+    for key, seconds in asked.items():
+        assert seconds <= times.programs[key] < 2 * seconds + 5e-3, key
+    sent = {
+        (ActionKind.FORWARD, 0),
+        (ActionKind.FORWARD, 1),
+        (ActionKind.FORWARD, 2),
+        (ActionKind.BACKWARD, 1),
+    }
+    assert times.transfers.keys() == sent
+    for seconds in times.transfers.values():
+        assert 6e-3 <= seconds < 2e-2
+    assert times.updates.keys() == {0, 1, 2}
+    models.assert_trees_close(jax.tree.map(np.array, emulated.state.variables), before)
+
+
+def test_the_ideal_is_that_of_the_schedule():
+    """Equal stages: (micro-batches + stages - 1) times both directions, and the update of stage 0."""
+    emulated = make(0.1, 0.1)
+    kinds = {(ActionKind.FORWARD, 3): 3.0}
+    kinds |= {(ActionKind.FORWARD, stage): 1.0 for stage in range(3)}
+    kinds |= {(ActionKind.BACKWARD, stage): 2.0 for stage in range(3)}
+    times = timing.Times(kinds, {}, {0: 0.5, 3: 0.25})
+    assert timing.ideal_seconds(emulated.pipeline, times) == pytest.approx(
+        (COUNT + NUM_STAGES - 1) * 3 + 0.5
+    )
+
+
+def test_transfers_take_time_but_no_time_of_a_device():
+    """Two stages of 2 + 2 ms: what is 10 ms on its way delays the ends of a step, and not each action."""
+    plain, _state = time_steps(make(2.0, 2.0, num_stages=2), 5)
+    delayed, _state = time_steps(make(2.0, 2.0, num_stages=2, transfer_ms=10.0), 5)
+    # A link carries one array at a time, so 8 micro-batches are 80 ms on it, and the last gradient 10 more;
+    # before the first and after the last one a stage has 2 ms to do, and the last stage 4.
+    assert statistics.median(delayed) > statistics.median(plain) + 0.04
+    assert min(delayed) > 0.09
+    assert min(delayed) < 0.16  # were the devices held meanwhile, 32 + 160 ms at least
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"backward_ms": [1.0]}, "an entry per stage; they have 2 and 1"),
+        ({"num_bytes": 8000}, "8192 at least.*got 8000"),
+        ({"num_bytes": 8193}, "a multiple of 32.*got 8193"),
+        (
+            {"forward_ms": [1.0] * 4, "backward_ms": [1.0] * 4, "transfer_ms": 1.0},
+            "need 10 virtual devices",
+        ),
+    ],
+)
+def test_what_cannot_be_emulated_is_refused(options, message):
+    given = {"forward_ms": [1.0] * 2, "backward_ms": [1.0] * 2, "num_micro_batches": COUNT, **options}
+    with pytest.raises(ValueError, match=message):
+        stages.make_pipeline(**given)
+
+
+def test_without_a_compiler_the_error_says_so(monkeypatch):
+    monkeypatch.setattr(stages, "find_compiler", lambda: None)
+    stages.register.cache_clear()
+    with pytest.raises(RuntimeError, match=r"need g\+\+"):
+        make(1.0, 1.0)

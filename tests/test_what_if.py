@@ -1,0 +1,172 @@
+"""What would be: each row is the simulation of the scenario that it names."""
+
+import pytest
+
+from ipu_pipeline.engine.schedules import (
+    Action,
+    ActionKind,
+    Costs,
+    Layer,
+    Memory,
+    Scenario,
+    advise,
+    predict_step_time,
+    simulate,
+    variants,
+    what_if,
+)
+
+
+def scenario(schedule="grouped", count=16, *, of=None, **costs):
+    return Scenario(Costs.of(4, **costs), schedule, count, **(of or {}))
+
+
+def test_rows():
+    case = scenario(forward=[1, 1, 2, 1], backward=2, of={"micro_batch_size": 8})
+    rows = what_if(case)
+    found = [(row.change, row.schedule, row.num_micro_batches, row.split) for row in rows]
+    both = "schedule and gradient accumulation count"
+    assert found == [
+        ("", "grouped", 16, ""),
+        *(("gradient accumulation count", "grouped", count, "") for count in (8, 32, 64)),
+        ("schedule", "interleaved", 16, ""),
+        *((both, "interleaved", count, "") for count in (8, 32, 64)),
+        ("schedule", "sequential", 16, ""),
+        *((both, "sequential", count, "") for count in (8, 32, 64)),
+        *(
+            ("split", "grouped", 16, f"10% of a mean stage from stage {source} to {target}")
+            for edge in range(3)
+            for source, target in ((edge, edge + 1), (edge + 1, edge))
+        ),
+    ]
+    own = simulate(case).free_running
+    for row in rows:
+        timeline = simulate(row.scenario).free_running
+        assert row.step_time == timeline.step_time
+        assert row.samples_per_second == timeline.samples_per_second
+        assert row.utilisation == pytest.approx(timeline.utilisation)
+        assert row.gain == pytest.approx(timeline.samples_per_second / own.samples_per_second - 1)
+        assert row.num_peak_bytes is None
+        assert row.scenario.num_micro_batches == row.num_micro_batches
+        assert row.scenario.schedule == row.schedule
+    # 10% of a mean stage are 0.325: a quarter of it from the forward, as that is of stage 1.
+    (row,) = [row for row in rows if row.split == "10% of a mean stage from stage 1 to 2"]
+    assert row.scenario.costs.forward == pytest.approx((1, 1 - 0.325 / 3, 2 + 0.325 / 3, 1))
+    assert row.scenario.costs.backward == pytest.approx((2, 2 - 0.65 / 3, 2 + 0.65 / 3, 2))
+
+
+def test_layers_move_with_what_they_hold():
+    case = scenario(
+        count=8, forward=[1, 1, 3, 1], backward=[2, 2, 6, 2], of={"memory": Memory((10,) * 4, (1, 2, 3, 0))}
+    )
+    layers = [
+        [Layer("a", 1, 2)],
+        [Layer("b", 1, 2)],
+        [Layer("c", 1, 2, 4, 1), Layer("d", 0.5, 1), Layer("e", 1.5, 3, 5, 2)],
+        [Layer("f", 0.5, 1, 1), Layer("g", 0.5, 1)],
+    ]
+    rows = {row.split: row for row in what_if(case, layers, counts=[]) if row.change == "split"}
+    assert list(rows) == ["c from stage 2 to 1", "e from stage 2 to 3", "f from stage 3 to 2"]
+    moved = rows["e from stage 2 to 3"].scenario
+    assert moved.costs.forward == (1, 1, 1.5, 2.5)
+    assert moved.costs.backward == (2, 2, 3, 5)
+    assert moved.memory == Memory((10, 10, 5, 15), (1, 2, 1, 2))
+    # Grouped holds 7, 5, 3 and 1 micro-batches.
+    assert rows["e from stage 2 to 3"].num_peak_bytes == max(10 + 7, 10 + 5 * 2, 5 + 3, 15 + 2)
+    assert rows["c from stage 2 to 1"].num_peak_bytes == 14 + 5 * 3
+    advice = advise(case, layers)
+    assert advice.limiting_stage == 2
+    assert advice.variant.split == "c from stage 2 to 1"
+    assert advice.sentence.startswith(
+        "Stage 2 holds the others back, as its IPU has 2 times the mean work: moving c from stage 2 to 1 "
+        "would give "
+    )
+    assert advice.sentence.endswith(", while the IPU that holds most would hold 9 bytes more.")
+
+
+def test_the_peak_is_that_of_the_simulation():
+    case = scenario(
+        "interleaved", 9, forward=1, backward=2, of={"memory": Memory((5, 6, 7, 8), (40, 30, 20, 10))}
+    )
+    for row in what_if(case):
+        peaks = simulate(row.scenario).free_running.peaks
+        assert row.num_peak_bytes == max(peak.num_bytes for peak in peaks)
+
+
+def test_stages_on_one_ipu_exchange_nothing():
+    of = {"device_mapping": (0, 0, 1, 1)}
+    rows = what_if(scenario(forward=1, backward=2, of=of), counts=[])
+    assert [row.split for row in rows if row.change == "split"] == [
+        "10% of a mean stage from stage 1 to 2",
+        "10% of a mean stage from stage 2 to 1",
+    ]
+
+
+def test_larger_programs_where_the_host_is_slow():
+    case = scenario(forward=0.1, backward=0.2, host=1.0)
+    rows = [row for row in what_if(case) if row.change == "micro-batches per program"]
+    assert [row.chunk_size for row in rows] == [2, 4]
+    advice = advise(case)
+    assert advice.variant.chunk_size == 4
+    assert "4 micro-batches per program (dispatch_plan) would give" in advice.sentence
+
+
+@pytest.mark.parametrize("schedule", ["function", "timetable"])
+def test_schedules_without_a_name(schedule):
+    """A timetable has one count only, and a function may raise for others."""
+
+    def mine(num_stages, num_micro_batches, device_mapping, training):
+        del device_mapping, training
+        count = min(num_micro_batches, 16)
+        kinds = (ActionKind.FORWARD, ActionKind.BACKWARD)
+        return [
+            [Action(kind, stage, k) for kind in kinds for k in range(count)] for stage in range(num_stages)
+        ]
+
+    case = scenario(mine, forward=1, backward=2)
+    if schedule == "timetable":
+        case = scenario(case.timetable(), forward=1, backward=2)
+    rows = what_if(case)
+    own = [row.num_micro_batches for row in rows if row.schedule in ("mine", "timetable")]
+    assert own[:2] == ([16, 8] if schedule == "function" else [16, 16])
+    assert {row.num_micro_batches for row in rows if row.schedule == "grouped"} == {8, 16, 32, 64}
+
+
+def test_what_has_too_many_actions_is_left_out(monkeypatch):
+    monkeypatch.setattr(variants, "MAX_ACTIONS", 200)
+    assert {row.num_micro_batches for row in what_if(scenario(forward=1, backward=2))} == {8, 16}
+
+
+def test_the_schedule_is_advised_before_the_count():
+    advice = advise(scenario("sequential", forward=1, backward=2))
+    assert advice.variant.schedule == "grouped"
+    assert advice.variant.num_micro_batches == 16
+    assert advice.gain == pytest.approx(192 / 57 - 1)
+    assert advice.sentence == (
+        "The schedule grouped instead of sequential would give 237% more samples per second "
+        "(a step takes 192 now, and 57 then)."
+    )
+    advice = advise(scenario(forward=1, backward=2))
+    assert advice.sentence.startswith(
+        "A gradient accumulation count of 64 instead of 16 would give 13% more"
+    )
+
+
+def test_nothing_to_advise():
+    advice = advise(Scenario(Costs.of(1, forward=1, backward=2), "grouped", 4))
+    assert (advice.gain, advice.variant) == (0, None)
+    assert advice.sentence == (
+        "Nothing that was simulated gains 2%: IPUs compute in 100% of a step, and stage 0 takes longest."
+    )
+    free = scenario(forward=0)
+    assert predict_step_time(free) == 0
+    assert advise(free).gain == 0
+
+
+def test_layers_are_checked():
+    case = scenario(forward=1, backward=2)
+    with pytest.raises(ValueError, match="layers must have a list for each of the 4 stages; got 1"):
+        what_if(case, [[]])
+    layers = [[Layer("a", 0.1), Layer("b", 5)], [], [], []]
+    with pytest.raises(ValueError, match=r"the forward of stage 0 takes 1\.0, that of its layer 'b' 5"):
+        what_if(case, layers)
