@@ -18,6 +18,7 @@ import pytest
 from jax._src import lru_cache  # how JAX writes its cache; there is no public way to say it
 
 import ipu_pipeline as ipu
+from ipu_pipeline.processes import announcing, board
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so a shell starts what is to run in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -44,6 +45,11 @@ def pytest_configure(config):
         jax.config.update("jax_compilation_cache_dir", str(directory))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    # What tests run is announced, but not to the user's monitor.
+    if directory is not None:
+        os.environ[board.DIRECTORY_VARIABLE] = str(config.cache.mkdir("announced"))
+    else:
+        os.environ[announcing.SWITCH_VARIABLE] = "0"
 
 
 @pytest.fixture(autouse=True, scope="session")

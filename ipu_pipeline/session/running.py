@@ -21,8 +21,9 @@ from ipu_pipeline.engine import watching
 from ipu_pipeline.engine.devices.feeds import Take, take_nothing
 from ipu_pipeline.engine.devices.rows import make_rows, put_host_copies
 from ipu_pipeline.engine.execution.contract import Request, Runner
+from ipu_pipeline.engine.execution.watched import rehearse
 from ipu_pipeline.graph.placeholders import Placeholder
-from ipu_pipeline.processes import interrupts
+from ipu_pipeline.processes import announcing, interrupts
 from ipu_pipeline.program.calls import LoopCall, PipelineCall
 from ipu_pipeline.program.program import CallStep, Program, read_atom
 from ipu_pipeline.queues.synthetic import make_synthetic, uses_synthetic_data
@@ -131,28 +132,32 @@ def _run_pipeline(
     done, wanted = 0, call.repeat_count
     if limit.max_updates is not None:
         wanted = min(wanted, limit.max_updates)
-    while done < wanted:
-        # What is on the devices is one update's.
-        left, total = (1, 1) if is_synthetic else (wanted - done, call.repeat_count)
-        pending = pipeline.accumulate(state, take, inputs, left, total, count)
-        # From here the old state may be gone (its memory is given to the new one) before the new
-        # one is in its place.
-        with interrupts.deferred(), _replacing(store, runner):
-            before = int(state.execution_count)
-            progress = pipeline.update(state, pending)
-            state = progress.state.pipeline
-            num_done = int(state.execution_count) - before
-            done += num_done
-            store.keep(call, state)
-            if not is_synthetic:
-                if call.infeed_queue is not None:
-                    call.infeed_queue.mark()
-                call.hand_out(progress)
-            last = state.update_count if call.trains else state.execution_count
-            store.metrics.add(call, num_done, int(last), progress)
-        if limit.should_stop is not None and limit.should_stop():
-            break
-    jax.block_until_ready((state.variables, state.optimizer_state))
+    micro_batches = pipeline.num_micro_batches if count is None else count
+    assert micro_batches is not None
+    with announcing.running(store, call.name, pipeline, runner, devices, micro_batches) as told:
+        while done < wanted:
+            # What is on the devices is one update's.
+            left, total = (1, 1) if is_synthetic else (wanted - done, call.repeat_count)
+            pending = pipeline.accumulate(state, take, inputs, left, total, count)
+            # From here the old state may be gone (its memory is given to the new one) before the new
+            # one is in its place.
+            with interrupts.deferred(), _replacing(store, runner):
+                before = int(state.execution_count)
+                progress = pipeline.update(state, pending)
+                state = progress.state.pipeline
+                num_done = int(state.execution_count) - before
+                done += num_done
+                store.keep(call, state)
+                if not is_synthetic:
+                    if call.infeed_queue is not None:
+                        call.infeed_queue.mark()
+                    call.hand_out(progress)
+                last = state.update_count if call.trains else state.execution_count
+                store.metrics.add(call, num_done, int(last), progress)
+                told.done(num_done * micro_batches * pipeline.num_serialized, int(last))
+            if limit.should_stop is not None and limit.should_stop():
+                break
+        jax.block_until_ready((state.variables, state.optimizer_state))
 
 
 def _run_loop(
@@ -184,26 +189,31 @@ def _run_loop(
     if infeed is not None and count != 0:
         take = infeed.connect(runner.place_element, num_fetched, is_tentative=count is None)
     done = 0
-    while (count is None or done < count) and loop.goes_on(inputs, changing):
-        limit = num_fetched if count is None else min(num_fetched, count - done)
-        elements = take(limit)  # an interrupt may end this; what has been taken is run
-        with interrupts.deferred(), _replacing(store, runner):  # see _run_pipeline
-            request = Request(inputs, every, limit, total, changing, done)
-            pending = runner.fetch(state, request, functools.partial(_give, elements))
-            progress = runner.run(state, pending)
-            state, changing = progress.state, progress.carried
-            num_unneeded = pending.count - progress.count
-            done += progress.count
-            store.keep_loop(call, state)
-            if infeed is not None:
-                infeed.mark(num_unneeded)
-            for part in () if is_synthetic else progress.collected:
-                enqueued = loop.split_enqueued(part)
-                for (entry, _places), leaves in zip(body.enqueued, enqueued, strict=True):
-                    entry.target.extend(leaves, part.size)
-        if infeed is not None and num_unneeded:
-            infeed.give_back()
-    jax.block_until_ready((state.pipeline.variables, state.pipeline.optimizer_state))
+    if (watcher := watching.current()) is not None:
+        limit = num_fetched if count is None else min(num_fetched, count)
+        rehearse(watcher, runner, state, Request(inputs, every, limit, total, changing))
+    with announcing.running(store, call.name, loop, runner, devices, total) as told:
+        while (count is None or done < count) and loop.goes_on(inputs, changing):
+            limit = num_fetched if count is None else min(num_fetched, count - done)
+            elements = take(limit)  # an interrupt may end this; what has been taken is run
+            with interrupts.deferred(), _replacing(store, runner):  # see _run_pipeline
+                request = Request(inputs, every, limit, total, changing, done)
+                pending = runner.fetch(state, request, functools.partial(_give, elements))
+                progress = runner.run(state, pending)
+                state, changing = progress.state, progress.carried
+                num_unneeded = pending.count - progress.count
+                done += progress.count
+                store.keep_loop(call, state)
+                if infeed is not None:
+                    infeed.mark(num_unneeded)
+                for part in () if is_synthetic else progress.collected:
+                    enqueued = loop.split_enqueued(part)
+                    for (entry, _places), leaves in zip(body.enqueued, enqueued, strict=True):
+                        entry.target.extend(leaves, part.size)
+                told.done(progress.count, state.pipeline.update_count if call.trains else None)
+            if infeed is not None and num_unneeded:
+                infeed.give_back()
+        jax.block_until_ready((state.pipeline.variables, state.pipeline.optimizer_state))
     return loop.join_carried(constant, changing)
 
 

@@ -37,10 +37,11 @@ def _beside(name: str, members: str, purpose: str) -> Room:
 
 # From the ground up. A room imports only those before it.
 FLOORS = (
+    _beside("ground", "tables", "Plain tables for terminals"),
     _beside(
         "engine: ground",
-        "engine.errors engine.state engine.jax_compat engine.progress engine.tables engine.watching",
-        "Errors, state, private names of JAX, progress, tables, who watches",
+        "engine.errors engine.state engine.jax_compat engine.progress engine.watching",
+        "Errors, state, private names of JAX, progress, who watches",
     ),
     _folder("engine/jaxprs"),
     _folder("engine/schedules"),

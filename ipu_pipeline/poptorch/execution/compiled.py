@@ -18,7 +18,7 @@ from ipu_pipeline.poptorch.errors import Error
 from ipu_pipeline.poptorch.execution.weights import on_host
 from ipu_pipeline.poptorch.graphs.stages import ModelStages
 from ipu_pipeline.poptorch.structures import Structure
-from ipu_pipeline.processes import interrupts
+from ipu_pipeline.processes import announcing, interrupts
 from ipu_pipeline.reports.capturing import start_automatic_report
 
 __all__ = ["CompiledModel"]
@@ -62,6 +62,7 @@ class CompiledModel:
         self.outputs = outputs
         self.pipeline = pipeline
         self._held = _find_held(model, stages.tensors.values())
+        self._name, self._devices = type(model).__name__, list(devices)
         self._checks_numbers = checks_numbers
         start_automatic_report()
         self._synthetic: list[Any] | None = None
@@ -103,18 +104,21 @@ class CompiledModel:
         state = pipeline.place(self.state)
         collected: list[Collected] = []
         done = 0
-        while done < total:
-            num_updates = total - done if synthetic is None else 1
-            pending = pipeline.accumulate(state, take, (), num_updates, total)
-            # From here the old state may be gone before the new one is in its place.
-            with interrupts.deferred():
-                progress = pipeline.update(state, pending)
-                state, made = progress.state.pipeline, progress.collected
-                if self._checks_numbers:
-                    _check_numbers(state, made)
-                done += state.execution_count - self.state.execution_count
-                self.state = state
-            collected += made
+        with announcing.running(self, self._name, pipeline, runner, self._devices, every) as told:
+            while done < total:
+                num_updates = total - done if synthetic is None else 1
+                pending = pipeline.accumulate(state, take, (), num_updates, total)
+                # From here the old state may be gone before the new one is in its place.
+                with interrupts.deferred():
+                    progress = pipeline.update(state, pending)
+                    state, made = progress.state.pipeline, progress.collected
+                    if self._checks_numbers:
+                        _check_numbers(state, made)
+                    num_done = state.execution_count - self.state.execution_count
+                    done += num_done
+                    self.state = state
+                    told.done(num_done * every, state.update_count or state.execution_count)
+                collected += made
         return collected
 
     def compile(self, num_updates: int) -> None:

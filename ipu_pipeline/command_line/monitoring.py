@@ -1,0 +1,184 @@
+"""Tells what is running on this machine: programs of the user's, their IPUs, speed and memory."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from ipu_pipeline.processes import board
+from ipu_pipeline.tables import align, describe_bytes, printable, shorten
+
+__all__ = ["add"]
+
+_HEADINGS = (
+    "pid",
+    "program",
+    "pipeline",
+    "state",
+    "IPUs",
+    "updates",
+    "speed",
+    "planned",
+    "process",
+    "since",
+)
+_NUMBERS = (0, 5, 6, 7, 8)
+_MAX_NAME = 32
+
+
+def add(commands: Any) -> None:
+    """Adds the command's parser; see `main`."""
+    parser = commands.add_parser(
+        "monitor",
+        help="tell which programs run on this machine",
+        description="Tells which of your programs run pipelines on this machine: their IPUs, the weight "
+        "updates that they have done (executions, in inference), samples or micro-batches per second, the "
+        "most memory that is planned for one IPU, and the memory of the process. Programs that run with "
+        "IPU_PIPELINE_ANNOUNCE=0 are not told.",
+    )
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.add_argument(
+        "--watch",
+        nargs="?",
+        type=_seconds,
+        const=2.0,
+        metavar="SECONDS",
+        help="again every so many seconds (2), until Ctrl-C",
+    )
+    parser.set_defaults(call=lambda parsed: _monitor(parsed.json, parsed.watch))
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0.1 <= seconds <= 86400:
+        raise argparse.ArgumentTypeError(f"must be a number of seconds from 0.1 to 86400; got {text!r}")
+    return seconds
+
+
+def _monitor(as_json: bool, every: float | None) -> int:
+    if every is None:
+        print(_describe(as_json))  # noqa: T201  # a program
+        return 0
+    clears = sys.stdout.isatty() and not as_json
+    try:
+        while True:
+            text = _describe(as_json)
+            print(f"\033[H\033[2J{text}" if clears else text, flush=True)  # noqa: T201  # a program
+            time.sleep(every)
+    except KeyboardInterrupt:
+        return 130
+
+
+def _describe(as_json: bool) -> str:
+    found = board.read_all()
+    for reason in found.refused:
+        print(f"ipu-pipeline monitor: {printable(reason)}.", file=sys.stderr)  # noqa: T201  # a program
+    programs = [_complete(announced) for announced in found.announced]
+    if as_json:
+        return json.dumps({"programs": programs})
+    if not programs:
+        return "No programs are running."
+    rows = [row for program in programs for row in _make_rows(program)]
+    return "\n".join(align([_HEADINGS, *rows], _NUMBERS))
+
+
+def _complete(announced: Mapping[str, Any]) -> dict[str, Any]:
+    """What a program announced, with what is asked of the system; what identifies it is left out."""
+    process = announced["process"]
+    return {
+        "pid": process["pid"],
+        "program": announced["program"],
+        "started": announced["started"],
+        "resident_bytes": board.resident_bytes(process["pid"]),
+        "runs": [_complete_run(run) for run in announced["runs"]],
+    }
+
+
+def _complete_run(run: Mapping[str, Any]) -> dict[str, Any]:
+    rate, size = run["rate"], run["batch_size"]
+    is_known = rate is not None and size is not None and run["unit"] == "micro-batch"
+    return {**run, "samples_per_second": rate * size if is_known else None}
+
+
+def _make_rows(program: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    size = program["resident_bytes"]
+    head = (str(program["pid"]), _shown(Path(program["program"]).name))
+    tail = "" if size is None else describe_bytes(size)
+    runs = [
+        (
+            _shown(run["name"]),
+            _shown(run["state"]),
+            _describe_ipus(run["ipus"]),
+            f"{run['count']:,}",
+            _describe_rate(run),
+            _describe_planned(run["ipus"]),
+        )
+        for run in program["runs"]
+    ] or [("", "", "", "", "", "")]
+    sinces = [_describe_time(run["since"]) for run in program["runs"]] or [
+        _describe_time(program["started"])
+    ]
+    return [
+        (*(head if number == 0 else ("", "")), *run, tail if number == 0 else "", since)
+        for number, (run, since) in enumerate(zip(runs, sinces, strict=True))
+    ]
+
+
+def _describe_ipus(ipus: Sequence[Mapping[str, Any]]) -> str:
+    """Devices by kind: `0..3 cpu`."""
+    by_kind: dict[str, list[int]] = {}
+    for ipu in ipus:
+        by_kind.setdefault(ipu["kind"], []).append(ipu["device"])
+    return "; ".join(
+        f"{_describe_numbers(sorted(found))} {_shown(kind)}" for kind, found in by_kind.items()
+    )
+
+
+def _describe_numbers(numbers: Sequence[int]) -> str:
+    is_run = list(numbers) == list(range(numbers[0], numbers[0] + len(numbers)))
+    if len(numbers) > 2 and is_run:
+        return f"{numbers[0]}..{numbers[-1]}"
+    return shorten(", ".join(map(str, numbers)), _MAX_NAME)
+
+
+def _describe_rate(run: Mapping[str, Any]) -> str:
+    rate, what = run["rate"], f"{run['unit']}s"
+    if run["samples_per_second"] is not None:
+        rate, what = run["samples_per_second"], "samples"
+    elif run["unit"] == "micro-batch":
+        what = "micro-batches"
+    if rate is None:
+        return ""
+    return f"{rate:,.{0 if rate >= 100 else 1 if rate >= 10 else 2}f} {what}/s"
+
+
+def _describe_planned(ipus: Sequence[Mapping[str, Any]]) -> str:
+    """The IPU that takes most."""
+    planned = [(ipu["planned_bytes"], ipu["ipu"]) for ipu in ipus if ipu["planned_bytes"] is not None]
+    if not planned:
+        return ""
+    most, number = max(planned, key=lambda pair: (pair[0], -pair[1]))
+    return describe_bytes(most) if len(ipus) == 1 else f"{describe_bytes(most)} on IPU {number}"
+
+
+def _describe_time(seconds: float) -> str:
+    try:
+        moment = datetime.fromtimestamp(seconds)
+    except (OverflowError, OSError, ValueError):
+        return ""
+    today = datetime.now().date() == moment.date()
+    return moment.strftime("%H:%M:%S" if today else "%Y-%m-%d %H:%M")
+
+
+def _shown(text: str) -> str:
+    return shorten(printable(text), _MAX_NAME)

@@ -1,0 +1,298 @@
+"""Says what this process is running, for `ipu-pipeline monitor`.
+
+Whoever runs a pipeline or loop counts what is done, which takes a microsecond and writes nothing. A thread
+looks at the counts once a second, and writes them if they have changed. Nothing of it raises: a full disk
+or a directory that cannot be written is tried again a minute later. IPU_PIPELINE_ANNOUNCE=0 turns it off.
+
+Signals may interrupt counting at any place, so that nothing of it holds a lock.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+import jax
+
+from ipu_pipeline.engine.execution.contract import Runner
+from ipu_pipeline.engine.loops.loop import Loop
+from ipu_pipeline.engine.pipeline import Pipeline
+from ipu_pipeline.engine.planning.memory import IpuMemory
+from ipu_pipeline.processes import board, interrupts
+
+__all__ = ["SWITCH_VARIABLE", "Run", "running"]
+
+SWITCH_VARIABLE = "IPU_PIPELINE_ANNOUNCE"
+_INTERVAL = 1.0  # seconds between two writes at least
+_AFTER_ERROR = 60.0  # seconds
+_WINDOW = 10.0  # seconds that a speed is measured over
+_PAUSE = 2.0  # seconds between runs that are told as one
+_MAX_RUNS = 16  # that are told
+
+_logger = logging.getLogger("ipu_pipeline")
+
+
+class Run:
+    """A pipeline or loop that has been run, and may be again; a context manager for while it runs."""
+
+    def __init__(self, name: str, model: Pipeline | Loop, devices: Sequence[Any], count: int) -> None:
+        """Made by `running`."""
+        is_loop = isinstance(model, Loop)
+        ipus = model.body.shards if isinstance(model, Loop) else model.device_mapping
+        self._facts = {
+            "name": name,
+            "trains": model.updates is not None,
+            "unit": "iteration" if is_loop else "micro-batch",
+            "batch_size": _find_batch_size(model),
+        }
+        self._ipus = [
+            (ipu, devices[ipu].id, devices[ipu].platform, devices[ipu].device_kind)
+            for ipu in sorted(set(ipus))
+        ]
+        self._planned: dict[int, int] | None = None
+        self._plan: Callable[[Runner[Any]], Sequence[IpuMemory]] = _make_plan(weakref.ref(model), count)
+        self.runner: weakref.ref[Runner[Any]] | None = None
+        self.is_running = False
+        self.since = time.time()
+        self.count = 0
+        self.handled = 0
+        self._next = 0.0
+        self._ended = -_PAUSE
+        self._points: tuple[tuple[float, int], ...] = ()  # when, and how much had been handled then
+
+    def __enter__(self) -> Run:
+        """Begins a run."""
+        now = time.monotonic()
+        if now - self._ended > _PAUSE:
+            self.since = time.time()
+        if self._points and now - self._points[-1][0] > _WINDOW:
+            self._points = ()  # what was handled long ago says nothing of the speed
+        self.is_running = True
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Ends it."""
+        now = time.monotonic()
+        if now < self._next and len(self._points) > 1:
+            self._points = (*self._points[:-1], (now, self.handled))
+        else:
+            self._note(now)
+        self._ended, self.is_running = now, False
+
+    def done(self, handled: int, count: int | None = None) -> None:
+        """Counts.
+
+        Args:
+          handled: micro-batches, or iterations, that have been handled since the last call.
+          count: how many weight updates have been done in all; executions, in inference. None: what has
+            been handled.
+        """
+        self.handled += handled
+        self.count = self.handled if count is None else count
+        now = time.monotonic()
+        if now >= self._next:
+            self._note(now)
+
+    def _note(self, now: float) -> None:
+        self._next = now + 0.5
+        recent = [point for point in self._points if now - point[0] <= _WINDOW]
+        # Of slow ones the last but one is needed, however old it is.
+        self._points = (*(recent or self._points[-1:]), (now, self.handled))
+
+    def is_known(self) -> bool:
+        """Whether what ran is still there."""
+        return self.runner is not None and self.runner() is not None
+
+    def describe(self) -> dict[str, Any]:
+        """What is told of it."""
+        now, planned = time.monotonic(), self._find_planned()
+        is_waiting = not self.is_running and now - self._ended > _PAUSE
+        return {
+            **self._facts,
+            "state": "waiting" if is_waiting else "running",
+            "since": self.since,
+            "count": self.count,
+            "handled": self.handled,
+            "rate": None if is_waiting else self._find_rate(now),
+            "ipus": [
+                {
+                    "ipu": ipu,
+                    "device": number,
+                    "platform": platform,
+                    "kind": kind,
+                    "planned_bytes": planned.get(ipu),
+                }
+                for ipu, number, platform, kind in self._ipus
+            ],
+        }
+
+    def _find_rate(self, now: float) -> float | None:
+        """How much is handled per second; None if too little is known, or nothing was done for long."""
+        points = self._points
+        if len(points) < 2 or points[-1][1] == points[0][1]:
+            return None
+        seconds = points[-1][0] - points[0][0]
+        if now - points[-1][0] > max(_WINDOW, 3 * seconds / (len(points) - 1)):
+            return None
+        return (points[-1][1] - points[0][1]) / seconds
+
+    def _find_planned(self) -> dict[int, int]:
+        """What the IPUs take, once it is known what the programs do."""
+        if self._planned is None and self.handled and self.runner is not None:
+            runner = self.runner()
+            self._planned = {}
+            if runner is not None:
+                try:
+                    self._planned = {one.ipu: one.num_device_bytes for one in self._plan(runner)}
+                except Exception:  # while it is read, another thread may be about to change the pipeline
+                    _logger.debug("What a pipeline takes is not announced.", exc_info=True)
+        return self._planned or {}
+
+
+class _Announcer:
+    """The runs of this process, and the thread that writes them."""
+
+    def __init__(self) -> None:
+        self.runs: dict[tuple[int, str, bool], Run] = {}
+        self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
+        self._has_ended = threading.Event()
+
+    def start(self) -> None:
+        """Starts the thread, the first time."""
+        if self._thread is None:
+            with interrupts.deferred(), self._starting:  # signals wait: they must leave no lock behind
+                self._start_once()
+
+    def _start_once(self) -> None:
+        if self._thread is not None:
+            return
+        thread = threading.Thread(target=self._work, name="ipu-announcing", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # there are too many, or Python is about to end
+            return
+        self._thread = thread
+        atexit.register(self._end)
+
+    def _end(self) -> None:
+        """Takes down what this process has announced. It does not wait long for a disk."""
+        if self is not _announcer or self._thread is None:  # of a process that this one was forked off
+            return
+        self._has_ended.set()
+        self._thread.join(timeout=1)
+
+    def _work(self) -> None:
+        process, written, started = board.this_process(), None, time.time()
+        if process is None:
+            return
+        with contextlib.suppress(OSError):
+            board.read_all()  # what others left is removed
+        delay = 0.0
+        while not self._has_ended.wait(delay):
+            delay = _INTERVAL
+            try:
+                known = [run for run in list(self.runs.values()) if run.is_known()]
+                runs = [run.describe() for run in known]
+                told = {"program": _program(), "started": started, "runs": runs}
+                if told != written:
+                    board.write(process, {**told, "written": time.time()})
+                    written = told
+            except Exception:
+                _logger.debug("What runs is not announced.", exc_info=True)
+                delay = _AFTER_ERROR
+        board.remove(process)
+
+
+_announcer = _Announcer()
+
+
+def _begin_anew() -> None:
+    """In a forked process: what its parent runs is not its own."""
+    global _announcer
+    _announcer = _Announcer()
+
+
+os.register_at_fork(after_in_child=_begin_anew)
+
+
+def running(
+    owner: object,
+    name: str,
+    model: Pipeline | Loop,
+    runner: Runner[Any],
+    devices: Sequence[Any],
+    count: int,
+) -> contextlib.AbstractContextManager[Run]:
+    """Announces that a pipeline or loop runs, for a `with` block.
+
+    Args:
+      owner: whose run it is: pipelines of the same name that have the same owner are one.
+      name: the pipeline's, or the loop's.
+      model: what is run; nothing here keeps it alive.
+      runner: what runs it.
+      devices: the JAX device of each IPU.
+      count: micro-batches per weight update.
+
+    Returns:
+      What counts.
+    """
+    announcer, key = _announcer, (id(owner), name, model.updates is not None)
+    run = announcer.runs.get(key)
+    if run is None or run.runner is None or run.runner() is not runner:
+        before = run
+        run = Run(name, model, devices, count)
+        run.runner = weakref.ref(runner)
+        if before is not None:  # compiled anew, for other devices or with recomputation
+            run.count, run.handled = before.count, before.handled
+        if os.environ.get(SWITCH_VARIABLE) == "0":
+            return run
+        for old in [key for key, known in announcer.runs.items() if not known.is_running][: 1 - _MAX_RUNS]:
+            announcer.runs.pop(old, None)
+        announcer.runs[key] = run
+    announcer.start()
+    return run
+
+
+def _program() -> str:
+    """The program's file, as it was called."""
+    return (sys.argv[0] if getattr(sys, "argv", None) else "") or "python"
+
+
+def _find_batch_size(model: Pipeline | Loop) -> int | None:
+    """How many samples a micro-batch has: the first size of all that is fed; None if it has no such."""
+    if isinstance(model, Loop):
+        leaves = jax.tree.leaves(model.body.pipeline.element)[len(model.body.changing) :]
+    else:
+        leaves = jax.tree.leaves(model.traced.element)
+    sizes = {leaf.shape[0] for leaf in leaves if leaf.shape}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def _make_plan(
+    model_of: weakref.ref[Pipeline | Loop], count: int
+) -> Callable[[Runner[Any]], Sequence[IpuMemory]]:
+    def plan(runner: Runner[Any]) -> Sequence[IpuMemory]:
+        model = model_of()
+        if model is None:
+            return ()
+        if isinstance(model, Loop):
+            return model.plan_memory(count)
+        stages = model.plan_memory(count)
+        return runner.plan_memory(model.built.accumulator_dtypes, stages, count * model.num_serialized)
+
+    return plan

@@ -1,0 +1,303 @@
+"""Where programs say what they are running: a directory of the user's own, with a file for each process.
+
+It is made with mode 0700, and used only if it belongs to the user, is no link, and nobody else can write to
+it. Files are written beside and renamed, so that a reader finds a whole one or none. A file is of a process
+that has its pid, and began when it says: pids are used again. Files of processes that are gone are removed
+by whoever finds them. All of it works with Linux's /proc; elsewhere nothing is announced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = [
+    "DIRECTORY_VARIABLE",
+    "Found",
+    "Process",
+    "directories",
+    "find_process",
+    "opened",
+    "read_all",
+    "remove",
+    "resident_bytes",
+    "this_process",
+    "write",
+]
+
+DIRECTORY_VARIABLE = "IPU_PIPELINE_ANNOUNCE_DIR"
+_PROC = Path("/proc")
+_MAX_BYTES = 2**20  # of a file
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_NUMBER = (int, float)
+_OF_PROGRAM: dict[str, Any] = {
+    "process": dict,
+    "program": str,
+    "started": _NUMBER,
+    "written": _NUMBER,
+    "runs": list,
+}
+_OF_PROCESS: dict[str, Any] = {"pid": int, "start": int, "boot": str, "namespace": str, "host": str}
+_OF_RUN: dict[str, Any] = {
+    "name": str,
+    "state": str,
+    "since": _NUMBER,
+    "trains": bool,
+    "unit": str,
+    "count": int,
+    "handled": int,
+    "rate": (*_NUMBER, type(None)),
+    "batch_size": (int, type(None)),
+    "ipus": list,
+}
+_OF_IPU: dict[str, Any] = {
+    "ipu": int,
+    "device": int,
+    "platform": str,
+    "kind": str,
+    "planned_bytes": (int, type(None)),
+}
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process that can be told from any other one.
+
+    Attributes:
+      pid: its number, in its namespace.
+      start: when it began, in ticks since the machine did.
+      boot: when the machine began, as an identifier.
+      namespace: that of its number: a container has its own.
+      host: the machine's name.
+    """
+
+    pid: int
+    start: int
+    boot: str
+    namespace: str
+    host: str
+
+    @property
+    def file_name(self) -> str:
+        """Of its file."""
+        return f"{self.pid}-{self.start}.json"
+
+
+@dataclass(frozen=True)
+class Found:
+    """What was found in the directories.
+
+    Attributes:
+      announced: what processes that are alive have announced, by pid.
+      refused: directories that are not used, each with the reason.
+    """
+
+    announced: tuple[dict[str, Any], ...]
+    refused: tuple[str, ...]
+
+
+def this_process() -> Process | None:
+    """The process that asks; None where there is no /proc."""
+    return find_process(os.getpid())
+
+
+def find_process(pid: int) -> Process | None:
+    """The process of a pid, if there is one that has not ended."""
+    try:
+        # The name in parentheses may have any characters in it.
+        fields = (_PROC / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()
+        state, start = fields[0], int(fields[19])
+    except (OSError, IndexError, ValueError):
+        return None
+    if state in (b"Z", b"X", b"x"):  # it has ended, and its parent has not asked for its status
+        return None
+    boot = namespace = ""
+    with contextlib.suppress(OSError):
+        boot = (_PROC / "sys" / "kernel" / "random" / "boot_id").read_text().strip()
+    with contextlib.suppress(OSError):
+        namespace = os.readlink(_PROC / "self" / "ns" / "pid")
+    return Process(pid, start, boot, namespace, socket.gethostname())
+
+
+def resident_bytes(pid: int) -> int | None:
+    """How much of the machine's memory a process has."""
+    try:
+        return int((_PROC / str(pid) / "statm").read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, IndexError, ValueError):
+        return None
+
+
+def directories() -> list[Path]:
+    """The directories to use, the best one first."""
+    given = os.environ.get(DIRECTORY_VARIABLE)
+    if given:
+        return [Path(given)]
+    uid = os.geteuid()
+    # Services and jobs often lack the variables of a login, whose monitor is to find them all the same.
+    runtime = [os.environ.get("XDG_RUNTIME_DIR"), f"/run/user/{uid}"]
+    temporary = ["/tmp", os.environ.get("TMPDIR")]  # noqa: S108  # what `opened` checks
+    found = [Path(parent) / "ipu_pipeline" for parent in runtime if parent]
+    found += [Path(parent) / f"ipu_pipeline-{uid}" for parent in temporary if parent]
+    return list(dict.fromkeys(path for path in found if path.is_absolute()))
+
+
+@contextlib.contextmanager
+def opened(path: Path, is_made: bool = False) -> Iterator[int]:
+    """A directory, open for a `with` block.
+
+    Args:
+      path: its path.
+      is_made: whether it is made if it does not exist, with mode 0700.
+
+    Raises:
+      OSError: it does not exist, or cannot be opened or made.
+      PermissionError: somebody else may write to it, or put another one in its place.
+    """
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+    parent = os.open(path.parent, flags)
+    try:
+        found = os.fstat(parent)
+        is_open = found.st_mode & _OTHERS_WRITE and not found.st_mode & stat.S_ISVTX
+        if found.st_uid not in (0, os.geteuid()) or is_open:
+            raise PermissionError(f"{path.parent} belongs to another user, or others can write to it")
+        if is_made:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(path.name, 0o700, dir_fd=parent)
+        found = os.stat(path.name, dir_fd=parent, follow_symlinks=False)
+        if not stat.S_ISDIR(found.st_mode):
+            raise PermissionError(f"{path} is no directory, or a link to one")
+        directory = os.open(path.name, flags | os.O_NOFOLLOW, dir_fd=parent)
+    finally:
+        os.close(parent)
+    try:
+        found = os.fstat(directory)
+        if found.st_uid != os.geteuid():
+            raise PermissionError(f"{path} belongs to another user")
+        if found.st_mode & _OTHERS_WRITE:
+            raise PermissionError(f"others can write to {path}")
+        yield directory
+    finally:
+        os.close(directory)
+
+
+def write(process: Process, announced: Any) -> None:
+    """Writes what a process announces, in the first directory that can be used.
+
+    Args:
+      process: this process.
+      announced: JSON.
+
+    Raises:
+      OSError: there is none, or it cannot be written.
+    """
+    text = json.dumps({"process": vars(process), **announced}).encode()
+    beside = f".{process.pid}-{process.start}.new"
+    errors = []
+    for path in directories():
+        try:
+            with opened(path, is_made=True) as directory:
+                _put(directory, beside, process.file_name, text)
+            return
+        except OSError as error:
+            errors.append(error)
+    raise OSError(f"nothing is announced: {'; '.join(map(str, errors))}")
+
+
+def _put(directory: int, beside: str, name: str, text: bytes) -> None:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        file = os.open(beside, flags, 0o600, dir_fd=directory)
+        with open(file, "wb") as opened_file:
+            opened_file.write(text)
+        os.replace(beside, name, src_dir_fd=directory, dst_dir_fd=directory)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(beside, dir_fd=directory)
+        raise
+
+
+def remove(process: Process) -> None:
+    """Removes what a process announced, if it has."""
+    for path in directories():
+        with contextlib.suppress(OSError), opened(path) as directory:
+            os.unlink(process.file_name, dir_fd=directory)
+
+
+def read_all() -> Found:
+    """What all processes of the user announce that are alive. What others left is removed."""
+    here = this_process()
+    announced: dict[tuple[int, int], dict[str, Any]] = {}
+    refused: list[str] = []
+    for path in directories():
+        try:
+            with opened(path) as directory:
+                for one in _read(directory, here):
+                    key = (one["process"]["pid"], one["process"]["start"])
+                    if key not in announced or announced[key]["written"] < one["written"]:
+                        announced[key] = one  # it may have had to change directories
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            refused.append(str(error))
+    if here is None:
+        refused.append("this system has no /proc, so that no program announces what it does")
+    return Found(tuple(announced[key] for key in sorted(announced)), tuple(refused))
+
+
+def _read(directory: int, here: Process | None) -> Iterator[dict[str, Any]]:
+    for name in sorted(os.listdir(directory)):
+        if name.endswith(".new"):  # what is left of somebody who was killed while writing
+            pid, _, start = name[1:].removesuffix(".new").partition("-")
+            if here is not None and pid.isdecimal() and start.isdecimal():
+                known = find_process(int(pid))
+                if known is None or known.start != int(start):
+                    _forget(directory, name)
+            continue
+        found = _load(directory, name)
+        if found is None or here is None:
+            continue
+        process = found["process"]
+        if process["namespace"] == here.namespace and process["boot"] == here.boot:
+            known = find_process(process["pid"])
+            if known is not None and known.start == process["start"]:
+                yield found
+            else:
+                _forget(directory, name)
+        elif process["boot"] != here.boot and process["host"] == here.host:
+            _forget(directory, name)  # before this machine was started anew
+        # Others are in containers, or on machines that see the same directory: nobody here knows of them.
+
+
+def _forget(directory: int, name: str) -> None:
+    with contextlib.suppress(OSError):
+        os.unlink(name, dir_fd=directory)
+
+
+def _load(directory: int, name: str) -> dict[str, Any] | None:
+    """What a file says; None if it is none of ours."""
+    try:
+        file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory)
+        with open(file, "rb") as opened_file:
+            if not stat.S_ISREG(os.fstat(opened_file.fileno()).st_mode):
+                return None
+            found = json.loads(opened_file.read(_MAX_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return None
+    if not _has(found, _OF_PROGRAM) or not _has(found["process"], _OF_PROCESS):
+        return None
+    runs = found["runs"]
+    if not all(_has(run, _OF_RUN) and all(_has(ipu, _OF_IPU) for ipu in run["ipus"]) for run in runs):
+        return None
+    return found if name == f"{found['process']['pid']}-{found['process']['start']}.json" else None
+
+
+def _has(found: Any, fields: dict[str, Any]) -> bool:
+    """Whether a dict has some entries of the right types."""
+    return isinstance(found, dict) and all(isinstance(found.get(key), kind) for key, kind in fields.items())
