@@ -13,6 +13,7 @@ import pytest
 
 from ipu_pipeline.command_line import main
 from ipu_pipeline.reports.analysis import analyse, balanced_utilisation
+from ipu_pipeline.reports.capturing import Capture
 from ipu_pipeline.reports.chrome_trace import to_chrome_trace
 from ipu_pipeline.reports.events import Event, EventKind
 from ipu_pipeline.reports.files import write_reports
@@ -449,6 +450,19 @@ def test_without_plotly_the_extra_is_named(monkeypatch, tmp_path, capsys):
     assert main.main(["report", str(directory)]) == 2
     assert "pip install ipu_pipeline[reports]" in capsys.readouterr().err
     assert not (directory / "report.html").exists()
+
+
+def test_no_older_page_is_left_where_none_can_be_written(monkeypatch, tmp_path):
+    directory = write(tmp_path)
+    captured = Capture(directory, 10)
+    captured._write_page(make_profile())
+    assert (directory / "report.html").read_text() == write_page(make_profile())
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    captured._write_page(make_profile())
+    assert sorted(path.name for path in directory.iterdir()) == ["manifest.json", "profile.json"]
+    (directory / "report.html").symlink_to(directory / "profile.json")
+    captured._write_page(make_profile())
+    assert (directory / "report.html").is_symlink()
 
 
 # --- ipu-pipeline report
