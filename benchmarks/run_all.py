@@ -41,6 +41,7 @@ BENCHMARKS = [
     "memory",
     "recomputation_memory",
     "emulation",
+    "report_page",
 ]
 _PACKAGES = ("jax", "jaxlib", "optax", "orbax-checkpoint", "torch")
 

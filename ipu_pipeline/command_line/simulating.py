@@ -30,6 +30,10 @@ from ipu_pipeline.engine.schedules import (
     simulate,
     what_if,
 )
+from ipu_pipeline.reports.files import write_file
+from ipu_pipeline.reports.page import write_simulation
+from ipu_pipeline.reports.profile import FORMAT, read_profile
+from ipu_pipeline.reports.studies import find_scenario
 
 __all__ = ["add"]
 
@@ -71,6 +75,9 @@ def add(commands: Any) -> None:
         help="take everything that is not given from a profile.json, or a file as Scenario.as_dict has it",
     )
     parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="write a page of it, which opens offline, too"
+    )
+    parser.add_argument(
         "--what-if",
         action="store_true",
         help=f"what other schedules, counts and splits give, also above {_MOST_ACTIONS:,} actions",
@@ -87,6 +94,8 @@ def _cores(text: str) -> float:
 
 def _run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
     scenario = _make_scenario(parser, parsed)
+    if parsed.html is not None:
+        _write_page(parser, scenario, parsed.html)
     simulation = simulate(scenario)
     variants: Sequence[Variant] = []
     advice = None
@@ -103,6 +112,14 @@ def _run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
         parts += [_what_if_table(variants), advice.sentence]
     show("\n\n".join(parts))
     return 0
+
+
+def _write_page(parser: argparse.ArgumentParser, scenario: Scenario, file: Path) -> None:
+    """Writes the page of a simulation; ends the program if that cannot be done."""
+    try:
+        write_file(file, write_simulation(scenario, _title(scenario)))
+    except (RuntimeError, OSError) as error:
+        parser.error(f"argument --html: {error}")
 
 
 def _make_scenario(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> Scenario:
@@ -173,16 +190,22 @@ def _make_costs(parser: argparse.ArgumentParser, parsed: argparse.Namespace, bas
 def _read(parser: argparse.ArgumentParser, file: Path) -> Scenario:
     """The scenario of a file; ends the program if there is none."""
     try:
-        entries = json.loads(file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8")
+        entries = json.loads(text)
     except OSError as error:
         parser.error(f"argument --costs-from: cannot read {str(file)!r}: {error.strerror}.")
     except ValueError as error:
         parser.error(f"argument --costs-from: must be a JSON file; {str(file)!r} is not: {error}.")
+    if isinstance(entries, dict) and entries.get("format") == FORMAT:
+        try:
+            return find_scenario(read_profile(text))
+        except ValueError as error:
+            parser.error(f"argument --costs-from: {str(file)!r}: {error}")
     found = entries.get("scenario", entries) if isinstance(entries, dict) else None
     if not isinstance(found, dict) or "costs" not in found:
         parser.error(
             f'argument --costs-from: {str(file)!r} must have "costs", by itself or under "scenario", as '
-            "Scenario.as_dict and profile.json have them."
+            "Scenario.as_dict has them, or be a profile.json."
         )
     try:
         return Scenario.from_dict(found)
