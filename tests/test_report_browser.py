@@ -180,6 +180,9 @@ def test_a_micro_batch_is_highlighted_through_the_pipeline(show):
 
     assert chosen() == {"chosen forward": 4, "chosen backward": 4, "chosen transfer": 6}
     assert page.text("#chosen caption") == "Micro-batch 5 of step 2"
+    page.choose("#step", "1")
+    assert page.text("#chosen caption") == "Micro-batch 5 of step 1"
+    page.choose("#step", "2")
     rows = page.texts("#chosen tbody tr")
     assert [row.split("\t")[:3] for row in rows if row[0] != "t"] == [
         ["forward", "0", "0"], ["forward", "1", "1"], ["forward", "2", "2"], ["forward", "3", "3"],
@@ -214,6 +217,11 @@ def test_pipelines_are_chosen(show):
     assert page.is_hidden("section[data-pipeline='0']")
     assert "Evaluation" in page.text("section[data-pipeline='1']")
     assert page.run("return document.querySelector('input[value=free]').disabled")
+
+
+def test_without_a_pipeline_it_says_so(show):
+    page = show(make_profile(events=(), pipelines=()))
+    assert page.text("main") == "No pipeline and no loop was recorded."
 
 
 def test_names_are_shown_and_do_nothing(show):

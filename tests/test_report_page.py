@@ -552,8 +552,9 @@ def test_report_does_not_obey_names(tmp_path, capsys):
             "a later ipu_pipeline (version 99",
         ),
         (make_profile().to_json().replace('"columns"', '"kolumns"'), "it is damaged"),
+        (make_profile(make_facts(2, 4), make_events(make_facts(3, 4))).to_json(), "it is damaged"),
     ],
-    ids=["missing", "no JSON", "no text", "later", "damaged"],
+    ids=["missing", "no JSON", "no text", "later", "no columns", "a stage too many"],
 )
 def test_report_refuses(text, words, tmp_path, capsys):
     if text is not None:

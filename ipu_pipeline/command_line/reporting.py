@@ -55,8 +55,9 @@ def report(directory: str, as_json: bool = False, opens: bool = False) -> int:
         check_directory(folder, texts)
         write_reports(folder, texts)
     except (OSError, ValueError, RuntimeError) as error:
-        print(f"ipu-pipeline report: {error}", file=sys.stderr)  # noqa: T201  # a program
-        return 2
+        return _refuse(str(error))
+    except (LookupError, TypeError) as error:  # events of stages or pipelines that there are not
+        return _refuse(f"{_PROFILE}: it is damaged ({error!r}). Record the trace again.")
     page = folder / _PAGE
     if as_json:
         entries = [_as_entries(one) for one in studies]
@@ -69,6 +70,11 @@ def report(directory: str, as_json: bool = False, opens: bool = False) -> int:
     if opens:
         webbrowser.open(page.absolute().as_uri())
     return 0
+
+
+def _refuse(fault: str) -> int:
+    print(f"ipu-pipeline report: {printable(fault)}", file=sys.stderr)  # noqa: T201  # a program
+    return 2
 
 
 def _read(folder: Path) -> str:

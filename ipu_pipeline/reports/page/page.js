@@ -425,7 +425,9 @@
     });
   byId("step").addEventListener("change", (event) => {
     state.step = event.target.value === "" ? null : Number(event.target.value);
+    if (state.chosen) state.chosen.step = state.step;
     show(stepRange());
+    listChosen();
   });
   byId("batch").addEventListener("change", (event) => {
     const batch = event.target.value.trim();
@@ -465,7 +467,8 @@
       show(range);
     });
 
-  openPipeline();
+  if (data.pipelines.length) openPipeline();
+  else document.querySelector("main").textContent = "No pipeline and no loop was recorded.";
   requestAnimationFrame(() => requestAnimationFrame(() => {
     performance.mark("trace visible");
     document.body.dataset.ready = "yes";
