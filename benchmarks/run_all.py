@@ -34,6 +34,7 @@ BENCHMARKS = [
     "compile",
     "feeds",
     "metrics",
+    "tracing",
     "checkpoints",
     "tutorial",
     "poptorch",

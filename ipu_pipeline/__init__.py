@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         optimizers,
         pipelining_ops,
         rand_ops,
+        reports,
         scopes,
         utils,
     )
@@ -90,6 +91,7 @@ __all__ = [
     "pipelining_ops",
     "placeholder",
     "rand_ops",
+    "reports",
     "scopes",
     "set_num_devices",
     "trainable_variables",

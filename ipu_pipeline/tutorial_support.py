@@ -19,6 +19,7 @@ from ipu_pipeline import datasets, pipelining_ops
 from ipu_pipeline.engine.progress import between_bars, is_shown_on
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
 from ipu_pipeline.queues.outfeed import IPUOutfeedQueue
+from ipu_pipeline.queues.synthetic import uses_synthetic_data
 from ipu_pipeline.session.session import Session
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "schedule_of",
     "seed",
     "train",
+    "uses_synthetic_data",
 ]
 
 _PRINT_EVERY = 10  # steps
@@ -238,8 +240,9 @@ def print_step(step: int, steps: int, examples_per_step: int, num_examples: int,
     check_loss(f"step {step}", losses)
     if step % _PRINT_EVERY == 0 or step == steps - 1:
         epoch = examples_per_step * step / num_examples
+        loss = f"{np.mean(losses):.3f}" if np.size(losses) else "none, as synthetic data bring none back"
         with between_bars():
-            print(f"Step {step}, Epoch {epoch:.1f}, Mean loss: {np.mean(losses):.3f}", flush=True)
+            print(f"Step {step}, Epoch {epoch:.1f}, Mean loss: {loss}", flush=True)
 
 
 def check_loss(when: str, losses: Any) -> None:
@@ -298,8 +301,11 @@ def evaluate(
       num_examples: how many images there are.
 
     Returns:
-      The accuracy.
+      The accuracy; not a number, and nothing is run, with synthetic data, as these bring nothing back.
     """
+    if uses_synthetic_data():
+        print("Test accuracy: none, as synthetic data bring nothing back")
+        return float("nan")
     session.run(infeed_queue.initializer)
     session.run(program)
     num_right = int(np.sum(session.run(outfeed_queue.dequeue())))

@@ -668,7 +668,7 @@ def test_the_summary_says_that_a_cost_is_not_known():
     def first(rate, x, labels):
         return front.first_stage(rate, jax.pure_callback(np.sin, x, x), labels)
 
-    summary = front.Model(computational_stages=[first, front.second_stage]).program.summary()
+    summary = str(front.Model(computational_stages=[first, front.second_stage]).program.summary())
     reason = "no cost is known of pure_callback"
     assert f"one micro-batch per program: {reason}" in summary
 

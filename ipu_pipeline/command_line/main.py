@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from ipu_pipeline.command_line import running, scheduling, simulating
+from ipu_pipeline.command_line import profiling, running, scheduling, simulating
 
 __all__ = ["main"]
 
 # Each has `add`, which adds the parser of a command; `call` of what that parser returns runs the command.
-_COMMANDS = (running, simulating, scheduling)
+_COMMANDS = (running, profiling, simulating, scheduling)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

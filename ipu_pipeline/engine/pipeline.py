@@ -10,14 +10,14 @@ import dataclasses
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_pipeline.engine import schedules
+from ipu_pipeline.engine import schedules, watching
 from ipu_pipeline.engine.building import Built, Recipe, build
 from ipu_pipeline.engine.devices.compiler_options import check_compiles, plan_options
 from ipu_pipeline.engine.devices.feeds import PlacedMicroBatches, Take, take_nothing
@@ -28,11 +28,14 @@ from ipu_pipeline.engine.errors import OutOfRangeError
 from ipu_pipeline.engine.execution.blocks.runner import BlockRunner
 from ipu_pipeline.engine.execution.contract import Pending, Request, Runner
 from ipu_pipeline.engine.execution.executor import Executor
+from ipu_pipeline.engine.execution.watched import rehearse
 from ipu_pipeline.engine.jaxprs.shapes import as_shape, check_like
 from ipu_pipeline.engine.pipeline_options import PipelineOptions, check_positive
 from ipu_pipeline.engine.planning.choosing import choose_dispatch_plan
 from ipu_pipeline.engine.planning.dispatch_plans import DispatchPlan, check_dispatch_plan
 from ipu_pipeline.engine.planning.memory import IpuMemory, StageMemory, plan_stages
+from ipu_pipeline.engine.planning.summaries import PipelineSummary
+from ipu_pipeline.engine.planning.summarizing import estimate_bubble, find_shared, summarize_stages
 from ipu_pipeline.engine.programs.accumulation import Reduction
 from ipu_pipeline.engine.programs.collecting import Collecting
 from ipu_pipeline.engine.programs.recomputation import Recomputation
@@ -260,6 +263,46 @@ class Pipeline:
             raise ValueError("plan_memory: num_micro_batches must be given, as for `step`; it is None.")
         return count
 
+    def summary(
+        self, num_micro_batches: int | None = None, *, left_out: Collection[str] = ()
+    ) -> PipelineSummary:
+        """What each stage will need and do, and how long IPUs will wait, before anything is compiled.
+
+        It does not start JAX's backend. `print` shows it as a table.
+
+        Args:
+          num_micro_batches: of a step, where the pipeline has no fixed number. Without it, what stages hold
+            is that of a long step.
+          left_out: full names of variables that are not to be told.
+
+        Raises:
+          RuntimeError: the pipeline has not been traced; see `trace`.
+        """
+        built, options, plan = self.built, self.options, self.dispatch_plan
+        count = self.num_micro_batches if num_micro_batches is None else num_micro_batches
+        chunk_size = 1 if plan is None else plan.chunk_size
+        stages = summarize_stages(
+            built.traced,
+            self._programs,
+            self._plan_memory(count or 2 * len(self.device_mapping), chunk_size),
+            built.accumulator_dtypes,
+            left_out,
+        )
+        has_name, num_chunks = isinstance(options.schedule, str), (count or 0) // chunk_size
+        return PipelineSummary(
+            name="Pipeline",
+            trains=built.updates is not None,
+            unit="micro-batch",
+            schedule=str(options.schedule) if has_name else "of your own",
+            num_micro_batches=count,
+            num_serialized=self.num_serialized,
+            chunk_size=chunk_size,
+            stages=stages,
+            shared=find_shared(built.traced, left_out),
+            bubble=estimate_bubble(stages, self.timetable, num_chunks, has_name) if count else None,
+            dispatch="" if plan is None else str(plan),
+        )
+
     @property
     def dispatch_plan(self) -> DispatchPlan | None:
         """How many micro-batches a program handles; None on one device.
@@ -329,6 +372,12 @@ class Pipeline:
             return
         self._built = build(self._recipe, element, input_shapes, self._recompute)
         self._programs = self._built.programs
+
+    def with_recomputation(self, recompute: Recomputation | None) -> Pipeline:
+        """The same pipeline with something else kept for the backward; see `set_recomputation`."""
+        other = copy.copy(self)
+        other.set_recomputation(recompute)
+        return other
 
     def set_recomputation(self, recompute: Recomputation | None) -> None:
         """Says what stages keep for their backward. If that is new, everything is compiled again."""
@@ -499,7 +548,7 @@ class Pipeline:
           ValueError: a micro-batch or an input has another shape, dtype or structure than the first; or
             `num_micro_batches` is given twice, or not at all.
         """
-        every = self._updated_every(num_micro_batches)
+        every = self.updated_every(num_micro_batches)
         if isinstance(micro_batches, PlacedMicroBatches):
             return self._step(state, micro_batches.taker(self.prepare(), every), inputs, num_micro_batches)
         iterator = iter(micro_batches)
@@ -564,10 +613,10 @@ class Pipeline:
           num_updates: how many weight updates are to be done.
           num_micro_batches: as for `step`.
         """
-        every = self._updated_every(num_micro_batches)
+        every = self.updated_every(num_micro_batches)
         return self.prepare().num_fetched(num_updates * every, every)
 
-    def _updated_every(self, num_micro_batches: int | None) -> int:
+    def updated_every(self, num_micro_batches: int | None) -> int:
         """How many micro-batches a step has, those of a group counted one by one."""
         known = self.num_micro_batches
         if (known is None) == (num_micro_batches is None):
@@ -592,7 +641,7 @@ class Pipeline:
             optimizer's state depends on what the last stage returns, so that they are compiled in the first
             step.
         """
-        every = self._updated_every(None)
+        every = self.updated_every(None)
         if self.updates is not None and state.optimizer_state is None:
             raise ValueError("compile: the optimizer's state depends on the first step, which compiles.")
         runner = self.prepare()
@@ -625,12 +674,15 @@ class Pipeline:
         Returns:
           What `update` takes.
         """
-        every = self._updated_every(num_micro_batches)
+        every = self.updated_every(num_micro_batches)
         runner = self.prepare()
         accumulators, self._accumulators = self._accumulators, None
         if accumulators is None:
             accumulators = runner.residence.make_accumulators(self.built.accumulator_dtypes)
         request = Request(input_leaves, every, limit=num_updates * every, total=num_total * every)
+        if (watcher := watching.current()) is not None:
+            watcher.introduce(runner, self)
+            rehearse(watcher, runner, RunState(state, accumulators), request)
         pending: Pending = runner.fetch(RunState(state, accumulators), request, take)
         return pending
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import contextvars
+import dataclasses
 import functools
 import warnings
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,7 @@ from ipu_pipeline import config
 from ipu_pipeline.engine import jax_compat
 from ipu_pipeline.engine.loops.loop import Loop
 from ipu_pipeline.engine.pipeline import Pipeline
+from ipu_pipeline.engine.planning.summaries import PipelineSummary
 from ipu_pipeline.engine.programs.recomputation import Recomputation
 from ipu_pipeline.engine.state import Progress
 from ipu_pipeline.engine.tracing import frames
@@ -205,6 +207,15 @@ class PipelineCall(_Call):
             dispatch="" if plan is None else str(plan),
         )
 
+    def summary(self) -> PipelineSummary:
+        """What its stages will need and do, as the configured system will have it run."""
+        pipeline = self.pipeline
+        if self.trains:
+            allowed = config.allows_recomputation()
+            pipeline = pipeline.with_recomputation(self.recompute if allowed else None)
+        weights = [name for name in pipeline.variables if is_weight(name)]
+        return dataclasses.replace(pipeline.summary(left_out=weights), name=self.name)
+
 
 def _find_queues(entries: Sequence[Enqueued]) -> list[tuple[Enqueued, slice]]:
     return [
@@ -271,6 +282,10 @@ class LoopCall(_Call):
         summary = summarize(body.pipeline, self.loop.programs, body.shards, len(body.changing))
         sent = summarize_update(self.loop.updates, body.shards)
         return CallPlacement(self.name, *summary, unit="iteration", sent=sent)
+
+    def summary(self) -> PipelineSummary:
+        """What its parts will need and do."""
+        return dataclasses.replace(self.loop.summary(), name=self.name)
 
 
 Call: TypeAlias = PipelineCall | LoopCall

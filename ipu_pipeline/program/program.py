@@ -21,6 +21,7 @@ from ipu_pipeline.program.calls import Call, PipelineCall, ProgramBuilder, build
 from ipu_pipeline.program.loss_weights import is_weight
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
 from ipu_pipeline.reports.placement_report import Placement
+from ipu_pipeline.reports.program_summary import ProgramSummary
 
 __all__ = ["CallStep", "Program", "Segment", "build_program", "read_atom"]
 
@@ -107,9 +108,17 @@ class Program:
         devices = tuple(map(str, config.selected_devices(self._ipu_device)))
         return Placement(tuple(call.placement() for call in self.calls), devices)
 
-    def summary(self) -> str:
-        """What went where, and how each pipeline over several IPUs is dispatched and why, as text."""
-        return str(self.placement())
+    def summary(self) -> ProgramSummary:
+        """What the program will need and do, before anything runs or is compiled.
+
+        Per stage: parameters by layer, what goes to other IPUs and what is held per micro-batch, memory of
+        micro-batches in flight, and operations; then the share of their time in which IPUs will wait, and
+        how each pipeline over several IPUs is dispatched, and why. It does not start JAX's backend.
+
+        Example:
+          print(program.summary())
+        """
+        return ProgramSummary(tuple(call.summary() for call in self.calls))
 
     @property
     def dispatch_plans(self) -> dict[str, DispatchPlan]:

@@ -17,6 +17,7 @@ from ipu_pipeline.engine.tracing import frames
 from ipu_pipeline.engine.tracing.enqueuing import enqueue
 from ipu_pipeline.graph.operations import Operation
 from ipu_pipeline.queues.arguments import warn_of_queue_arguments
+from ipu_pipeline.queues.synthetic import uses_synthetic_data
 
 __all__ = ["IPUOutfeedMode", "IPUOutfeedQueue", "OutfeedOperation"]
 
@@ -205,7 +206,8 @@ class IPUOutfeedQueue:
         Returns:
           The operation. Run, it returns the element's structure, with a list for a tuple: in mode ALL
           each leaf has a new first axis, over the elements since the last dequeue, which has size 0 if
-          there were none; in mode LAST it is the last element.
+          there were none; in mode LAST it is the last element. With synthetic data nothing comes back:
+          there are none, and in mode LAST zeros.
         """
         if wait_for_completion:
             warnings.warn(
@@ -228,6 +230,8 @@ class IPUOutfeedQueue:
         tree, avals = self._structure
         parts = [*self._on_host, *self._on_device]
         if self._mode is IPUOutfeedMode.LAST:
+            if not parts and uses_synthetic_data():
+                return self._unflatten(tree, [np.zeros(aval.shape, aval.dtype) for aval in avals])
             if not parts:
                 raise ValueError("The outfeed is in mode LAST and nothing has been enqueued yet.")
             arrays = [leaf[-1] for leaf in parts[-1].on_host().stacked()]
@@ -239,6 +243,10 @@ class IPUOutfeedQueue:
                 else np.empty((0, *aval.shape), aval.dtype)
                 for place, aval in enumerate(avals)
             ]
+        return self._unflatten(tree, arrays)
+
+    @staticmethod
+    def _unflatten(tree: Any, arrays: Sequence[Any]) -> Any:
         value = tree.unflatten(arrays)
         return list(value) if isinstance(value, tuple) else value
 

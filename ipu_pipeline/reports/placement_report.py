@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ipu_pipeline.engine.tables import align
 from ipu_pipeline.reports.summaries import Edge, Part, Sent
 
 __all__ = ["CallPlacement", "Placement"]
@@ -67,23 +67,15 @@ class Placement:
             )
             for edge in call.edges
         ]
-        crossing = _align(edges) if call.edges else ["  nothing crosses"]
-        lines = [call.name, *_align(rows), f"per {call.unit}:", *crossing]
+        crossing = align(edges) if call.edges else ["  nothing crosses"]
+        lines = [call.name, *align(rows), f"per {call.unit}:", *crossing]
         if call.sent:
             sent = [("from", "to", "bytes", "what", "read by")]
             sent += [
                 (f"IPU {s.source}", f"IPU {s.target}", f"{s.num_bytes:,}", s.what, s.primitive)
                 for s in call.sent
             ]
-            lines += ["per weight update:", *_align(sent)]
+            lines += ["per weight update:", *align(sent)]
         if call.dispatch:
             lines.append(f"dispatch: {call.dispatch}")
         return "\n".join(lines)
-
-
-def _align(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]

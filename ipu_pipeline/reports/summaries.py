@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,9 +9,10 @@ from typing import Any
 import jax
 
 from ipu_pipeline.engine.jaxprs.shapes import num_bytes
+from ipu_pipeline.engine.planning.crossings import find_crossings
 from ipu_pipeline.engine.planning.memory import find_copied
-from ipu_pipeline.engine.programs.stage_programs import StagePrograms, ValueKind, read_sources
-from ipu_pipeline.engine.tracing.traced import Source, TracedPipeline
+from ipu_pipeline.engine.programs.stage_programs import StagePrograms
+from ipu_pipeline.engine.tracing.traced import TracedPipeline
 from ipu_pipeline.engine.updates.accumulators import Accumulator
 from ipu_pipeline.engine.updates.cutting import Updates
 
@@ -106,37 +106,14 @@ def summarize(
                 num_bytes([*own, *copied]),
             )
         )
-    forward: dict[tuple[int | None, int], set[Source]] = {}
-    backward: dict[tuple[int | None, int], list[Any]] = {}
-
-    def ipu_of(source: Source) -> int | None:
-        if source.kind == "output":
-            return ipus[source.stage]
-        return ipus[-1] if source.index < num_carried else None
-
-    def read(source: Source, target: int) -> None:
-        if source.is_of_micro_batch and ipu_of(source) != target:
-            forward.setdefault((ipu_of(source), target), set()).add(source)
-
-    for index, (stage, stage_programs) in enumerate(zip(traced.stages, programs, strict=True)):
-        for source in read_sources(stage, stage_programs.forward, stage_programs.backward):
-            read(source, ipus[index])
-        backward_program = stage_programs.backward or stage_programs.forward
-        for value in itertools.chain(*backward_program.results):
-            if value.kind is ValueKind.INPUT_COTANGENT:
-                source = stage.inputs[value.index]
-                if ipu_of(source) not in (None, ipus[index]):
-                    edge = (ipus[index], ipus[source.stage])
-                    backward.setdefault(edge, []).append(traced.aval(source))
-    for source in traced.outputs:  # they are collected where the last stage is
-        read(source, ipus[-1])
-    edges = []
-    for source_ipu, target in sorted(
-        forward.keys() | backward.keys(), key=lambda edge: (edge[0] is not None, edge)
-    ):
-        sent = [traced.aval(source) for source in forward.get((source_ipu, target), ())]
-        returned = backward.get((source_ipu, target), [])
-        edges.append(Edge(source_ipu, target, num_bytes(sent), num_bytes(returned)))
+    crossing: dict[tuple[int | None, int], tuple[list[Any], list[Any]]] = {}
+    for found in find_crossings(traced, programs, ipus, num_carried):
+        on_edge = crossing.setdefault((found.source, found.target), ([], []))
+        on_edge[found.is_backward].append(found.aval)
+    edges = [
+        Edge(*edge, *map(num_bytes, crossing[edge]))
+        for edge in sorted(crossing, key=lambda edge: (edge[0] is not None, edge))
+    ]
     return tuple(parts), tuple(edges)
 
 

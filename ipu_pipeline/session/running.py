@@ -17,13 +17,16 @@ import numpy as np
 from jax.extend import core as jex_core
 
 from ipu_pipeline import config
+from ipu_pipeline.engine import watching
 from ipu_pipeline.engine.devices.feeds import Take, take_nothing
 from ipu_pipeline.engine.devices.rows import make_rows, put_host_copies
 from ipu_pipeline.engine.execution.contract import Request, Runner
+from ipu_pipeline.engine.execution.watched import rehearse
 from ipu_pipeline.graph.placeholders import Placeholder
 from ipu_pipeline.processes import interrupts
 from ipu_pipeline.program.calls import LoopCall, PipelineCall
 from ipu_pipeline.program.program import CallStep, Program, read_atom
+from ipu_pipeline.queues.synthetic import make_synthetic, uses_synthetic_data
 from ipu_pipeline.session.resuming import Resumption
 from ipu_pipeline.session.store import Store
 
@@ -116,8 +119,13 @@ def _run_pipeline(
         pipeline.set_recomputation(call.find_recomputation())
     resumption.before_run(call)
     runner = pipeline.prepare(devices)
+    _introduce(call, runner)
     take: Take = take_nothing
-    if call.infeed_queue is not None:
+    is_synthetic = uses_synthetic_data()
+    if call.infeed_queue is not None and is_synthetic:
+        fed = jax.tree.leaves(pipeline.traced.element)
+        take = make_synthetic(runner, fed, pipeline.updated_every(count))
+    elif call.infeed_queue is not None:
         num_fetched = pipeline.num_fetched(call.repeat_count, count)
         take = call.infeed_queue.connect(runner.place_element, num_fetched)
     state = pipeline.place(store.make_pipeline_state(call))
@@ -125,8 +133,9 @@ def _run_pipeline(
     if limit.max_updates is not None:
         wanted = min(wanted, limit.max_updates)
     while done < wanted:
-        left = wanted - done
-        pending = pipeline.accumulate(state, take, inputs, left, call.repeat_count, count)
+        # What is on the devices is one update's.
+        left, total = (1, 1) if is_synthetic else (wanted - done, call.repeat_count)
+        pending = pipeline.accumulate(state, take, inputs, left, total, count)
         # From here the old state may be gone (its memory is given to the new one) before the new
         # one is in its place.
         with interrupts.deferred(), _replacing(store, runner):
@@ -136,9 +145,10 @@ def _run_pipeline(
             num_done = int(state.execution_count) - before
             done += num_done
             store.keep(call, state)
-            if call.infeed_queue is not None:
-                call.infeed_queue.mark()
-            call.hand_out(progress)
+            if not is_synthetic:
+                if call.infeed_queue is not None:
+                    call.infeed_queue.mark()
+                call.hand_out(progress)
             last = state.update_count if call.trains else state.execution_count
             store.metrics.add(call, num_done, int(last), progress)
         if limit.should_stop is not None and limit.should_stop():
@@ -162,14 +172,22 @@ def _run_loop(
     inputs = [*operands[:num_captured], *constant]
     resumption.before_run(call)
     runner = loop.prepare(devices)
+    _introduce(call, runner)
     total = _block_limit(call, count)
     every = loop.updated_every
     num_fetched = runner.num_fetched(total, every)
     state = store.place_loop_state(call)
     take: Take = take_nothing
-    if call.infeed_queue is not None and count != 0:
-        take = call.infeed_queue.connect(runner.place_element, num_fetched, is_tentative=count is None)
+    infeed, is_synthetic = call.infeed_queue, uses_synthetic_data()
+    if infeed is not None and is_synthetic:
+        infeed = None
+        take = make_synthetic(runner, jax.tree.leaves(body.pipeline.element)[len(changing) :], num_fetched)
+    if infeed is not None and count != 0:
+        take = infeed.connect(runner.place_element, num_fetched, is_tentative=count is None)
     done = 0
+    if (watcher := watching.current()) is not None:
+        limit = num_fetched if count is None else min(num_fetched, count)
+        rehearse(watcher, runner, state, Request(inputs, every, limit, total, changing))
     while (count is None or done < count) and loop.goes_on(inputs, changing):
         limit = num_fetched if count is None else min(num_fetched, count - done)
         elements = take(limit)  # an interrupt may end this; what has been taken is run
@@ -181,16 +199,22 @@ def _run_loop(
             num_unneeded = pending.count - progress.count
             done += progress.count
             store.keep_loop(call, state)
-            if call.infeed_queue is not None:
-                call.infeed_queue.mark(num_unneeded)
-            for part in progress.collected:
+            if infeed is not None:
+                infeed.mark(num_unneeded)
+            for part in () if is_synthetic else progress.collected:
                 enqueued = loop.split_enqueued(part)
                 for (entry, _places), leaves in zip(body.enqueued, enqueued, strict=True):
                     entry.target.extend(leaves, part.size)
-        if call.infeed_queue is not None and num_unneeded:
-            call.infeed_queue.give_back()
+        if infeed is not None and num_unneeded:
+            infeed.give_back()
     jax.block_until_ready((state.pipeline.variables, state.pipeline.optimizer_state))
     return loop.join_carried(constant, changing)
+
+
+def _introduce(call: PipelineCall | LoopCall, runner: Runner[Any]) -> None:
+    """Says who runs, if somebody watches."""
+    if (watcher := watching.current()) is not None:
+        watcher.introduce(runner, call.runner, call.name)
 
 
 def _replacing(store: Store, runner: Runner[Any]) -> contextlib.AbstractContextManager[Any]:

@@ -16,6 +16,7 @@ from ipu_pipeline import config, utils
 from ipu_pipeline.checkpointing import checkpoints
 from ipu_pipeline.checkpointing.snapshots import Snapshot
 from ipu_pipeline.engine.devices.rows import keep
+from ipu_pipeline.engine.watching import read_outfeed
 from ipu_pipeline.graph.operations import InitializerOperation
 from ipu_pipeline.graph.placeholders import Placeholder
 from ipu_pipeline.processes import interrupts
@@ -24,6 +25,7 @@ from ipu_pipeline.program.program import Program
 from ipu_pipeline.program.registry import compiled_programs, find_trained
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
 from ipu_pipeline.queues.outfeed import OutfeedOperation
+from ipu_pipeline.reports.capturing import start_automatic_report
 from ipu_pipeline.session import entries, exporting
 from ipu_pipeline.session.fetches import flatten_fetches
 from ipu_pipeline.session.resuming import Resumption, check_snapshot
@@ -57,6 +59,7 @@ class Session:
         if seed is not None:
             utils.check_seed(seed, "Session")
         config.enable_executable_cache_of_environment()
+        start_automatic_report()
         self._store = Store(utils.current_seed() if seed is None else int(seed))
         self._resumption = Resumption()
         self._limit = Limit()  # of the run, see `run_part`
@@ -433,7 +436,7 @@ class Session:
             self._resumption = Resumption()
             return None
         if isinstance(operation, OutfeedOperation):
-            value = operation.queue.read()
+            value = read_outfeed(operation.queue.read)
             with interrupts.deferred():
                 operation.queue.set_aside()
             return value

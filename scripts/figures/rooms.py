@@ -39,8 +39,8 @@ def _beside(name: str, members: str, purpose: str) -> Room:
 FLOORS = (
     _beside(
         "engine: ground",
-        "engine.errors engine.state engine.jax_compat engine.progress",
-        "Errors, state, private names of JAX, progress",
+        "engine.errors engine.state engine.jax_compat engine.progress engine.tables engine.watching",
+        "Errors, state, private names of JAX, progress, tables, who watches",
     ),
     _folder("engine/jaxprs"),
     _folder("engine/schedules"),

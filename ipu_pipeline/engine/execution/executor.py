@@ -13,10 +13,12 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
+from ipu_pipeline.engine import watching
 from ipu_pipeline.engine.devices.compiler_options import NO_OPTIONS, CompilerOptions
 from ipu_pipeline.engine.devices.feeds import Element, Feed, Take, gather
 from ipu_pipeline.engine.devices.residence import Residence
 from ipu_pipeline.engine.devices.rows import Row, copy_to, put, put_host_copies
+from ipu_pipeline.engine.execution import watched
 from ipu_pipeline.engine.execution.compiling import compile_ahead
 from ipu_pipeline.engine.execution.contract import Iterated, Request, Runner
 from ipu_pipeline.engine.execution.dispatches import Dispatch, make_plan
@@ -123,7 +125,7 @@ class Executor(Runner[PendingStep]):
             residence.rows,
             residence.accumulator_plan.keys,
             options,
-            not self._has_callbacks,
+            not self.has_callbacks,
         )
         carried = () if iterated is None else iterated.carried
         self._carried_places = [traced.outputs.index(source) for source in carried]
@@ -230,6 +232,7 @@ class Executor(Runner[PendingStep]):
                 accumulators,
                 accumulated.last_outputs,
                 UpdateCounts(request.every, int(as_int32(before.update_count))),
+                watched.watched_updates(self, self._weight_update, int(as_int32(before.execution_count))),
             )
             leaves, accumulators = made.state_leaves, made.accumulators
             variables = {**variables, **made.variables}
@@ -302,6 +305,10 @@ class Executor(Runner[PendingStep]):
         feed_slots = [feed_slot.slot for feed_slot in self.plan.feed_slots]
         num_slots = self.plan.num_slots
         first_number, num_accumulated = request.iteration, state.num_accumulated
+        watcher, step = watching.current(), 0
+        if watcher is not None:
+            step = int(as_int32(state.pipeline.execution_count))
+            next_chunk = watched.watched_feed(watcher, step, chunk_size, next_chunk)
         for template, chunk in self._order(num_chunks):
             slots = values[chunk]
             if slots is None:
@@ -321,7 +328,12 @@ class Executor(Runner[PendingStep]):
                 arguments[place] = constant(num_accumulated + chunk * chunk_size, row)
             if offloads:
                 self._load(template, arguments, variables)
-            results = template.function(*arguments)
+            if watcher is None:
+                results = template.function(*arguments)
+            else:
+                first = first_number + chunk * chunk_size
+                launch = watched.launch_of(self, template, step, first, chunk_size)
+                results = watcher.run(launch, template.function, arguments)
             for name, result in zip(names, results, strict=False):
                 accumulators[name] = result
             if residence.offloads_accumulators and names:
@@ -339,6 +351,8 @@ class Executor(Runner[PendingStep]):
                 copies = copy_to([results[place] for place in moved], target)
                 for slot, array in zip(targets, copies, strict=True):
                     slots[slot] = array
+                if watcher is not None:
+                    watcher.moved(launch, target.devices, copies)
             if template is last_forward:
                 leaves = self._find_collected(slots, placed_inputs)
                 if chunk == 0:
@@ -359,7 +373,7 @@ class Executor(Runner[PendingStep]):
                 self.observer(template, chunk, values)
         if collecting.is_summed:
             collected = [collecting.collect(sums, None)]
-        if self._has_callbacks:
+        if self.has_callbacks:
             made = [(part.outputs, part.loss) for part in collected]
             jax.block_until_ready((made, last_outputs, enqueued, assigned, accumulators))
         handed = [Handed(list(leaves), self._chunk.num_stacked) for leaves in zip(*enqueued, strict=True)]
@@ -374,7 +388,7 @@ class Executor(Runner[PendingStep]):
             self._weight_update,
             self._chunk,
             self._options,
-            is_shared=not self._has_callbacks,
+            is_shared=not self.has_callbacks,
         )
         self._is_compiled = True
 

@@ -81,6 +81,7 @@ class WeightUpdate:
         accumulators: Mapping[str, Any],
         outputs: Sequence[Any],
         counts: UpdateCounts,
+        functions: Sequence[Callable[..., list[Any]]] | None = None,
     ) -> Updated:
         """Runs the weight update.
 
@@ -90,6 +91,7 @@ class WeightUpdate:
           accumulators: by key.
           outputs: the leaves of the last stage's outputs for the last micro-batch.
           counts: what it can compute with.
+          functions: what is called in place of `functions`, for somebody who watches.
 
         Returns:
           What it made, still being computed.
@@ -100,7 +102,7 @@ class WeightUpdate:
         merged = plan.merge(accumulators, self._add_to_home)
         zeros = {key: self._clear(key, accumulators[key]) for key in plan.extra}
         environment = UpdateEnvironment(variables, merged, state_leaves, outputs, counts)
-        residence.run_update(residence.updates.updates, self.functions, environment)
+        residence.run_update(residence.updates.updates, functions or self.functions, environment)
         made = Updated(
             environment.variables,
             environment.state_leaves,

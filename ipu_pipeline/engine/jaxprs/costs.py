@@ -12,11 +12,12 @@ and not counted.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 from jax.extend import core as jex_core
 
-__all__ = ["count_operations", "find_uncounted", "has_convolutions"]
+__all__ = ["count_equations", "count_operations", "find_uncounted", "has_convolutions"]
 
 # A product of matrices does many operations per element that it reads; anything else is bound by memory,
 # where an element takes about as long as so many operations of a product.
@@ -59,7 +60,12 @@ def count_operations(jaxpr: Any) -> float:
     Args:
       jaxpr: a `Jaxpr`.
     """
-    return sum(_count(equation) for equation in jaxpr.eqns)
+    return count_equations(jaxpr.eqns)
+
+
+def count_equations(equations: Iterable[Any]) -> float:
+    """Likewise, of the equations of a jaxpr."""
+    return sum((_count(equation) for equation in equations), 0.0)
 
 
 def find_uncounted(jaxpr: Any) -> frozenset[str]:

@@ -16,6 +16,8 @@ from ipu_pipeline.engine.execution.contract import Iterated, Runner
 from ipu_pipeline.engine.execution.executor import Executor
 from ipu_pipeline.engine.loops.bodies import TracedBody
 from ipu_pipeline.engine.planning.memory import IpuMemory, plan_stages
+from ipu_pipeline.engine.planning.summaries import PipelineSummary
+from ipu_pipeline.engine.planning.summarizing import estimate_bubble, find_shared, summarize_stages
 from ipu_pipeline.engine.programs import differentiation
 from ipu_pipeline.engine.programs.accumulation import Reduction
 from ipu_pipeline.engine.programs.collecting import make_collecting
@@ -143,6 +145,25 @@ class Loop:
         shards, dtypes = self.body.shards, self._accumulator_dtypes
         stages = plan_stages(self.body.pipeline, self.programs, shards, [1] * len(shards))
         return self._runner.plan_memory(dtypes, stages, num_iterations)
+
+    def summary(self) -> PipelineSummary:
+        """What each part will need and do, before anything is compiled; see `Pipeline.summary`."""
+        body, training = self.body, self.body.training
+        memory = plan_stages(body.pipeline, self.programs, body.shards, [1] * len(body.shards))
+        num_carried, dtypes = len(body.changing), self._accumulator_dtypes
+        stages = summarize_stages(body.pipeline, self.programs, memory, dtypes, (), num_carried)
+        return PipelineSummary(
+            name="Loop",
+            trains=training is not None,
+            unit="iteration",
+            schedule="",
+            num_micro_batches=1 if training is None else training.num_mini_batches,
+            num_serialized=1,
+            chunk_size=1,
+            stages=stages,
+            shared=find_shared(body.pipeline),
+            bubble=estimate_bubble(stages, lambda _count: self._timetable, 1, repeats=True),
+        )
 
     @property
     def _accumulator_dtypes(self) -> Mapping[str, Any]:

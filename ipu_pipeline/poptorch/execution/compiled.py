@@ -19,6 +19,7 @@ from ipu_pipeline.poptorch.execution.weights import on_host
 from ipu_pipeline.poptorch.graphs.stages import ModelStages
 from ipu_pipeline.poptorch.structures import Structure
 from ipu_pipeline.processes import interrupts
+from ipu_pipeline.reports.capturing import start_automatic_report
 
 __all__ = ["CompiledModel"]
 
@@ -62,6 +63,7 @@ class CompiledModel:
         self.pipeline = pipeline
         self._held = _find_held(model, stages.tensors.values())
         self._checks_numbers = checks_numbers
+        start_automatic_report()
         self._synthetic: list[Any] | None = None
         pipeline.trace(micro_batch)
         pipeline.prepare(devices)

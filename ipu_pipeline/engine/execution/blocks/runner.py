@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from ipu_pipeline.engine import watching
 from ipu_pipeline.engine.devices.compiler_options import Options
 from ipu_pipeline.engine.devices.feeds import Element, Feed, Take, gather
 from ipu_pipeline.engine.devices.residence import NO_LOSS_SCALE, Residence
@@ -29,6 +30,7 @@ from ipu_pipeline.engine.execution.blocks.sizes import BlockSizes, block_sizes
 from ipu_pipeline.engine.execution.blocks.state import BlockKind, Given, Left, Position, Totals
 from ipu_pipeline.engine.execution.compiling import note_temporaries
 from ipu_pipeline.engine.execution.contract import Iterated, Request, Runner
+from ipu_pipeline.engine.execution.watched import watched_take
 from ipu_pipeline.engine.jaxprs.shapes import num_bytes
 from ipu_pipeline.engine.planning.memory import IpuMemory, StageMemory
 from ipu_pipeline.engine.programs.collecting import Collecting
@@ -37,6 +39,7 @@ from ipu_pipeline.engine.progress import compiling
 from ipu_pipeline.engine.state import Collected, Handed, Progress, RunState
 from ipu_pipeline.engine.tracing.keys import as_int32
 from ipu_pipeline.engine.updates.optimizer_tracing import UpdateKind
+from ipu_pipeline.engine.watching import Launch, LaunchKind
 
 __all__ = ["BlockRunner", "PendingBlock"]
 
@@ -209,6 +212,7 @@ class BlockRunner(Runner[PendingBlock]):
         """Gets a block's micro-batches; of an update that does not fit a block, runs all but the last."""
         every, sizes = request.every, self.sizes(request.total, request.every)
         wanted = min(request.limit, sizes.capacity)
+        take = watched_take(take, int(as_int32(state.pipeline.execution_count)), request.iteration)
         begun = Begun(Totals(state.accumulators, self._zero_sums()), {}, [], [])
         if self.iterated is not None:
             return self._make_block(state, request, begun, take(wanted), sizes.room)
@@ -290,12 +294,32 @@ class BlockRunner(Runner[PendingBlock]):
     def _call(self, state: RunState, state_leaves: list[Any], block: PendingBlock, updates: bool) -> Left:
         """Runs a block. It takes the memory of accumulators and sums, and may take that of all state."""
         function, arguments = self._compile(state, state_leaves, block, updates)
-        made: Left = function(*arguments)
+        watcher = watching.current()
+        if watcher is None:
+            made: Left = function(*arguments)
+        else:
+            made = watcher.run(self._make_launch(block, updates), function, arguments)
         self._in_flight.append(made.done)
-        limit = 0 if self._has_callbacks else _max_in_flight(num_bytes(block.feed))
+        limit = 0 if self.has_callbacks else _max_in_flight(num_bytes(block.feed))
         while len(self._in_flight) > limit:
             jax.block_until_ready(self._in_flight.popleft())
         return made
+
+    def _make_launch(self, block: PendingBlock, updates: bool) -> Launch:
+        position = block.position
+        return Launch(
+            runner=self,
+            kind=LaunchKind.BLOCK,
+            stage=0,
+            step=position.execution,
+            first=position.accumulated if self.iterated is None else position.iteration,
+            count=position.count,
+            accumulated=position.accumulated,
+            devices=self.residence.rows[0].devices,
+            name="block",
+            every=position.every,
+            updates=updates and self.residence.updates is not None,
+        )
 
     def _compile(
         self, state: RunState, state_leaves: list[Any], block: PendingBlock, updates: bool
@@ -349,7 +373,7 @@ class BlockRunner(Runner[PendingBlock]):
             return self.program.run(kind, *arguments)
 
         # The carried values are not donated: the first ones are the caller's.
-        donated = () if self._has_callbacks else (0, 1, 2) if donate else (0,)
+        donated = () if self.has_callbacks else (0, 1, 2) if donate else (0,)
         return jax.jit(
             block,
             donate_argnums=donated,

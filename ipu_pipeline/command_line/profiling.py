@@ -1,0 +1,131 @@
+"""`ipu-pipeline profile`: runs a program for a short while, on synthetic data, and writes its reports."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ipu_pipeline.command_line.running import add_script
+from ipu_pipeline.reports.capturing import REPORTS
+from ipu_pipeline.reports.files import check_directory, read_manifest, remove_reports
+
+__all__ = ["add", "profile"]
+
+# One step of one weight update is enough to see; programs that lack a flag are run without it.
+_FLAGS = (("--batches-to-accumulate", "16"), ("--repeat-count", "1"), ("--steps", "1"))
+_HELP_SECONDS = 120.0
+
+
+def add(commands: Any) -> None:
+    """Adds the command's parser; see `main`."""
+    flags = " ".join(map(" ".join, _FLAGS))
+    parser = commands.add_parser(
+        "profile",
+        help="run a program for a step, and write reports of where its time and memory go",
+        description=f"Runs PROGRAM with {flags} (flags that its --help lacks, and those that ARGS have, "
+        "are left out) on synthetic data, and writes report.html, trace.json and profile.json to "
+        "./profile_PROGRAM. Reports that are there are removed first.",
+        usage="ipu-pipeline profile [-h] [-m] [--data] [--directory DIRECTORY] PROGRAM [ARGS ...]",
+    )
+    parser.add_argument("--data", action="store_true", help="the program's own data, in place of synthetic")
+    parser.add_argument("--directory", help="where the reports go; by default ./profile_PROGRAM")
+    add_script(parser)
+    parser.set_defaults(
+        call=lambda parsed: profile(
+            parsed.script, parsed.arguments, parsed.is_module, not parsed.data, parsed.directory
+        )
+    )
+
+
+def profile(
+    program: str,
+    arguments: Sequence[str],
+    is_module: bool = False,
+    is_synthetic: bool = True,
+    directory: str | None = None,
+) -> int:
+    """Runs a program and writes its reports.
+
+    Args:
+      program: its file; with `is_module` the module's name.
+      arguments: the program's.
+      is_module: whether it is run as by `python -m`.
+      is_synthetic: whether it gets synthetic data.
+      directory: where the reports go.
+
+    Returns:
+      The program's exit status; 2 if there is no such program, 1 if it ran nothing that could be traced.
+    """
+    if not is_module and not Path(program).exists():
+        return _refuse(f"there is no program {program!r}")
+    where = Path(directory or f"profile_{program.rpartition('.')[2] if is_module else Path(program).stem}")
+    command = [sys.executable, "-m", "ipu_pipeline", "run", *(["-m"] if is_module else []), program]
+    command += [*_find_flags(command, arguments), *arguments]
+    removed = remove_reports(where)
+    if removed:
+        _say(f"Removed {len(removed)} older reports of {where}")
+    try:
+        check_directory(where, REPORTS)
+    except (OSError, ValueError) as error:
+        return _refuse(str(error).rstrip("."))
+    environment = dict(os.environ)
+    options = {"autoReport.all": "true", "autoReport.directory": str(where.absolute())}
+    environment["POPLAR_ENGINE_OPTIONS"] = json.dumps(options)
+    if is_synthetic:
+        flags = environment.get("TF_POPLAR_FLAGS", "")
+        environment["TF_POPLAR_FLAGS"] = f"{flags} --use_synthetic_data".strip()
+    _say(f"Running {shlex.join(command[4:])}{' on synthetic data' if is_synthetic else ''}")
+    try:
+        status = subprocess.run(command, env=environment, check=False).returncode  # noqa: S603  # the user's
+    except KeyboardInterrupt:  # which the program got, too
+        return 130
+    finally:
+        with contextlib.suppress(OSError):
+            where.rmdir()  # if nothing was written
+    written = [name for name in read_manifest(where) if name != "manifest.json"]
+    if not written:
+        return status or _refuse(f"{program} ran no pipeline or loop, so there is no report", 1)
+    for name in written:
+        _say(str(where / name))
+    return 128 - status if status < 0 else status
+
+
+def _find_flags(command: Sequence[str], arguments: Sequence[str]) -> list[str]:
+    """Those of `_FLAGS` that a program's help has and its arguments lack."""
+    try:
+        shown = subprocess.run(  # noqa: S603  # likewise
+            [*command, "--help"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_HELP_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return []
+    if shown.returncode:  # a program without --help may have done anything
+        return []
+    given = {argument.partition("=")[0] for argument in arguments}
+    found: list[str] = []
+    for flag, value in _FLAGS:
+        if flag not in given and re.search(rf"(?<![\w-]){re.escape(flag)}(?![\w-])", shown.stdout):
+            found += [flag, value]
+    return found
+
+
+def _refuse(text: str, status: int = 2) -> int:
+    print(f"ipu-pipeline profile: {text}.", file=sys.stderr)  # noqa: T201  # a program
+    return status
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)  # noqa: T201  # a program

@@ -1,0 +1,70 @@
+"""What crosses from IPU to IPU while micro-batches run."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from ipu_pipeline.engine.programs.stage_programs import StagePrograms, ValueKind, read_sources
+from ipu_pipeline.engine.tracing.traced import Source, TracedPipeline
+
+__all__ = ["Crossing", "find_crossings"]
+
+
+class Crossing(NamedTuple):
+    """A value that goes to another IPU, once per micro-batch.
+
+    Attributes:
+      stage: the stage that sends it; None for a leaf of the micro-batch.
+      source: the IPU that sends it; None for the host's feed.
+      target: the IPU that gets it.
+      aval: its shape and dtype.
+      is_backward: whether it is a gradient on its way back.
+    """
+
+    stage: int | None
+    source: int | None
+    target: int
+    aval: Any
+    is_backward: bool
+
+
+def find_crossings(
+    traced: TracedPipeline, programs: Sequence[StagePrograms], ipus: Sequence[int], num_carried: int = 0
+) -> list[Crossing]:
+    """Finds them.
+
+    Args:
+      traced: the pipeline, or the body of a loop.
+      programs: the programs of its stages.
+      ipus: the IPU of each stage.
+      num_carried: how many leaves at the beginning of a micro-batch are carried by a loop: they come from
+        the last stage's IPU.
+    """
+    forward: dict[tuple[Source, int], Crossing] = {}
+    backward: list[Crossing] = []
+
+    def ipu_of(source: Source) -> int | None:
+        if source.kind == "output":
+            return ipus[source.stage]
+        return ipus[-1] if source.index < num_carried else None
+
+    def read(source: Source, target: int) -> None:
+        if source.is_of_micro_batch and ipu_of(source) != target:
+            stage = source.stage if source.kind == "output" else None
+            found = Crossing(stage, ipu_of(source), target, traced.aval(source), False)
+            forward.setdefault((source, target), found)
+
+    for index, (stage, own) in enumerate(zip(traced.stages, programs, strict=True)):
+        for source in read_sources(stage, own.forward, own.backward):
+            read(source, ipus[index])
+        for value in itertools.chain(*(own.backward or own.forward).results):
+            if value.kind is ValueKind.INPUT_COTANGENT:
+                source = stage.inputs[value.index]
+                if ipu_of(source) not in (None, ipus[index]):
+                    target, aval = ipus[source.stage], traced.aval(source)
+                    backward.append(Crossing(index, ipus[index], target, aval, True))
+    for source in traced.outputs:  # they are collected where the last stage is
+        read(source, ipus[-1])
+    return [*forward.values(), *backward]

@@ -1,0 +1,171 @@
+"""Variables by layer: a tree of their scopes, in which neighbours that are equal stand once.
+
+The parts of a full name are divided by slashes, or by the dots of torch's names. Neighbours are equal if
+their names differ in one number only, which counts on, and what is in them has the same names, shapes and
+dtypes: block_3, block_4 and block_5 are `block_{3..5}`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ipu_pipeline.engine.jaxprs.shapes import num_bytes
+from ipu_pipeline.engine.tracing.specs import VariableSpec
+
+__all__ = ["Layer", "find_layers", "select_layers"]
+
+_NUMBER = re.compile(r"[0-9]+")
+_PART = re.compile(r"[^/.]+[/.]?|[/.]")
+_MAX_DEPTH = 50  # of scopes that are told apart; Python does not recurse without end
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A scope of variables, or several equal ones.
+
+    Attributes:
+      name: its full name, with `{3..5}` in place of the number in which equal ones differ. Variables that
+        stand beside scopes are one layer, `scope/(one, other)`.
+      count: how many equal ones there are.
+      num_parameters: elements of the variables, of all equal ones together.
+      num_bytes: how much they take.
+      parts: what it consists of, of which the same holds: scopes, and variables without parts.
+    """
+
+    name: str
+    count: int
+    num_parameters: int
+    num_bytes: int
+    parts: tuple[Layer, ...] = ()
+
+    @property
+    def has_scopes(self) -> bool:
+        """Whether it has more in it than variables."""
+        return any(part.parts for part in self.parts)
+
+
+class _Node:
+    """A scope while the tree is made; one with a `spec` is a variable."""
+
+    def __init__(self) -> None:
+        self.children: dict[str, _Node] = {}
+        self.spec: VariableSpec | None = None
+
+    def signature(self) -> Any:
+        """Equal for what looks the same inside."""
+        own = None if self.spec is None else (self.spec.shape, self.spec.dtype)
+        return own, tuple((name, child.signature()) for name, child in self.children.items())
+
+    def specs(self) -> list[VariableSpec]:
+        own = [] if self.spec is None else [self.spec]
+        return [*own, *(spec for child in self.children.values() for spec in child.specs())]
+
+
+def find_layers(specs: Iterable[VariableSpec]) -> tuple[Layer, ...]:
+    """The layers of some variables.
+
+    Args:
+      specs: the variables, in their order.
+
+    Returns:
+      The outermost scopes among which there is a choice, in the order of their first variables.
+    """
+    root = _Node()
+    for spec in specs:
+        node = root
+        parts = _PART.findall(spec.name)
+        for part in (*parts[:_MAX_DEPTH], *filter(None, ["".join(parts[_MAX_DEPTH:])])):
+            node = node.children.setdefault(part, _Node())
+        node.spec = spec
+    prefix = ""
+    while len(root.children) == 1 and root.spec is None:
+        ((name, child),) = root.children.items()
+        if not any(grandchild.children for grandchild in child.children.values()):
+            break
+        prefix, root = prefix + name, child
+    return _make_parts(root, prefix, 1)
+
+
+def select_layers(layers: Sequence[Layer], limit: int) -> list[Layer]:
+    """The layers in as much detail as fits a number of lines.
+
+    Args:
+      layers: from `find_layers`.
+      limit: how many there may be; if there are more already, they stay.
+
+    Returns:
+      Layers that have all variables together. The largest ones have been replaced by their parts.
+    """
+    selected = list(layers)
+    while True:
+        room = limit - len(selected) + 1
+        wide = [layer for layer in selected if layer.has_scopes and len(layer.parts) <= room]
+        if not wide:
+            return selected
+        largest = max(wide, key=lambda layer: layer.num_parameters)
+        place = selected.index(largest)
+        selected[place : place + 1] = largest.parts
+
+
+def _make_parts(node: _Node, prefix: str, count: int) -> tuple[Layer, ...]:
+    """The children of a scope, equal neighbours as one; variables beside scopes are one as well."""
+    made: list[Layer] = []
+    for name, number, child in _fold(node.children):
+        total = count * number
+        specs = child.specs()
+        num_parameters = total * sum(math.prod(spec.shape) for spec in specs)
+        parts: tuple[Layer, ...] = ()
+        if child.children:
+            parts = _make_parts(child, prefix + name, total)
+        if child.spec is not None and child.children:  # a variable whose name another one's begins with
+            own = _describe(prefix + name, total, [child.spec])
+            parts = (own, *parts)
+        full_name = (prefix + name).rstrip("/.") or prefix + name
+        made.append(Layer(full_name, number, num_parameters, total * num_bytes(specs), parts))
+    variables = [layer for layer in made if not layer.parts]
+    if len(variables) < 2 or (len(variables) == len(made) and prefix):
+        return tuple(made)
+    names = ", ".join(layer.name[len(prefix) :] for layer in variables)
+    joined = Layer(
+        f"{prefix}({names})" if prefix else names,
+        1,
+        sum(layer.num_parameters for layer in variables),
+        sum(layer.num_bytes for layer in variables),
+    )
+    first = made.index(variables[0])
+    before = [layer for layer in made[:first] if layer.parts]
+    return (*before, joined, *(layer for layer in made[first:] if layer.parts))
+
+
+def _describe(name: str, count: int, specs: Sequence[VariableSpec]) -> Layer:
+    num_parameters = count * sum(math.prod(spec.shape) for spec in specs)
+    return Layer(name, 1, num_parameters, count * num_bytes(specs))
+
+
+def _fold(children: dict[str, _Node]) -> list[tuple[str, int, _Node]]:
+    """The children in order, equal neighbours as one: the name, how many, and the first of them."""
+    found: list[tuple[str, int, _Node]] = []
+    entries = list(children.items())
+    signatures = [child.signature() for _name, child in entries]
+    begin = 0
+    while begin < len(entries):
+        name, child = entries[begin]
+        best, best_name = begin + 1, name
+        for match in _NUMBER.finditer(name):
+            before, after, width = name[: match.start()], name[match.end() :], len(match[0])
+            end = begin + 1
+            while end < len(entries) and signatures[end] == signatures[begin]:
+                last = f"{int(match[0]) + end - begin:0{width}}"
+                if entries[end][0] != f"{before}{last}{after}":
+                    break
+                end += 1
+            if end > best:
+                last = f"{int(match[0]) + end - begin - 1:0{width}}"
+                best, best_name = end, f"{before}{{{match[0]}..{last}}}{after}"
+        found.append((best_name, best - begin, child))
+        begin = best
+    return found

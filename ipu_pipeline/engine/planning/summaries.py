@@ -1,0 +1,388 @@
+"""What a pipeline or loop will need and do, per stage; `str` makes a table of it, of 40 lines at most.
+
+If all layers of all stages do not fit, those of a stage are told together, and then equal stages as well;
+only stages that all differ, and are more than that, take more lines.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ipu_pipeline.engine.jaxprs.shapes import num_bytes
+from ipu_pipeline.engine.planning.layers import Layer, find_layers, select_layers
+from ipu_pipeline.engine.tables import align, describe_bytes, describe_flop, printable, shorten
+from ipu_pipeline.engine.tracing.specs import VariableSpec
+
+__all__ = ["Bubble", "PipelineSummary", "SharedVariables", "StageSummary"]
+
+_MAX_LINES = 40
+_MAX_LAYERS = 6  # lines of a stage
+_MAX_NAME = 36  # characters
+_MAX_SHARED = 4  # lines
+_HEADINGS = (
+    *("stage", "IPU", "layers", "parameters", "size", "sends"),
+    *("returns", "holds", "in flight", "keeps", "forward", "backward"),
+)
+_NUMBERS = range(3, len(_HEADINGS))
+
+
+@dataclass(frozen=True, eq=False)
+class StageSummary:
+    """What is known of a stage; in a loop, of a run of operations of one shard.
+
+    Attributes:
+      index: its number.
+      ipu: the IPU that it runs on.
+      level: stages of the same one are parallel.
+      place: what errors call it, with the name of its function.
+      variables: that it owns. Those that it shares with a stage before are in that one's.
+      num_trained: elements of those that are trained.
+      num_sent_bytes: per micro-batch, what it sends to other IPUs forwards.
+      num_returned_bytes: likewise gradients, backwards.
+      num_held_bytes: per micro-batch, what it keeps between its forward and its backward.
+      in_flight: the largest number of micro-batches of which it keeps that.
+      num_forward_flop: estimated operations of its forward per micro-batch; of the last stage of a pipeline
+        that trains, those of its backward too.
+      num_backward_flop: likewise of its backward; 0 where the forward does it, or nothing is trained.
+      uncounted: what it calls whose operations are not known.
+    """
+
+    index: int
+    ipu: int
+    level: int
+    place: str
+    variables: tuple[VariableSpec, ...]
+    num_trained: int
+    num_sent_bytes: int
+    num_returned_bytes: int
+    num_held_bytes: int
+    in_flight: int
+    num_forward_flop: float
+    num_backward_flop: float
+    uncounted: frozenset[str]
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of its variables."""
+        return _count(self.variables)
+
+    @property
+    def num_parameter_bytes(self) -> int:
+        """How much its variables take."""
+        return num_bytes(self.variables)
+
+    @property
+    def num_live_bytes(self) -> int:
+        """What it keeps of all micro-batches in flight."""
+        return self.in_flight * self.num_held_bytes
+
+    @property
+    def num_flop(self) -> float:
+        """Operations of forward and backward."""
+        return self.num_forward_flop + self.num_backward_flop
+
+    @functools.cached_property
+    def layers(self) -> tuple[Layer, ...]:
+        """Its variables by layer."""
+        return find_layers(self.variables)
+
+
+@dataclass(frozen=True, eq=False)
+class SharedVariables:
+    """Variables that the same stages share; the first of these owns them.
+
+    Attributes:
+      stages: their numbers.
+      variables: what they share.
+    """
+
+    stages: tuple[int, ...]
+    variables: tuple[VariableSpec, ...]
+
+
+@dataclass(frozen=True)
+class Bubble:
+    """The share of their time in which IPUs wait for each other, within a step.
+
+    Attributes:
+      share: simulated with the operations of the stages, on devices of their own; None where there are none
+        to simulate with.
+      lock_step_share: in the schedule's time-steps, as if every forward and backward took equally long.
+      longest_ipu: the IPU that has most to do.
+      longest_share: its share of all operations; None without any.
+    """
+
+    share: float | None
+    lock_step_share: float
+    longest_ipu: int
+    longest_share: float | None
+
+
+@dataclass(frozen=True, eq=False)
+class PipelineSummary:
+    """What a pipeline or loop will need and do.
+
+    Attributes:
+      name: its name.
+      trains: whether it updates weights.
+      unit: what its stages handle: a "micro-batch", or of a loop an "iteration".
+      schedule: the schedule's name; empty for loops.
+      num_micro_batches: per weight update, or in a pipeline without training per execution; None if that is
+        known at run only.
+      num_serialized: how many of them a stage handles before the next stage starts.
+      chunk_size: how many micro-batches a program handles, one after another.
+      stages: in order.
+      shared: variables that several stages have.
+      bubble: None if everything is on one IPU, or the number of micro-batches is not known.
+      dispatch: over several IPUs, how many micro-batches a program handles, and why.
+    """
+
+    name: str
+    trains: bool
+    unit: str
+    schedule: str
+    num_micro_batches: int | None
+    num_serialized: int
+    chunk_size: int
+    stages: tuple[StageSummary, ...]
+    shared: tuple[SharedVariables, ...]
+    bubble: Bubble | None
+    dispatch: str = ""
+
+    @property
+    def num_ipus(self) -> int:
+        """How many IPUs its stages are on."""
+        return len({stage.ipu for stage in self.stages})
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all its variables."""
+        return sum(stage.num_parameters for stage in self.stages)
+
+    @property
+    def num_parameter_bytes(self) -> int:
+        """How much they take, each counted once."""
+        return sum(stage.num_parameter_bytes for stage in self.stages)
+
+    @property
+    def num_trained(self) -> int:
+        """Elements of those that are trained."""
+        return sum(stage.num_trained for stage in self.stages)
+
+    def __str__(self) -> str:
+        """The table."""
+        ending = [*self._describe_shared(), *self._describe_rest()]
+        rows = _describe_stages(self.stages, _MAX_LINES - len(ending) - 3)
+        columns = [
+            number
+            for number in range(len(_HEADINGS))
+            if number in (0, 1, 2, 3, 4) or any(row[number] for row in rows)
+        ]
+        table = [[row[number] for number in columns] for row in (_HEADINGS, *rows)]
+        numbers = [place for place, number in enumerate(columns) if number in _NUMBERS]
+        return "\n".join([self._describe_run(), self._describe_total(), *align(table, numbers), *ending])
+
+    def _describe_run(self) -> str:
+        stages = _counted(len(self.stages), "stage" if self.unit == "micro-batch" else "part")
+        parts = [f"{stages} on {_counted(self.num_ipus, 'IPU')}"]
+        if self.schedule:
+            parts.append(f"schedule {self.schedule}")
+        if self.unit != "micro-batch":
+            parts.append(
+                f"a weight update every {_counted(self.num_micro_batches or 1, self.unit)}"
+                if self.trains
+                else "no training"
+            )
+        else:
+            count = self.num_micro_batches
+            number = "as many micro-batches as a run says"
+            if count is not None:
+                number = _counted(count * self.num_serialized, self.unit)
+            parts.append(f"{number} per {'weight update' if self.trains else 'execution, no training'}")
+            if self.num_serialized > 1:
+                parts.append(f"{self.num_serialized} at a time")
+            if self.chunk_size > 1:
+                parts.append(f"{self.chunk_size} per program")
+        return f"{printable(self.name)}: {', '.join(parts)}"
+
+    def _describe_total(self) -> str:
+        total, trained = self.num_parameters, self.num_trained
+        text = f"  {_counted(total, 'parameter')}, {describe_bytes(self.num_parameter_bytes)}"
+        if not self.trains:
+            return text
+        return f"{text}, {'all' if trained == total else f'{trained:,}'} trained"
+
+    def _describe_shared(self) -> list[str]:
+        lines = []
+        for shared in self.shared[:_MAX_SHARED]:
+            size = describe_bytes(num_bytes(shared.variables))
+            what = _shown(shared.variables[0].name, 60)
+            if len(shared.variables) > 1:
+                what = _name_layers(find_layers(shared.variables), 60)
+                size = f"{len(shared.variables)} variables, {size}"
+            lines.append(f"shared: {what} ({size}) by stages {_describe_numbers(shared.stages)}")
+        rest = self.shared[_MAX_SHARED:]
+        if rest:
+            others = _counted(sum(len(shared.variables) for shared in rest), "other variable")
+            lines.append(f"shared: {others} by other stages")
+        return lines
+
+    def _describe_rest(self) -> list[str]:
+        lines = []
+        levels = [stage.level for stage in self.stages]
+        parallel = [
+            _describe_numbers([stage.index for stage in self.stages if stage.level == level])
+            for level in dict.fromkeys(levels)
+            if levels.count(level) > 1
+        ]
+        if parallel:
+            lines.append(f"parallel: stages {'; '.join(parallel)}")
+        moved = [
+            ("sends to other IPUs", any(stage.num_sent_bytes for stage in self.stages)),
+            ("returns to them as gradients", any(stage.num_returned_bytes for stage in self.stages)),
+            ("holds until its backward", any(stage.num_held_bytes for stage in self.stages)),
+        ]
+        if any(is_there for _what, is_there in moved):
+            what = ", ".join(what for what, is_there in moved if is_there)
+            lines.append(f"per {self.unit}: what it {what}")
+        explained = []
+        if moved[-1][1]:
+            most = "" if self.num_micro_batches is not None else " at most"
+            explained.append(f"keeps: what it holds of all {_plural(self.unit)} in flight{most}")
+        if any(stage.num_backward_flop for stage in self.stages):
+            explained.append("forward, backward: estimated operations")
+            if not self.stages[-1].num_backward_flop:
+                explained.append("the last stage does both in its forward")
+        elif any(stage.num_flop for stage in self.stages):
+            explained.append("forward: estimated operations")
+        lines += ["; ".join(explained)] if explained else []
+        uncounted = sorted(frozenset[str]().union(*(stage.uncounted for stage in self.stages)))
+        if uncounted:
+            lines.append(f"operations of {shorten(printable(', '.join(uncounted)), 80)} are not counted")
+        lines.append(f"bubble: {self._describe_bubble()}")
+        if self.bubble is not None and self.bubble.longest_share is not None:
+            share = f"{self.bubble.longest_share:.0%} of all operations"
+            lines.append(f"IPU {self.bubble.longest_ipu} has most to do: {share}")
+        if self.dispatch:
+            lines.append(f"dispatch: {self.dispatch}")
+        return lines
+
+    def _describe_bubble(self) -> str:
+        bubble = self.bubble
+        if self.num_ipus == 1:
+            return "none, as everything is on one IPU"
+        if bubble is None:
+            return "it depends on the number of micro-batches"
+        if bubble.share is None:
+            return f"IPUs wait for {bubble.lock_step_share:.1%} of a step's time-steps"
+        equal = f"{bubble.lock_step_share:.1%} if all actions took equally long"
+        return f"IPUs wait for {bubble.share:.1%} of a step, by these operations ({equal})"
+
+
+def _describe_stages(stages: Sequence[StageSummary], limit: int) -> list[tuple[str, ...]]:
+    """The rows of the table, at most so many if that can be done."""
+    for num_layers in range(_MAX_LAYERS, 0, -1):
+        rows = [row for stage in stages for row in _describe_run([stage], num_layers)]
+        if len(rows) <= limit:
+            return rows
+    runs: list[list[StageSummary]] = []
+    for stage in stages:
+        if runs and _looks(runs[-1][-1]) == _looks(stage):
+            runs[-1].append(stage)
+        else:
+            runs.append([stage])
+    return [row for run in runs for row in _describe_run(run, 1)]
+
+
+def _looks(stage: StageSummary) -> tuple[str, ...]:
+    """What stages have in common that are told together."""
+    return (*_cells_of_size(stage.num_parameters, stage.num_parameter_bytes), *_cells_of_work(stage))
+
+
+def _describe_run(stages: Sequence[StageSummary], num_layers: int) -> list[tuple[str, ...]]:
+    """The rows of stages that are told together, which look the same."""
+    first, last = stages[0], stages[-1]
+    number = str(first.index) if first is last else f"{first.index}..{last.index}"
+    ipus = _describe_numbers(list(dict.fromkeys(stage.ipu for stage in stages)))
+    layers = first.layers if first is last else find_layers(v for stage in stages for v in stage.variables)
+    selected = select_layers(layers, num_layers)
+    if len(selected) > num_layers or len(selected) == 1:
+        selected = []
+    name = _name_layers(layers, _MAX_NAME) if not selected else f"{len(selected)} layers:"
+    held: list[str] = ["", "", ""]
+    if any(stage.num_held_bytes for stage in stages):
+        in_flight = _join_ends(str(first.in_flight), str(last.in_flight))
+        live = _join_ends(describe_bytes(first.num_live_bytes), describe_bytes(last.num_live_bytes))
+        held = [describe_bytes(first.num_held_bytes), in_flight, live]
+    sent, returned, _held, forward, backward = _cells_of_work(first)
+    times = "" if first is last else f"{len(stages)} x "
+    parameters, size = _cells_of_size(first.num_parameters, first.num_parameter_bytes)
+    work = [sent, returned, *held, forward, backward]
+    rows: list[tuple[str, ...]] = [(number, ipus, name, times + parameters, size, *work)]
+    for layer in selected:
+        shown = f"  {_shown(layer.name, _MAX_NAME - 2)}"
+        cells = _cells_of_size(layer.num_parameters, layer.num_bytes)
+        rows.append(("", "", shown, *cells, *[""] * len(work)))
+    return rows
+
+
+def _join_ends(first: str, last: str) -> str:
+    return first if first == last else f"{first}..{last}"
+
+
+def _cells_of_size(num_parameters: int, size: int) -> tuple[str, str]:
+    return f"{num_parameters:,}", describe_bytes(size)
+
+
+def _cells_of_work(stage: StageSummary) -> tuple[str, str, str, str, str]:
+    sent, returned, held = (
+        describe_bytes(number) if number else ""
+        for number in (stage.num_sent_bytes, stage.num_returned_bytes, stage.num_held_bytes)
+    )
+    forward, backward = (
+        describe_flop(number) if number else ""
+        for number in (stage.num_forward_flop, stage.num_backward_flop)
+    )
+    return sent, returned, held, forward, backward
+
+
+def _name_layers(layers: Sequence[Layer], width: int) -> str:
+    """The names of layers, what they begin with once; in more detail where there is but one."""
+    names = [layer.name for layer in select_layers(layers, 1)]
+    ends = [place + 1 for place, character in enumerate(min(names, default="")) if character in "/."]
+    begins = [names[0][:end] for end in reversed(ends) if all(n[:end] == names[0][:end] for n in names)]
+    common = begins[0] if begins else ""
+    if len(names) > 1 and common:
+        names = [f"{common}({', '.join(name[len(common) :] for name in names)})"]
+    return _shown(", ".join(names), width) or "none"
+
+
+def _shown(name: str, width: int) -> str:
+    return shorten(printable(name), width)
+
+
+def _describe_numbers(numbers: Sequence[int]) -> str:
+    """Ascending numbers, those that follow each other as one: `0, 2..5`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    parts = [str(run[0]) if len(run) == 1 else f"{run[0]}..{run[-1]}" for run in runs]
+    return ", ".join(parts)
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number:,} {what if number == 1 else _plural(what)}"
+
+
+def _plural(what: str) -> str:
+    return f"{what}es" if what.endswith("ch") else f"{what}s"
+
+
+def _count(variables: Sequence[VariableSpec]) -> int:
+    return sum(math.prod(spec.shape) for spec in variables)

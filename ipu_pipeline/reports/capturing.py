@@ -1,0 +1,235 @@
+"""Records a trace of what runs, and writes the reports."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import datetime
+import json
+import logging
+import os
+import shlex
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+from ipu_pipeline.engine import watching
+from ipu_pipeline.reports.chrome_trace import to_chrome_trace
+from ipu_pipeline.reports.describing import describe_devices, describe_pipeline
+from ipu_pipeline.reports.device_profile import DeviceProfile, DeviceProfiler
+from ipu_pipeline.reports.files import check_directory, write_reports
+from ipu_pipeline.reports.matching import match
+from ipu_pipeline.reports.profile import Profile
+from ipu_pipeline.reports.recorder import Recorder
+
+__all__ = ["REPORTS", "Capture", "capture", "start_automatic_report"]
+
+MAX_ACTIONS = 40_000
+REPORTS = ("profile.json", "trace.json", "report.html")
+VARIABLE = "POPLAR_ENGINE_OPTIONS"
+_PREFIX = "autoReport."
+_PACKAGES = ("ipu_pipeline", "jax", "jaxlib")
+
+_logger = logging.getLogger(__name__)
+
+
+class Capture:
+    """A trace that is recorded, see `capture`.
+
+    Attributes:
+      directory: where the reports are, or will be.
+      profile: what was recorded; None until the end, and if nothing ran.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], max_actions: int) -> None:
+        """Nothing is recorded yet; arguments as of `capture`."""
+        self.directory = Path(directory).absolute()  # wherever the program goes
+        self.profile: Profile | None = None
+        self._max_actions = max_actions
+        self._profiler = DeviceProfiler()
+        self._noted = DeviceProfile((), ())
+        self._recorder = Recorder(max_actions, self._profiler.start, self._end_recording)
+        self._is_ended = False
+        self._lock = threading.RLock()
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Records what runs in the block."""
+        with watching.watching(self._recorder):
+            yield
+
+    def _end_recording(self) -> None:
+        """Waits for the devices, and takes what their profiler noted."""
+        with self._lock:
+            if not self._is_ended:
+                self._is_ended = True
+                self._recorder.wait()
+                self._noted = self._profiler.stop()
+
+    def finish(self) -> None:
+        """Ends the recording, and writes the reports."""
+        self._end_recording()
+        recorder = self._recorder
+        if not recorder.launched:
+            warnings.warn(
+                f"reports.capture: nothing was run, so there is no report in {str(self.directory)!r}. Run "
+                "a pipeline or a loop within it.",
+                stacklevel=2,
+            )
+            return
+        self.profile = _make_profile(recorder, self._noted, self._max_actions)
+        self._noted = DeviceProfile((), ())
+        recorder.forget()
+        texts = {"profile.json": self.profile.to_json(), "trace.json": to_chrome_trace(self.profile)}
+        write_reports(self.directory, texts)
+        for note in self.profile.notes:
+            _logger.warning("%s", note)
+        _logger.info("The reports are in %s.", self.directory)
+
+
+@contextlib.contextmanager
+def capture(directory: str | os.PathLike[str], *, max_actions: int = MAX_ACTIONS) -> Iterator[Capture]:
+    """Records what runs in the block, and writes the reports at its end, also after an error.
+
+    The first program that runs starts the recording; what it takes to compile is not in it. Programs run as
+    they do otherwise: docs/profiling.md says how much longer they take. The environment variable
+    POPLAR_ENGINE_OPTIONS='{"autoReport.all": "true", "autoReport.directory": "./directory"}' has a whole
+    program recorded.
+
+    Example:
+      with ipu.reports.capture("profile_run"):
+          session.run(program, {learning_rate: 0.01})
+
+    Args:
+      directory: where the reports go: `report.html` (with the extra `reports`), `trace.json` for Perfetto
+        or chrome://tracing, `profile.json` (docs/profiling.md has its schema), and `manifest.json`, which
+        lists them. It is made if it does not exist; reports that are there are replaced.
+      max_actions: after so many actions (a forward or backward of a micro-batch, a weight update) the
+        recording ends, and programs run on.
+
+    Yields:
+      The `Capture`; its `profile` is there after the block.
+
+    Raises:
+      RuntimeError: something is recorded already, or another profiler of JAX runs.
+      ValueError: `max_actions` is below 1, or the directory has a file of somebody else under the name of a
+        report.
+      OSError: the directory cannot be written to.
+    """
+    if isinstance(max_actions, bool) or not isinstance(max_actions, int) or max_actions < 1:
+        raise ValueError(f"max_actions must be an integer of at least 1; got {max_actions!r}.")
+    if watching.current() is not None:
+        raise RuntimeError(
+            "reports.capture: a trace is recorded already, in this or another thread, or for "
+            f"{VARIABLE}. Only one can be at a time."
+        )
+    check_directory(Path(directory), REPORTS)
+    captured = Capture(directory, max_actions)
+    try:
+        with captured.recording():
+            yield captured
+    except BaseException:
+        with contextlib.suppress(Exception):  # the error itself says more
+            captured.finish()
+        raise
+    captured.finish()
+
+
+def _make_profile(recorder: Recorder, noted: DeviceProfile, max_actions: int) -> Profile:
+    matched = match(recorder, noted)
+    pipelines = [
+        describe_pipeline(
+            one, [known.launch for known in recorder.launched if known.launch.runner is one.runner]
+        )
+        for one in recorder.introduced
+    ]
+    notes = []
+    if recorder.num_dropped:
+        notes.append(
+            f"The recording ended after {recorder.num_actions} actions (max_actions={max_actions}); at "
+            f"least {recorder.num_dropped} more followed."
+        )
+    if matched.num_lost:
+        notes.append(
+            f"Of {len(recorder.launched)} programs {matched.num_lost} are missing: the devices' profiler "
+            "did not note them."
+        )
+    return Profile(
+        program=shlex.join(sys.argv),
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        versions={name: metadata.version(name) for name in _PACKAGES},
+        num_cores=os.cpu_count() or 1,
+        devices=describe_devices(recorder.introduced),
+        pipelines=tuple(pipelines),
+        events=matched.events,
+        num_lost=matched.num_lost,
+        num_dropped=recorder.num_dropped,
+        notes=tuple(notes),
+    )
+
+
+_has_read_environment = False
+
+
+def start_automatic_report() -> None:
+    """Does what POPLAR_ENGINE_OPTIONS says, the first time it is called.
+
+    Raises:
+      ValueError: it is no JSON object, or a value in it is not "true" or "false".
+      OSError: see `capture`.
+    """
+    global _has_read_environment
+    if _has_read_environment:
+        return
+    _has_read_environment = True
+    directory = _read_options(os.environ.get(VARIABLE))
+    if directory is None:
+        return
+    check_directory(directory, REPORTS)
+    captured = Capture(directory, MAX_ACTIONS)
+    recording = captured.recording()
+    recording.__enter__()
+    process = os.getpid()
+
+    def finish() -> None:
+        if os.getpid() == process:  # not in a fork of it
+            recording.__exit__(None, None, None)
+            captured.finish()
+
+    atexit.register(finish)
+
+
+def _read_options(text: str | None) -> Path | None:
+    """Where reports are to go; None if there are to be none. Warns of what has no effect."""
+    if not text:
+        return None
+    try:
+        options = json.loads(text)
+    except ValueError as error:
+        raise ValueError(
+            f'{VARIABLE} must be a JSON object such as {{"autoReport.all": "true"}}; got {text!r} '
+            f"({error})."
+        ) from error
+    if not isinstance(options, dict):
+        raise ValueError(
+            f'{VARIABLE} must be a JSON object such as {{"autoReport.all": "true"}}; got {text!r}.'
+        )
+    directory = options.pop(f"{_PREFIX}directory", ".")
+    asked = [_is_true(name, options.pop(name)) for name in list(options) if name.startswith(_PREFIX)]
+    if options:
+        warnings.warn(
+            f"{VARIABLE}: {', '.join(map(repr, options))} has no effect here; only the options "
+            f"'{_PREFIX}...' have.",
+            stacklevel=2,
+        )
+    return Path(str(directory)) if any(asked) else None
+
+
+def _is_true(name: str, value: object) -> bool:
+    words = {"true": True, "false": False}
+    if str(value).lower() not in words:
+        raise ValueError(f'{VARIABLE}: {name} must be "true" or "false"; got {value!r}.')
+    return words[str(value).lower()]

@@ -1,0 +1,123 @@
+"""What pipelines and loops are, as data for a profile."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from ipu_pipeline.engine.execution.executor import Executor
+from ipu_pipeline.engine.jaxprs.shapes import num_bytes
+from ipu_pipeline.engine.pipeline import Pipeline
+from ipu_pipeline.engine.planning.memory import plan_stages
+from ipu_pipeline.engine.tracing.specs import VariableSpec
+from ipu_pipeline.engine.watching import Launch, LaunchKind
+from ipu_pipeline.reports.profile import (
+    DeviceFacts,
+    EdgeFacts,
+    IpuFacts,
+    LayerFacts,
+    PipelineFacts,
+    StageFacts,
+)
+from ipu_pipeline.reports.recorder import Introduced
+from ipu_pipeline.reports.summaries import summarize
+
+__all__ = ["describe_devices", "describe_layers", "describe_pipeline"]
+
+
+def describe_devices(introduced: Sequence[Introduced]) -> tuple[DeviceFacts, ...]:
+    """The devices of some pipelines, by IPU."""
+    rows = {row for one in introduced for row in one.runner.residence.rows}
+    found = {(row.ipu, device) for row in rows for device in row.devices}
+    facts = {DeviceFacts(ipu, device.id, device.device_kind, device.platform) for ipu, device in found}
+    return tuple(sorted(facts, key=lambda device: (device.ipu, device.id)))
+
+
+def describe_layers(specs: Sequence[VariableSpec]) -> tuple[LayerFacts, ...]:
+    """The layers of some variables, in the order of their first variables.
+
+    The parts of a name are divided by slashes, or by the dots of torch's names.
+    """
+    layers: dict[str, list[VariableSpec]] = defaultdict(list)
+    for spec in specs:
+        ends = [0, *(match.start() for match in re.finditer(r"[/.]", spec.name))]
+        layers[spec.name[: ends[-1]]].append(spec)
+    return tuple(
+        LayerFacts(name, sum(math.prod(spec.shape) for spec in own), num_bytes(own))
+        for name, own in layers.items()
+    )
+
+
+def describe_pipeline(one: Introduced, launches: Sequence[Launch]) -> PipelineFacts:
+    """A pipeline or loop that ran.
+
+    Args:
+      one: the pipeline.
+      launches: the programs of its that were started.
+    """
+    runner, owner, shares = one.runner, one.owner, one.shares
+    traced = runner.residence.traced
+    is_pipeline = isinstance(owner, Pipeline)
+    kind = "loop" if not is_pipeline else "inference" if runner.residence.updates is None else "training"
+    schedule = owner.options.schedule if is_pipeline else "sequential"
+    plan = owner.dispatch_plan if is_pipeline else None
+    count = _count_micro_batches(launches) if is_pipeline else 1
+    chunk_size = 1 if plan is None else plan.chunk_size
+    if is_pipeline:
+        given = None if owner.num_micro_batches is not None else max(1, count // shares.num_serialized)
+        held, planned = owner.plan_memory(given), owner.plan_ipu_memory(given)
+    else:
+        held = plan_stages(traced, runner.programs, shares.ipus, [1] * len(traced.stages))
+        planned = owner.plan_memory(1)
+    stages = [
+        StageFacts(
+            index=index,
+            name=stage.place,
+            ipu=shares.ipus[index],
+            level=traced.levels[index],
+            layers=describe_layers([spec for spec in stage.variables if traced.owners[spec.name] == index]),
+            forward_operations=shares.forward[index],
+            backward_operations=shares.backward[index],
+            is_fused=shares.is_fused and index == len(traced.stages) - 1,
+            num_held_bytes=held[index].num_held_bytes,
+            in_flight=held[index].in_flight,
+        )
+        for index, stage in enumerate(traced.stages)
+    ]
+    _parts, edges = summarize(traced, runner.programs, shares.ipus)
+    return PipelineFacts(
+        name=one.name,
+        kind=kind,
+        schedule=schedule if isinstance(schedule, str) else getattr(schedule, "__name__", "a function"),
+        num_micro_batches=count,
+        num_serialized=shares.num_serialized,
+        chunk_size=chunk_size,
+        is_one_program=not isinstance(runner, Executor),
+        micro_batch_size=_find_batch_size(traced.element),
+        stages=tuple(stages),
+        edges=tuple(
+            EdgeFacts(edge.source, edge.target, edge.num_forward_bytes, edge.num_backward_bytes)
+            for edge in edges
+        ),
+        memory=tuple(IpuFacts(**dataclasses.asdict(ipu)) for ipu in planned),
+    )
+
+
+def _count_micro_batches(launches: Sequence[Launch]) -> int:
+    """Micro-batches per step, as they were seen."""
+    everies = [launch.every for launch in launches if launch.kind == LaunchKind.BLOCK]
+    numbers = [launch.first + launch.count for launch in launches if launch.kind != LaunchKind.BLOCK]
+    return max([*everies, *numbers], default=1)
+
+
+def _find_batch_size(element: Any) -> int | None:
+    """The first axis that all arrays of a micro-batch have in common."""
+    leaves = jax.tree.leaves(element)
+    sizes = {leaf.shape[0] if leaf.shape else None for leaf in leaves}
+    return sizes.pop() if len(sizes) == 1 else None

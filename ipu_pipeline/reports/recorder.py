@@ -1,0 +1,234 @@
+"""What the host notes while a trace is recorded: the programs that it starts, and what it waits for."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from ipu_pipeline.engine.watching import Launch
+from ipu_pipeline.reports.events import EventKind
+from ipu_pipeline.reports.sharing import Shares, find_shares
+
+__all__ = ["HostTime", "Introduced", "Launched", "Moved", "Recorder"]
+
+
+@dataclass(frozen=True, eq=False)
+class Launched:
+    """A program that the host started. Times are in nanoseconds since the epoch.
+
+    Attributes:
+      launch: what it was.
+      function: what was called.
+      begin: when the host began to start it.
+      end: when the host went on.
+      is_rehearsal: whether it counts for nothing.
+    """
+
+    launch: Launch
+    function: Any
+    begin: int
+    end: int
+    is_rehearsal: bool = False
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What was sent from one device to another.
+
+    Attributes:
+      launch: the program whose results they are.
+      device: the id of the device that it went to.
+      num_bytes: how much.
+      time: when the host had asked for it, in nanoseconds since the epoch.
+    """
+
+    launch: Launch
+    device: int
+    num_bytes: int
+    time: int
+
+
+@dataclass(frozen=True)
+class HostTime:
+    """What the host did itself; attributes as of an `Event`, times in nanoseconds since the epoch."""
+
+    kind: EventKind
+    begin: int
+    end: int
+    step: int | None = None
+    micro_batch: int | None = None
+    num_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Introduced:
+    """Who runs.
+
+    Attributes:
+      runner: the runner.
+      owner: its `Pipeline` or `Loop`.
+      name: what people call it.
+      shares: what its actions take.
+    """
+
+    runner: Any
+    owner: Any
+    name: str
+    shares: Shares
+
+
+class Recorder:
+    """A watcher that notes everything, up to a number of actions. Safe to be told from several threads.
+
+    Attributes:
+      introduced: who ran, in the order of appearance.
+      launched: the programs, in the order in which they were started.
+      moved_arrays: what was sent.
+      host: what the host did.
+      num_actions: how many actions were noted: of a program, one per micro-batch.
+      num_dropped: how many were not, as there were too many.
+    """
+
+    def __init__(
+        self, max_actions: int, on_first: Callable[[], None], on_full: Callable[[], None] = lambda: None
+    ) -> None:
+        """Nothing is noted yet.
+
+        Args:
+          max_actions: how many actions are noted. A program that is the first one beyond that is not.
+          on_first: called before the first program is started.
+          on_full: called before the first one that is not noted.
+        """
+        self.introduced: list[Introduced] = []
+        self.launched: list[Launched] = []
+        self.moved_arrays: list[Moved] = []
+        self.host: list[HostTime] = []
+        self.num_actions = self.num_dropped = 0
+        self._has_begun = False
+        self._max_actions = max_actions
+        self._on_first, self._on_full = on_first, on_full
+        self._lock = threading.RLock()  # programs are noted in the order in which they are started
+        self._noted: set[Launch] = set()
+        self._rehearsed: set[Any] = set()
+        self._local = threading.local()
+        self._last: dict[Any, list[weakref.ref[Any]]] = {}  # what each program returned last
+
+    @property
+    def _rehearses(self) -> bool:
+        """Whether this thread rehearses."""
+        return getattr(self._local, "rehearses", False)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether something was not noted."""
+        return self.num_dropped > 0
+
+    def introduce(self, runner: Any, owner: Any, name: str | None = None) -> None:
+        """See `engine.watching.Watcher`."""
+        with self._lock:
+            place = self.find(runner)
+            if place is None:
+                number = len(self.introduced)
+                name = name or ("Pipeline" if not number else f"Pipeline_{number}")
+                self.introduced.append(Introduced(runner, owner, name, find_shares(runner)))
+            elif name is not None:
+                self.introduced[place] = dataclasses.replace(self.introduced[place], name=name)
+
+    @contextlib.contextmanager
+    def rehearsing(self, runner: Any) -> Iterator[bool]:
+        """See `engine.watching.Watcher`."""
+        with self._lock:
+            is_first = runner not in self._rehearsed
+            self._rehearsed.add(runner)
+        self._local.rehearses = True
+        try:
+            yield is_first
+        finally:
+            self._local.rehearses = False
+
+    def find(self, runner: Any) -> int | None:
+        """The number of a runner; None if it was not introduced."""
+        known = (place for place, one in enumerate(self.introduced) if one.runner is runner)
+        return next(known, None)
+
+    def run(self, launch: Launch, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+        """See `engine.watching.Watcher`."""
+        is_rehearsal = self._rehearses
+        with self._lock:
+            # What is rehearsed while the devices' profiler runs must be known, so as to be left out.
+            is_noted = self._has_begun if is_rehearsal else self._has_room(launch)
+            if is_noted and not self._has_begun:
+                self._on_first()
+                self._has_begun = True
+        # Launches are in the order of their runs. But a program that calls Python, which may wait for
+        # another thread, must not keep that from starting its own.
+        with contextlib.nullcontext() if launch.runner.has_callbacks else self._lock:
+            begin = time.time_ns()
+            results = function(*arguments)
+            end = time.time_ns()
+            if is_noted:
+                self.launched.append(Launched(launch, function, begin, end, is_rehearsal))
+                if not is_rehearsal:
+                    self._noted.add(launch)
+                arrays = [leaf for leaf in jax.tree.leaves(results) if isinstance(leaf, jax.Array)]
+                self._last[launch.devices, launch.name] = [weakref.ref(array) for array in arrays]
+            return results
+
+    def _has_room(self, launch: Launch) -> bool:
+        """Whether a program is to be noted."""
+        place = self.find(launch.runner)
+        if place is None:
+            raise RuntimeError("A runner has to be introduced before it runs.")
+        size = self.introduced[place].shares.count(launch)
+        if self.num_dropped or self.num_actions + size > self._max_actions:
+            if not self.num_dropped:
+                self._on_full()
+            self.num_dropped += size
+            return False
+        self.num_actions += size
+        return True
+
+    def moved(self, launch: Launch, target: Sequence[Any], arrays: Sequence[Any]) -> None:
+        """See `engine.watching.Watcher`."""
+        if launch in self._noted:
+            num_bytes = sum(array.nbytes for array in arrays)
+            self.moved_arrays += [Moved(launch, device.id, num_bytes, time.time_ns()) for device in target]
+
+    @contextlib.contextmanager
+    def waiting(self, step: int, first: int, count: int) -> Iterator[None]:
+        """See `engine.watching.Watcher`."""
+        del count
+        begin = time.time_ns()
+        try:
+            yield
+        finally:
+            if not self.is_full and not self._rehearses:
+                self.host.append(HostTime(EventKind.INFEED_WAIT, begin, time.time_ns(), step, first))
+
+    def outfed(self, begin: int, end: int, num_bytes: int) -> None:
+        """See `engine.watching.Watcher`."""
+        if self.launched and not self.is_full:
+            self.host.append(HostTime(EventKind.OUTFEED, begin, end, num_bytes=num_bytes))
+
+    def forget(self) -> None:
+        """Lets go of everything."""
+        with self._lock:
+            self.introduced, self.launched, self.moved_arrays, self.host = [], [], [], []
+            self._noted, self._rehearsed, self._last = set(), set(), {}
+
+    def wait(self) -> None:
+        """Waits until the programs that were started have run, as far as somebody has their results."""
+        with self._lock:
+            arrays = [reference() for references in self._last.values() for reference in references]
+        for array in arrays:
+            if array is not None and not array.is_deleted():
+                with contextlib.suppress(Exception):  # what a program raised is for those who read it
+                    jax.block_until_ready(array)
