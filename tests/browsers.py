@@ -152,7 +152,7 @@ class Page:
 
     def is_hidden(self, selector):
         """Whether what a CSS selector finds is not shown."""
-        return self.run("return document.querySelector(arguments[0]).offsetParent === null", selector)
+        return self.run("return !document.querySelector(arguments[0]).getClientRects().length", selector)
 
     def faults(self):
         """What the console has, and what was asked of a network."""

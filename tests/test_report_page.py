@@ -408,6 +408,7 @@ def test_the_page_has_all_in_itself():
     headings = [entry for entry in plain.attributes if entry[:2] == ("th", "scope")]
     assert len(headings) == plain.tags.count("th")
     assert plain.tags.count("table") == plain.tags.count("caption")
+    assert "<h1>train.py</h1>" in write_page(make_profile())
     for words in (
         "Utilisation of the IPUs",
         "Bubble",

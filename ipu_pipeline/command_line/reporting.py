@@ -116,7 +116,7 @@ def _as_lines(one: Study) -> list[str]:
     width = max(len(name) for name, _value in rows)
     return [
         "",
-        f"{facts.name} ({facts.kind}, {facts.schedule}, {facts.num_micro_batches} micro-batches)",
+        f"{facts.name} ({facts.kind}, {facts.schedule}, {analysis.num_micro_batches} micro-batches a step)",
         *(f"  {name.ljust(width)}  {value}" for name, value in rows),
     ]
 

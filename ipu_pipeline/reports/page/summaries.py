@@ -30,7 +30,7 @@ def summarise(one: Study) -> str:
         + "</div>\n"
         for title, figure, lines in _cards(one)
     )
-    words = f'<h2>{as_html(_title(facts))}</h2>\n<dl class="cards">\n{cards}</dl>\n'
+    words = f'<h2>{as_html(_title(one))}</h2>\n<dl class="cards">\n{cards}</dl>\n'
     if predicted is not None:
         words += f'<p class="advice">{as_html(predicted.advice.sentence)}</p>\n'
     notes = _remarks(one)
@@ -50,16 +50,14 @@ def make_tables(profile: Profile, one: Study) -> str:
     return tables + table_of_predictions(one.facts, predicted) + notes + table_of_bubble(predicted)
 
 
-def _title(facts: PipelineFacts) -> str:
+def _title(one: Study) -> str:
+    facts, number = one.facts, one.analysis.num_micro_batches
     what = {"training": "Training", "inference": "Inference", "loop": "Loop"}.get(facts.kind, facts.kind)
-    if facts.kind == "loop":
-        return f"{what}: {facts.name}"
     size = "" if facts.micro_batch_size is None else f" of {facts.micro_batch_size}"
     chunks = f", programs of {facts.chunk_size} micro-batches" if facts.chunk_size > 1 else ""
     schedule = facts.schedule.capitalize() if facts.schedule.islower() else facts.schedule
-    return (
-        f"{what}: {facts.name}, {schedule}, {facts.num_micro_batches} micro-batches{size} per step{chunks}"
-    )
+    ran = "" if facts.kind == "loop" else f"{schedule}, "
+    return f"{what}: {facts.name}, {ran}{number} micro-batch{'es' * (number != 1)}{size} per step{chunks}"
 
 
 def _cards(one: Study) -> list[tuple[str, str, list[str]]]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 import string
 from collections.abc import Sequence
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from ipu_pipeline.reports.events import Event, EventKind
@@ -67,7 +69,7 @@ def write_page(profile: Profile, studies: Sequence[Study] | None = None, is_simu
         data["measured"] = pack([])
     return string.Template(_read("page.html")).substitute(
         policy=_POLICY,
-        title=as_html(profile.program or "A trace"),
+        title=as_html(_title(profile.program)),
         style=_read("page.css"),
         heading=_describe_trace(profile),
         choice=_choose_pipeline(profile, data["first"]),
@@ -155,9 +157,22 @@ def _describe_trace(profile: Profile) -> str:
     if number:
         facts += f"; {devices}, {profile.num_cores} cores of the host; {versions}"
     notes = "".join(f"<li>{as_html(note)}</li>" for note in profile.notes)
-    return f'<h1>{as_html(profile.program or "A trace")}</h1>\n<p class="soft">{as_html(facts)}</p>\n' + (
-        f'<div class="notes"><ul>{notes}</ul></div>\n' if notes else ""
+    title = _title(profile.program)
+    lines = [facts] if title == profile.program else [profile.program, facts]
+    return (
+        f"<h1>{as_html(title)}</h1>\n"
+        + "".join(f'<p class="soft">{as_html(line)}</p>\n' for line in lines)
+        + (f'<div class="notes"><ul>{notes}</ul></div>\n' if notes else "")
     )
+
+
+def _title(program: str) -> str:
+    """The name of a program's file; the whole text if it does not begin with one."""
+    try:
+        first = shlex.split(program)[0]
+    except (ValueError, IndexError):
+        return program or "A trace"
+    return Path(first).name if Path(first).suffix == ".py" else program
 
 
 def _choose_pipeline(profile: Profile, first: int) -> str:
