@@ -26,7 +26,8 @@ tests: $(VENV)/installed-dev
 	$(PYTEST) -m "not thorough"
 
 thorough: $(VENV)/installed-dev
-	$(PYTEST) -m thorough
+	$(PYTEST) -m "thorough and not alone"
+	$(BIN)/python -m pytest -m "thorough and alone"
 
 random: $(VENV)/installed-dev
 	RANDOM_PIPELINES=$(EXAMPLES) $(PYTEST) tests/test_random_pipelines.py

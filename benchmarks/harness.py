@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import signal
@@ -82,13 +83,16 @@ def serve(step: Callable[[], Any], finish: Callable[[Any], Any], facts: Mapping[
     serve_rounds(run, facts)
 
 
-def serve_rounds(run: Callable[[int], Any], facts: Mapping[str, Any]) -> None:
-    """Likewise, where `run` runs so many steps and waits for them."""
+def serve_rounds(run: Callable[[int], float | None], facts: Mapping[str, Any]) -> None:
+    """Likewise, where `run` runs so many steps and waits for them.
+
+    For 0 steps, which `Side.ask_ideal` asks for, it returns the ideal of one instead.
+    """
     print("facts " + json.dumps(facts), flush=True)
     for line in sys.stdin:
         begin = time.perf_counter()
-        run(int(line))
-        print(f"took {time.perf_counter() - begin}", flush=True)
+        found = run(int(line))
+        print(f"took {time.perf_counter() - begin if found is None else found}", flush=True)
 
 
 class Side:
@@ -109,14 +113,26 @@ class Side:
             cwd=ROOT,
             start_new_session=True,  # so that its own processes can be ended with it
         )
-        self.facts: dict[str, Any] = json.loads(self._wait_for("facts "))
+
+    @functools.cached_property
+    def facts(self) -> dict[str, Any]:
+        """What the process tells when it is ready, which this waits for."""
+        facts: dict[str, Any] = json.loads(self._wait_for("facts "))
+        return facts
 
     def run(self, num_steps: int) -> float:
         """Seconds per step."""
+        return self._ask(num_steps) / num_steps
+
+    def ask_ideal(self) -> float:
+        """Seconds that a step takes if nothing costs anything but what the process times now."""
+        return self._ask(0)
+
+    def _ask(self, number: int) -> float:
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{num_steps}\n")
+        self._process.stdin.write(f"{number}\n")
         self._process.stdin.flush()
-        return float(self._wait_for("took ")) / num_steps
+        return float(self._wait_for("took "))
 
     def close(self) -> None:
         """Lets the process end."""
@@ -150,6 +166,8 @@ def start_sides(module: str, names: Sequence[str], *arguments: str) -> Iterator[
     try:
         for name in names:
             sides[name] = Side(module, ["--side", name, *arguments])
+        for side in sides.values():
+            assert side.facts is not None  # all of them start at the same time
         yield sides
         for side in sides.values():
             side.close()

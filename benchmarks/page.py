@@ -19,9 +19,9 @@ __all__ = ["Page", "Run", "add", "read", "write"]
 INTRODUCTION = """\
 # Benchmarks
 
-`make bench` runs all benchmarks, in about ten minutes, and writes this page. Run it on a machine that has
-nothing else to do. The first time, it installs torch to compare with. To run a few benchmarks by themselves
-and add their figures below the table:
+`make bench` runs all benchmarks, in about a quarter of an hour, and writes this page. Run it on a machine
+that has nothing else to do. The first time, it installs torch to compare with. To run a few benchmarks by
+themselves and add their figures below the table:
 
     python -m benchmarks.run_all --short --only dispatch feeds --write docs/benchmarks.md
 

@@ -34,12 +34,14 @@ BENCHMARKS = [
     "compile",
     "feeds",
     "metrics",
+    "tracing",
     "checkpoints",
     "tutorial",
     "poptorch",
     "memory",
     "recomputation_memory",
     "emulation",
+    "report_page",
 ]
 _PACKAGES = ("jax", "jaxlib", "optax", "orbax-checkpoint", "torch")
 

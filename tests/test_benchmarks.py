@@ -1,5 +1,6 @@
 """The benchmarks, without running one: their folders, their arithmetic and their models."""
 
+import io
 import json
 import random
 from pathlib import Path
@@ -183,6 +184,22 @@ class MadeUpSide:
     def run(self, num_steps):
         self._asked.append((self._name, num_steps))
         return self._seconds
+
+
+def test_a_side_is_asked_for_steps_or_for_its_ideal(monkeypatch, capsys):
+    asked = []
+
+    def run(num_steps):
+        asked.append(num_steps)
+        return 0.5 if num_steps == 0 else None
+
+    monkeypatch.setattr("sys.stdin", io.StringIO("3\n0\n"))
+    harness.serve_rounds(run, {"known": 1})
+    facts, steps, ideal = capsys.readouterr().out.splitlines()
+    assert asked == [3, 0]
+    assert facts == 'facts {"known": 1}'
+    assert 0 <= float(steps.removeprefix("took ")) < 0.5
+    assert ideal == "took 0.5"
 
 
 def test_sides_take_turns():

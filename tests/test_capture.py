@@ -17,6 +17,7 @@ import pytest
 import ipu_pipeline as ipu
 from ipu_pipeline import engine
 from ipu_pipeline.engine import watching
+from ipu_pipeline.engine.execution import watched
 from ipu_pipeline.reports import device_profile
 from ipu_pipeline.reports.events import Event, EventKind, busy_time
 from ipu_pipeline.reports.files import check_directory, read_manifest, remove_reports, write_reports
@@ -177,10 +178,11 @@ def test_the_pipeline_is_described(tmp_path):
     assert len(captured.profile.devices) == 4
 
 
-def test_numbers_are_the_same_with_and_without(tmp_path):
-    pipeline, data = make_pipeline()
-    expected, losses = run(pipeline, data, 3)
-    with ipu.reports.capture(tmp_path):
+@pytest.mark.parametrize("mapping", [(0, 1, 2, 3), (0, 0, 0, 0)], ids=["four IPUs", "one IPU"])
+def test_numbers_are_the_same_with_and_without(tmp_path, mapping):
+    expected, losses = run(*make_pipeline(mapping, optimizer=optax.adam(0.1)), 3)
+    pipeline, data = make_pipeline(mapping, optimizer=optax.adam(0.1))
+    with ipu.reports.capture(tmp_path):  # whose first step is rehearsed
         state, traced = run(pipeline, data, 3)
     for name, value in expected.variables.items():
         np.testing.assert_array_equal(state.variables[name], value)
@@ -280,6 +282,50 @@ def test_a_long_run_is_recorded_in_part(tmp_path, caplog):
     assert profile.num_dropped > 50
     assert "max_actions=100" in profile.notes[0]
     assert profile.notes[0] in caplog.text
+
+
+def test_first_runs_are_rehearsed(tmp_path, monkeypatch):
+    """Also those of a pipeline that begins in the midst; and not where Python would see it."""
+    rehearsed = []
+    original = watched.rehearse
+
+    def rehearse(watcher, runner, state, request):
+        before = len(watcher.launched), runner.has_run
+        original(watcher, runner, state, request)
+        rehearsed.append((runner.has_run, len(watcher.launched) - before[0]))
+
+    monkeypatch.setattr("ipu_pipeline.engine.pipeline.rehearse", rehearse)
+    seen = []
+
+    def report(value):
+        seen.append(float(value))
+        return value
+
+    def printing(x, y):
+        return jnp.mean((jax.pure_callback(report, y[0, 0], y[0, 0]) + x - y) ** 2)
+
+    pipeline, data = make_pipeline()
+    other, _data = make_pipeline(num_stages=2, mapping=(0, 1))
+    calling = engine.Pipeline(
+        [lambda x, y: (x * engine.get_variable("w", ()), y), printing],
+        num_micro_batches=COUNT,
+        loss=lambda loss: loss,
+        optimizer=optax.sgd(0.1),
+    )
+    with ipu.reports.capture(tmp_path) as captured:
+        run(pipeline, data, 2)
+        run(other, data, 2)
+        run(calling, data, 1)
+    assert [has_run for has_run, _number in rehearsed] == [True, True, True, True, False]
+    assert [number > 0 for _has_run, number in rehearsed] == [False, False, True, False, False]
+    assert 0.0 not in seen
+    for number, (num_stages, num_steps) in enumerate([(4, 2), (2, 2), (2, 1)]):
+        own = [event for event in captured.profile.events if event.pipeline == number]
+        assert (
+            len([event for event in own if event.kind is EventKind.FORWARD])
+            == num_stages * num_steps * COUNT
+        )
+        check_order(own)
 
 
 def test_an_error_leaves_the_trace_of_what_ran(tmp_path):

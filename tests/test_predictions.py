@@ -17,51 +17,72 @@ from benchmarks.emulation import stages, timing
 from ipu_pipeline import engine
 from ipu_pipeline.engine.schedules import predict_step_time
 
-NUM_ROUNDS, NUM_ATTEMPTS = 5, 6
+NUM_ROUNDS, NUM_ATTEMPTS, NUM_WAITS = 5, 6, 10
+NUM_CORES = len(os.sched_getaffinity(0))
+LEAST_SHARE = 0.85  # of the cores: with less of them, times alone say little about times together
 
 
 def find_cores():
     """How many cores this process gets when it wants all; other processes may have a part of them."""
-    count = len(os.sched_getaffinity(0))
-    data = bytes(2**27)
+    data = bytes(2**26)
     begin, busy = time.perf_counter(), time.process_time()
-    with ThreadPoolExecutor(count) as pool:  # hashing leaves Python's lock alone
-        list(pool.map(lambda _thread: hashlib.sha256(data).digest(), range(count)))
+    with ThreadPoolExecutor(NUM_CORES) as pool:  # hashing leaves Python's lock alone
+        list(pool.map(lambda _thread: hashlib.sha256(data).digest(), range(NUM_CORES)))
     return (time.process_time() - busy) / (time.perf_counter() - begin)
 
 
+def measure(pipeline, state, micro_batches, shares_cores):
+    """Times programs and steps in turn.
+
+    Returns:
+      The median of the measured time of a step over the predicted one, and how many cores there were.
+    """
+    running = jax.tree.map(jnp.copy, pipeline.place(state))
+    placed = pipeline.place_micro_batches(micro_batches)
+    timer = timing.ProgramTimer(pipeline, state, micro_batches)
+    taken, cores = [], []
+    for _round in range(NUM_ROUNDS):
+        times = timer.run()
+        cores += [find_cores()] * shares_cores
+        begin = time.perf_counter()
+        running, outputs = pipeline.step(running, placed)
+        jax.block_until_ready((running, outputs.collected))
+        taken.append(time.perf_counter() - begin)
+    shared = statistics.median(cores) if shares_cores else None
+    predicted = predict_step_time(timing.make_scenario(pipeline, times, cores=shared))
+    return statistics.median(taken) / predicted, shared or NUM_CORES
+
+
 def assert_predicted(pipeline, state, micro_batches, bound, shares_cores=False):
-    """Programs and steps are timed in turn. What else runs on the machine may spoil that, so it is retried.
+    """What else runs on the machine may spoil a measurement, so it is retried; the bound stays.
 
     Args:
       pipeline: over several IPUs.
       state: before its first step.
       micro_batches: of a step.
       bound: how far the medians of the measured and the predicted time of a step may be apart.
-      shares_cores: whether IPUs share the machine's.
+      shares_cores: whether IPUs share the machine's. Then nothing is measured while others have them.
     """
     ratios = []
-    running = jax.tree.map(jnp.copy, pipeline.place(state))
-    placed = pipeline.place_micro_batches(micro_batches)
-    for _attempt in range(NUM_ATTEMPTS):
-        timer = timing.ProgramTimer(pipeline, state, micro_batches)
-        taken, cores = [], []
-        for _round in range(NUM_ROUNDS):
-            times = timer.run()
-            cores += [find_cores()] * shares_cores
-            begin = time.perf_counter()
-            running, outputs = pipeline.step(running, placed)
-            jax.block_until_ready((running, outputs.collected))
-            taken.append(time.perf_counter() - begin)
-        shared = statistics.median(cores) if shares_cores else None
-        predicted = predict_step_time(timing.make_scenario(pipeline, times, cores=shared))
-        ratios.append(statistics.median(taken) / predicted)
-        if abs(ratios[-1] - 1) <= bound:
+    num_waits = 0
+    while len(ratios) < NUM_ATTEMPTS and num_waits < NUM_WAITS:
+        cores = find_cores() if shares_cores else NUM_CORES
+        if cores >= LEAST_SHARE * NUM_CORES:
+            ratio, cores = measure(pipeline, state, micro_batches, shares_cores)
+        if cores < LEAST_SHARE * NUM_CORES:
+            num_waits += 1
+            time.sleep(2.0)
+            continue
+        ratios.append(ratio)
+        if abs(ratio - 1) <= bound:
             return
+    if len(ratios) < NUM_ATTEMPTS:
+        pytest.skip(f"other programs have the cores: there were {cores:.2f} of {NUM_CORES}")
     raise AssertionError(f"measured over predicted: {', '.join(f'{ratio:.3f}' for ratio in ratios)}")
 
 
 @pytest.mark.thorough
+@pytest.mark.alone
 @pytest.mark.skipif(stages.find_compiler() is None, reason="there is no g++")
 @pytest.mark.parametrize(
     ("forward_ms", "backward_ms", "options"),
@@ -74,6 +95,7 @@ def assert_predicted(pipeline, state, micro_batches, bound, shares_cores=False):
         ([5, 5, 5], [10, 10, 10], {"transfer_ms": 6.0}),
         ([5, 5, 5, 5], [10, 10, 10, 10], {"device_mapping": [0, 1, 0, 1]}),
         ([5, 10, 5], [10, 15, 10], {"schedule": "sequential"}),
+        ([2, 5, 3], [4, 10, 6], {"dispatch_plan": engine.DispatchPlan(2)}),
     ],
     ids=str,
 )
@@ -122,6 +144,7 @@ def attention(width):
 
 
 @pytest.mark.thorough
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("parts", "shape", "options"),
     [

@@ -104,7 +104,15 @@ def test_figures_of_speed_are_those_of_the_benchmarks_page():
         assert on[0] in " ".join(README.split())
 
 
-PAGES = ["memory.md", "checkpoints.md", "watching.md", "mixed_precision.md", "engine.md", "profiling.md"]
+PAGES = [
+    "memory.md",
+    "checkpoints.md",
+    "watching.md",
+    "mixed_precision.md",
+    "engine.md",
+    "profiling.md",
+    "simulator.md",
+]
 
 
 @pytest.mark.parametrize("name", PAGES)

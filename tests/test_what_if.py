@@ -135,6 +135,9 @@ def test_schedules_without_a_name(schedule):
 def test_what_has_too_many_actions_is_left_out(monkeypatch):
     monkeypatch.setattr(variants, "MAX_ACTIONS", 200)
     assert {row.num_micro_batches for row in what_if(scenario(forward=1, backward=2))} == {8, 16}
+    monkeypatch.setattr(variants, "_MAX_SLOTS", 8 * 16)
+    rows = what_if(scenario(forward=1, backward=2))
+    assert {row.schedule for row in rows} == {"grouped", "interleaved"}
 
 
 def test_the_schedule_is_advised_before_the_count():

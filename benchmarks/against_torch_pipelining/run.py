@@ -11,16 +11,15 @@ matrix products of the two libraries.
 
 from __future__ import annotations
 
-import datetime
-import os
+import functools
 import statistics
 from typing import Any
 
-from benchmarks import harness, models, training
+from benchmarks import harness, models, torch_ranks, training
 from benchmarks.harness import Row
+from benchmarks.torch_ranks import SCHEDULES, Training
 
 MODULE = "benchmarks.against_torch_pipelining.run"
-MOST_SECONDS = 120  # that a stage waits for another one, which also ends it where the other one has died
 TARGETS = {"mlp64": 3.0, "mlp256": 2.0, "mlp512": 2.0, "mlp512-4": 2.0, "mlp1024": 2.0}
 
 
@@ -43,123 +42,23 @@ def make_torch_stage(model: Any, index: int) -> Any:
     return Stage()
 
 
-def serve_torch(case: str, schedule_name: str) -> None:
-    """The process of the first stage, which starts the others and passes on how many steps to run."""
-    import torch.multiprocessing
-
-    workload = models.WORKLOADS[case]
-    port = _free_port()
-    context = torch.multiprocessing.get_context("spawn")
-    others = [
-        context.Process(target=run_rank, args=(case, schedule_name, rank, port), daemon=True)
-        for rank in range(1, workload.num_stages)
-    ]
-    for process in others:
-        process.start()
-    run_rank(case, schedule_name, 0, port)  # daemons end with this process, also where this raises
-    for process in others:
-        process.join(timeout=MOST_SECONDS)
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
-
-
-def run_rank(case: str, schedule_name: str, rank: int, port: int) -> None:
-    """One stage."""
-    import torch
-    import torch.distributed as dist
-    from torch.distributed import pipelining
-
-    torch.set_num_threads(1)
+def make_training(case: str) -> Training:
+    """A workload for torch."""
     workload = models.WORKLOADS[case]
     model = workload.make()
-    num_stages, num_micro_batches = workload.num_stages, workload.num_micro_batches
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    timeout = datetime.timedelta(seconds=MOST_SECONDS)
-    dist.init_process_group("gloo", rank=rank, world_size=num_stages, timeout=timeout)
-    module = make_torch_stage(model, rank)
-    micro_batches = model.micro_batches(num_micro_batches)
-    x = torch.cat([torch.tensor(x) for x, _target in micro_batches])
-    target = torch.cat([torch.tensor(target) for _x, target in micro_batches])
-    stage = pipelining.PipelineStage(module, rank, num_stages, torch.device("cpu"))
-    make = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B}[schedule_name]
-
-    def loss(output: Any, wanted: Any) -> Any:
-        return torch.mean((output - wanted) ** 2)
-
-    schedule = make(stage, num_micro_batches, loss_fn=loss, scale_grads=False)
-    optimizer = torch.optim.SGD(module.parameters(), lr=models.RATE)
-
-    def step() -> Any:
-        losses: list[Any] = []
-        optimizer.zero_grad()
-        if rank == 0:
-            schedule.step(x)
-        elif rank == num_stages - 1:
-            schedule.step(target=target, losses=losses)
-        else:
-            schedule.step()
-        optimizer.step()
-        return losses
-
-    # The last stage has the losses, the first one the pipe to the process that compares.
-    told_losses = []
-    for _ in range(training.NUM_TOLD):
-        losses = step()
-        shared = torch.zeros(num_micro_batches)
-        if losses:
-            shared = torch.stack([value.detach() for value in losses])
-        dist.broadcast(shared, num_stages - 1)
-        told_losses.append(shared.tolist())
-
-    def run_round(number: int) -> None:
-        for _ in range(number):
-            step()
-        dist.barrier()
-
-    if rank == 0:
-
-        def run_told(number: int) -> None:
-            tell(number)
-            run_round(number)
-
-        harness.serve_rounds(run_told, {"losses": told_losses})
-        tell(0)
-    else:
-        while number := told():
-            run_round(number)
-    dist.destroy_process_group()
-
-
-def tell(number: int) -> None:
-    """Tells all stages how many steps a round has; 0 ends them."""
-    import torch
-    import torch.distributed as dist
-
-    dist.broadcast(torch.tensor(number), 0)
-
-
-def told() -> int:
-    """What `tell` told."""
-    import torch
-    import torch.distributed as dist
-
-    number = torch.tensor(0)
-    dist.broadcast(number, 0)
-    return int(number)
+    return Training(
+        workload.num_stages,
+        functools.partial(make_torch_stage, model),
+        model.micro_batches(workload.num_micro_batches),
+        models.RATE,
+    )
 
 
 def measure(case: str, num_rounds: int, seconds: float) -> list[Row]:
     """Compares the pipeline with the better schedule of the other side, and plain JAX likewise."""
-    sides = ["pipeline", "gpipe", "1f1b", "plain"]
+    sides = ["pipeline", *SCHEDULES, "plain"]
     taken = harness.run_agreeing_sides(MODULE, sides, case, num_rounds, seconds, tolerance=1e-4)
-    better = min(("gpipe", "1f1b"), key=lambda name: statistics.median(taken[name]))
+    better = min(SCHEDULES, key=lambda name: statistics.median(taken[name]))
     name = f"{models.WORKLOADS[case].name}, {better}"
     return [
         harness.compare(
@@ -182,7 +81,7 @@ def main() -> None:
     elif args.side == "plain":
         training.serve_plain(args.cases[0])
     elif args.side is not None:
-        serve_torch(args.cases[0], args.side)
+        torch_ranks.serve(make_training, args.cases, args.side)
     else:
         num_rounds, seconds = (3, 0.5) if args.short else (args.rounds, harness.ROUND_SECONDS)
         rows = [measure(case, num_rounds, seconds) for case in args.cases or list(TARGETS)]

@@ -1,49 +1,88 @@
-"""Stages of unknown cost: a step by the plan that is chosen, against the ideal and against one by one.
+"""Emulated devices: a step over the ideal of its schedule, for short and long programs.
 
-    python -m benchmarks.emulation.run [--rounds 9] [--json FILE]
+    python -m benchmarks.emulation.run [--cases 4x10 8x0.5] [--rounds 7] [--json FILE]
 
-Four stages, each on a virtual device of its own, sleep in a foreign function, 10 ms forwards and 20 ms
-backwards, for 16 micro-batches. Sleeping takes no core, and with some further operations XLA starts the
-programs asynchronously, so the devices overlap as real ones do. The ideal is what the schedule takes where
-nothing else costs anything: (micro-batches + stages - 1) times a forward and a backward.
+A case is a number of stages and the milliseconds of a forward; a backward takes twice as long. Each stage
+sleeps on a virtual device of its own, so the devices overlap as real ones do. A step has four micro-batches
+per stage; with the sequential schedule, which has one in flight, one per stage.
+
+The ideal is what the schedule takes if there is nothing but its programs, each as long as it takes alone: a
+sleep is longer than what was asked for. The process that runs the steps times its programs, too, in turns
+with them. torch.distributed.pipelining trains the same stages beside it, with the better of its schedules.
 
 It compiles C++ with the headers that jaxlib has; without g++ it says so and measures nothing.
 """
 
 from __future__ import annotations
 
+import functools
+import statistics
 import sys
-from typing import Any
+import time
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks import harness
-from benchmarks.harness import Row
+from benchmarks import harness, torch_ranks
+from benchmarks.emulation import values
+from benchmarks.harness import Row, Side
+from benchmarks.torch_ranks import SCHEDULES as TORCH_SCHEDULES
+from benchmarks.torch_ranks import Training
 
 MODULE = "benchmarks.emulation.run"
-NUM_STAGES, NUM_MICRO_BATCHES = 4, 16
-FORWARD_MS, BACKWARD_MS = 10.0, 20.0
-IDEAL = (NUM_MICRO_BATCHES + NUM_STAGES - 1) * (FORWARD_MS + BACKWARD_MS) / 1e3
-SIDES = {"chosen": None, "one by one": 1, "chunks of 4": 4}  # micro-batches per program
-MOST_OF_IDEAL = 1.05
+NUM_STAGES = (2, 4, 8)
+TARGETS = {10.0: 1.03, 2.0: 1.06, 0.5: 1.20}  # milliseconds of a forward -> the most, in ideals
+OURS = ("grouped", "interleaved", "sequential")
+CHUNKED = "grouped in chunks of 4"  # a plan that is not the one that is chosen
+SENT = {"grouped, sent in 1 ms": "grouped", "interleaved, sent in 1 ms": "interleaved"}
+IDEALS = {CHUNKED: "grouped", **SENT}  # of single micro-batches, and without transfers
+FURTHER = {"4x10": [CHUNKED], "4x2": list(SENT)}  # sides of some cases that show something by the way
+NUM_BYTES = 8192
+NUM_CALLS = 3  # of a program in a row, when it is timed
 
 
-def serve(side: str) -> None:
-    """Trains by one of the plans."""
+class Case(NamedTuple):
+    """So many stages, and the milliseconds of a forward and a backward."""
+
+    num_stages: int
+    forward_ms: float
+
+    @property
+    def backward_ms(self) -> float:
+        """Twice the forward."""
+        return 2 * self.forward_ms
+
+    def num_micro_batches(self, side: str) -> int:
+        """Of a step."""
+        return self.num_stages * (1 if side == "sequential" else 4)
+
+    def name(self, side: str) -> str:
+        """For tables."""
+        times = f"({self.forward_ms:g} + {self.backward_ms:g}) ms"
+        return f"{self.num_stages} stages, {self.num_micro_batches(side)} x {times}"
+
+
+CASES = {f"{number}x{forward:g}": Case(number, forward) for number in NUM_STAGES for forward in TARGETS}
+
+
+def serve(case: Case, side: str) -> None:
+    """Trains a pipeline."""
     import jax
 
-    jax.config.update("jax_num_cpu_devices", NUM_STAGES)
-
-    from benchmarks.emulation import stages
+    from benchmarks.emulation import stages, timing
     from ipu_pipeline import engine
 
-    chunk_size = SIDES[side]
+    transfer_ms = 1.0 if side in SENT else 0.0
+    jax.config.update("jax_num_cpu_devices", stages.num_devices(case.num_stages, transfer_ms))
     pipeline, state, micro_batches = stages.make_pipeline(
-        [FORWARD_MS] * NUM_STAGES,
-        [BACKWARD_MS] * NUM_STAGES,
-        NUM_MICRO_BATCHES,
+        [case.forward_ms] * case.num_stages,
+        [case.backward_ms] * case.num_stages,
+        case.num_micro_batches(side),
+        num_bytes=NUM_BYTES,
+        transfer_ms=transfer_ms,
         collect_outputs=False,
-        dispatch_plan=None if chunk_size is None else engine.DispatchPlan(chunk_size),
+        schedule="grouped" if side == CHUNKED else SENT.get(side, side),
+        dispatch_plan=engine.DispatchPlan(4) if side == CHUNKED else None,
     )
     placed = pipeline.place_micro_batches(micro_batches)
 
@@ -53,45 +92,128 @@ def serve(side: str) -> None:
         return outputs
 
     told = [np.asarray(step().losses).tolist() for _ in range(2)]
+    timer = timing.ProgramTimer(pipeline, state, placed)
 
-    def finish(outputs: Any) -> Any:
-        return jax.block_until_ready((state, outputs.collected))
-
-    def run(num_steps: int) -> None:
+    def run(num_steps: int) -> float | None:
+        if num_steps == 0:
+            return timing.ideal_seconds(pipeline, timer.run(NUM_CALLS))
         for _ in range(num_steps):
-            finish(step())  # each ends before the next one starts, as the ideal has it
+            jax.block_until_ready((step().collected, state))  # each ends first, as the ideal has it
+        return None
 
-    harness.serve_rounds(run, {"losses": told, "plan": str(pipeline.dispatch_plan)})
+    harness.serve_rounds(run, {"losses": told})
 
 
-def measure(num_rounds: int, seconds: float) -> list[Row]:
-    """Compares the plans, which take turns."""
-    with harness.start_sides(MODULE, list(SIDES)) as sides:
-        losses = [side.facts["losses"] for side in sides.values()]
-        for found in losses[1:]:
-            np.testing.assert_allclose(found, losses[0], rtol=1e-5)
-        taken = harness.take_turns(sides, num_rounds, seconds)
-    name = f"{NUM_STAGES} stages, {NUM_MICRO_BATCHES} x ({FORWARD_MS:.0f} + {BACKWARD_MS:.0f}) ms"
-    others = {"the ideal": [IDEAL] * num_rounds, "one by one": taken["one by one"]}
-    compared = [(side, "the ideal") for side in SIDES] + [("chosen", "one by one")]
+def make_training(name: str) -> Training:
+    """The same stages for torch."""
+    case = CASES[name]
+    micro_batches = values.make_micro_batches(case.num_micro_batches("torch"), NUM_BYTES)
+    num_turns = len(micro_batches) + case.num_stages - 1
+    taken: list[float] = []
+
+    def time_ideal(module: Any) -> float:
+        import torch
+
+        x = torch.tensor(micro_batches[0], requires_grad=True)
+        for _ in range(NUM_CALLS):
+            begin = time.perf_counter()
+            y = module(x)
+            y.backward(x.detach())
+            taken.append(time.perf_counter() - begin)
+            module.zero_grad()
+        return num_turns * statistics.median(taken)
+
+    return Training(
+        case.num_stages,
+        functools.partial(make_torch_stage, case),
+        [(x, np.zeros_like(x)) for x in micro_batches],
+        values.RATE,
+        time_ideal,
+    )
+
+
+def make_torch_stage(case: Case, index: int) -> Any:
+    """A stage as a torch module."""
+    import torch
+
+    class Multiply(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Any, w: Any) -> Any:
+            time.sleep(case.forward_ms / 1e3)
+            ctx.save_for_backward(x, w)
+            return x * w
+
+        @staticmethod
+        def backward(ctx: Any, g: Any) -> Any:
+            time.sleep(case.backward_ms / 1e3)
+            x, w = ctx.saved_tensors
+            return g * w, (g * x).sum(0)
+
+    class Stage(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = torch.nn.Parameter(torch.tensor(values.make_parameters(case.num_stages)[index]))
+
+        def forward(self, x: Any) -> Any:
+            return Multiply.apply(x, self.w)
+
+    return Stage()
+
+
+class Ideal:
+    """What a side's step would take if there were nothing but its programs, as a side of its own."""
+
+    def __init__(self, side: Side) -> None:
+        self._side = side
+
+    def run(self, num_steps: int) -> float:
+        """Seconds per step, from what the programs took so far, and now once more."""
+        del num_steps
+        return self._side.ask_ideal()
+
+
+def measure(name: str, num_rounds: int, seconds: float) -> list[Row]:
+    """Compares each schedule with its ideal; steps and programs take turns."""
+    case = CASES[name]
+    ours = [*OURS, *FURTHER.get(name, [])]
+    with harness.start_sides(MODULE, [*ours, *TORCH_SCHEDULES], "--cases", name) as sides:
+        check_losses({side: found.facts["losses"] for side, found in sides.items()})
+        ideals = {side: Ideal(sides[side]) for side in [*OURS, *TORCH_SCHEDULES]}
+        turns = {**sides, **{f"{side}, ideal": ideal for side, ideal in ideals.items()}}
+        taken = harness.take_turns(turns, num_rounds, seconds)
+    better = min(TORCH_SCHEDULES, key=lambda side: statistics.median(taken[side]))
+    labels = {side: side for side in ours} | {better: f"torch.distributed.pipelining, {better}"}
     return [
         harness.compare(
             "emulation",
-            f"{name}: {side}, against {other}",
+            f"{case.name(side)}: {label}, against the ideal",
             taken[side],
-            others[other],
-            MOST_OF_IDEAL if (side, other) == ("chosen", "the ideal") else None,
+            taken[f"{IDEALS.get(side, side)}, ideal"],
+            TARGETS[case.forward_ms] if side in OURS else None,
         )
-        for side, other in compared
+        for side, label in labels.items()
     ]
+
+
+def check_losses(losses: dict[str, list[list[float]]]) -> None:
+    """Raises unless all sides train the same; with fewer micro-batches, the first step of it."""
+    first, second = losses["grouped"]
+    for side, (own_first, own_second) in losses.items():
+        np.testing.assert_allclose(own_first, first[: len(own_first)], rtol=1e-4, err_msg=side)
+        if len(own_first) == len(first):
+            np.testing.assert_allclose(own_second, second, rtol=1e-4, err_msg=side)
 
 
 def main() -> None:
     parser = harness.make_parser(__doc__)
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
     args = parser.parse_args()
+    if args.side in TORCH_SCHEDULES:
+        torch_ranks.serve(make_training, args.cases, args.side)
+        return
     if args.side is not None:
-        serve(args.side)
+        serve(CASES[args.cases[0]], args.side)
         return
     from benchmarks.emulation import stages
 
@@ -99,8 +221,8 @@ def main() -> None:
         print("There is no g++, so nothing was measured.", file=sys.stderr)
         harness.report([], args.json)
         return
-    num_rounds, seconds = (5, 0.6) if args.short else (args.rounds, 2.4)
-    harness.report(measure(num_rounds, seconds), args.json)
+    num_rounds, seconds = (3, 0.3) if args.short else (args.rounds, 1.0)
+    harness.report([row for name in args.cases for row in measure(name, num_rounds, seconds)], args.json)
 
 
 if __name__ == "__main__":

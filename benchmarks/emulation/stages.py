@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.emulation import values
 from ipu_pipeline import engine
 from ipu_pipeline.engine import jax_compat
 from ipu_pipeline.engine.devices.rows import Row
@@ -46,7 +47,6 @@ LEAST_BYTES = 8192  # of what a stage takes and sends: then XLA starts its progr
 
 _SOURCE = Path(__file__).with_name("sleep.cc")
 _TARGET = "ipu_pipeline_sleep"
-_WIDTH = 8  # of a stage's only variable
 
 
 def find_compiler() -> str | None:
@@ -150,27 +150,23 @@ def make_pipeline(
             f"make_pipeline: forward_ms and backward_ms must have an entry per stage; they have "
             f"{len(forward_ms)} and {len(backward_ms)}."
         )
-    if num_bytes < LEAST_BYTES or num_bytes % (4 * _WIDTH):
+    if num_bytes < LEAST_BYTES or num_bytes % (4 * values.WIDTH):
         raise ValueError(
-            f"make_pipeline: num_bytes must be a multiple of {4 * _WIDTH}, and {LEAST_BYTES} at least, "
-            f"since XLA does not start smaller programs asynchronously; got {num_bytes}."
+            f"make_pipeline: num_bytes must be a multiple of {4 * values.WIDTH}, and {LEAST_BYTES} at "
+            f"least, since XLA does not start smaller programs asynchronously; got {num_bytes}."
         )
     register()
     functions = [emulated_stage(*times) for times in zip(forward_ms, backward_ms, strict=True)]
-    num_stages = len(functions)
     stages: list[Callable[..., Any]] = [*functions[:-1], _with_loss(functions[-1])]
-    parameters = [np.linspace(0.9, 1.1, _WIDTH, dtype=np.float32) + 0.01 * n for n in range(num_stages)]
     pipeline = engine.Pipeline(
         stages,
-        parameters=parameters,
+        parameters=values.make_parameters(len(functions)),
         num_micro_batches=num_micro_batches,
         loss=lambda loss: loss,
-        optimizer=optax.sgd(1e-3) if optimizer is None else optimizer,
+        optimizer=optax.sgd(values.RATE) if optimizer is None else optimizer,
         **options,
     )
-    rng = np.random.default_rng(0)
-    shape = (num_bytes // (4 * _WIDTH), _WIDTH)
-    micro_batches = [rng.normal(size=shape).astype(np.float32) for _ in range(num_micro_batches)]
+    micro_batches = values.make_micro_batches(num_micro_batches, num_bytes)
     state = pipeline.init(jax.random.key(0), micro_batches[0])
     if transfer_ms:
         _add_links(pipeline, transfer_ms)

@@ -48,9 +48,16 @@ class ProgramTimer:
           pipeline: over several IPUs.
           state: from `init` or a step; it stays as it is.
           micro_batches: of a step; or what `place_micro_batches` returned.
+
+        Raises:
+          ValueError: all stages are on one IPU, and one program.
         """
         executor = pipeline.prepare()
-        assert isinstance(executor, Executor)
+        if not isinstance(executor, Executor):
+            raise ValueError(
+                "time_programs: all stages are on one IPU, where they are one program; device_mapping is "
+                f"{list(pipeline.device_mapping)}."
+            )
         running = _copies(jax.tree.leaves(pipeline.place(state)))
         state = jax.tree.unflatten(jax.tree.structure(state), running)
         micro_batches = micro_batches if hasattr(micro_batches, "taker") else list(micro_batches)

@@ -5,12 +5,20 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from ipu_pipeline.command_line import devices, monitoring, profiling, running
+from ipu_pipeline.command_line import (
+    devices,
+    monitoring,
+    profiling,
+    reporting,
+    running,
+    scheduling,
+    simulating,
+)
 
 __all__ = ["main"]
 
 # Each has `add`, which adds the parser of a command; `call` of what that parser returns runs the command.
-_COMMANDS = (running, profiling, monitoring, devices)
+_COMMANDS = (running, profiling, reporting, simulating, scheduling, monitoring, devices)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

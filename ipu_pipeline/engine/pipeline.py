@@ -28,6 +28,7 @@ from ipu_pipeline.engine.errors import OutOfRangeError
 from ipu_pipeline.engine.execution.blocks.runner import BlockRunner
 from ipu_pipeline.engine.execution.contract import Pending, Request, Runner
 from ipu_pipeline.engine.execution.executor import Executor
+from ipu_pipeline.engine.execution.watched import rehearse
 from ipu_pipeline.engine.jaxprs.shapes import as_shape, check_like
 from ipu_pipeline.engine.pipeline_options import PipelineOptions, check_positive
 from ipu_pipeline.engine.planning.choosing import choose_dispatch_plan
@@ -675,12 +676,13 @@ class Pipeline:
         """
         every = self.updated_every(num_micro_batches)
         runner = self.prepare()
-        if (watcher := watching.current()) is not None and watcher.introduce(runner, self):
-            jax.block_until_ready((state.variables, state.optimizer_state))  # steps that nobody watched
         accumulators, self._accumulators = self._accumulators, None
         if accumulators is None:
             accumulators = runner.residence.make_accumulators(self.built.accumulator_dtypes)
         request = Request(input_leaves, every, limit=num_updates * every, total=num_total * every)
+        if (watcher := watching.current()) is not None:
+            watcher.introduce(runner, self)
+            rehearse(watcher, runner, RunState(state, accumulators), request)
         pending: Pending = runner.fetch(RunState(state, accumulators), request, take)
         return pending
 

@@ -65,13 +65,20 @@ class Launch:
 class Watcher(Protocol):
     """Whoever watches."""
 
-    def introduce(self, runner: Any, owner: Any, name: str | None = None) -> bool:
-        """Says what a runner is, before it runs. Returns whether that is new.
+    def introduce(self, runner: Any, owner: Any, name: str | None = None) -> None:
+        """Says what a runner is, before it runs.
 
         Args:
           runner: the runner.
           owner: the `Pipeline` or `Loop` that it runs.
           name: what people call that; None: what it was called before.
+        """
+
+    def rehearsing(self, runner: Any) -> contextlib.AbstractContextManager[bool]:
+        """For before a runner's first step that is watched.
+
+        The first time that a program runs on a device it takes longer, often by far. Within the context the
+        runner may run what counts for nothing. It gives whether this is the first step.
         """
 
     def run(self, launch: Launch, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:

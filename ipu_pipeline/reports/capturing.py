@@ -20,15 +20,17 @@ from ipu_pipeline.engine import watching
 from ipu_pipeline.reports.chrome_trace import to_chrome_trace
 from ipu_pipeline.reports.describing import describe_devices, describe_pipeline
 from ipu_pipeline.reports.device_profile import DeviceProfile, DeviceProfiler
-from ipu_pipeline.reports.files import check_directory, write_reports
+from ipu_pipeline.reports.files import check_directory, remove_report, write_reports
 from ipu_pipeline.reports.matching import match
+from ipu_pipeline.reports.page import write_page
 from ipu_pipeline.reports.profile import Profile
 from ipu_pipeline.reports.recorder import Recorder
 
 __all__ = ["REPORTS", "Capture", "capture", "start_automatic_report"]
 
 MAX_ACTIONS = 40_000
-REPORTS = ("profile.json", "trace.json", "report.html")
+PAGE = "report.html"
+REPORTS = ("profile.json", "trace.json", PAGE)
 VARIABLE = "POPLAR_ENGINE_OPTIONS"
 _PREFIX = "autoReport."
 _PACKAGES = ("ipu_pipeline", "jax", "jaxlib")
@@ -85,9 +87,18 @@ class Capture:
         recorder.forget()
         texts = {"profile.json": self.profile.to_json(), "trace.json": to_chrome_trace(self.profile)}
         write_reports(self.directory, texts)
+        self._write_page(self.profile)
         for note in self.profile.notes:
             _logger.warning("%s", note)
         _logger.info("The reports are in %s.", self.directory)
+
+    def _write_page(self, profile: Profile) -> None:
+        """Writes the page for people, if Plotly is there; else no older one is left."""
+        try:
+            write_reports(self.directory, {PAGE: write_page(profile)})
+        except RuntimeError as error:
+            remove_report(self.directory, PAGE)
+            _logger.warning("%s", error)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,15 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ["MANIFEST", "check_directory", "read_manifest", "remove_reports", "write_reports"]
+__all__ = [
+    "MANIFEST",
+    "check_directory",
+    "read_manifest",
+    "remove_report",
+    "remove_reports",
+    "write_file",
+    "write_reports",
+]
 
 MANIFEST = "manifest.json"
 _FORMAT = "ipu_pipeline reports"
@@ -62,12 +70,12 @@ def write_reports(directory: Path, texts: dict[str, str]) -> None:
     """
     own = dict.fromkeys([MANIFEST, *read_manifest(directory)])
     for name, text in texts.items():
-        _write(directory / name, text)
+        write_file(directory / name, text)
         own[name] = None
-        _write(directory / MANIFEST, json.dumps({"format": _FORMAT, "version": 1, "files": list(own)}))
+        write_file(directory / MANIFEST, json.dumps({"format": _FORMAT, "version": 1, "files": list(own)}))
 
 
-def _write(path: Path, text: str) -> None:
+def write_file(path: Path, text: str) -> None:
     """Puts a file in its place at once. A link in its place is replaced, not followed."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -81,6 +89,14 @@ def _write(path: Path, text: str) -> None:
         with contextlib.suppress(OSError):
             os.unlink(name)
         raise
+
+
+def remove_report(directory: Path, name: str) -> None:
+    """Removes a report that a directory's manifest lists, if it is there and no link."""
+    path = directory / name
+    with contextlib.suppress(FileNotFoundError):
+        if name in read_manifest(directory) and stat.S_ISREG(os.lstat(path).st_mode):
+            os.unlink(path)
 
 
 def remove_reports(directory: Path) -> tuple[str, ...]:

@@ -49,7 +49,7 @@ def match(recorder: Recorder, profile: DeviceProfile) -> Matched:
     """
     found, strangers, num_lost = _find_runs(recorder, profile)
     ipus = _number_devices(recorder)
-    times = [run.begin for runs in found.values() for run in runs]
+    times = [run.begin for launched, runs in found.items() for run in runs if not launched.is_rehearsal]
     times += [one.begin for one in recorder.host]
     origin = min(times, default=0.0)
 
@@ -58,6 +58,8 @@ def match(recorder: Recorder, profile: DeviceProfile) -> Matched:
 
     events: list[Event] = []
     for number, (launched, runs) in enumerate(found.items()):
+        if launched.is_rehearsal:
+            continue
         place = recorder.find(launched.launch.runner)
         assert place is not None
         for run in runs:

@@ -15,6 +15,7 @@ from typing import Any
 from ipu_pipeline.reports.events import Event, EventKind
 
 __all__ = [
+    "FORMAT",
     "DeviceFacts",
     "EdgeFacts",
     "IpuFacts",

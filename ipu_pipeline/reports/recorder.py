@@ -29,12 +29,14 @@ class Launched:
       function: what was called.
       begin: when the host began to start it.
       end: when the host went on.
+      is_rehearsal: whether it counts for nothing.
     """
 
     launch: Launch
     function: Any
     begin: int
     end: int
+    is_rehearsal: bool = False
 
 
 @dataclass(frozen=True)
@@ -115,14 +117,21 @@ class Recorder:
         self._on_first, self._on_full = on_first, on_full
         self._lock = threading.RLock()  # programs are noted in the order in which they are started
         self._noted: set[Launch] = set()
+        self._rehearsed: set[Any] = set()
+        self._local = threading.local()
         self._last: dict[Any, list[weakref.ref[Any]]] = {}  # what each program returned last
+
+    @property
+    def _rehearses(self) -> bool:
+        """Whether this thread rehearses."""
+        return getattr(self._local, "rehearses", False)
 
     @property
     def is_full(self) -> bool:
         """Whether something was not noted."""
         return self.num_dropped > 0
 
-    def introduce(self, runner: Any, owner: Any, name: str | None = None) -> bool:
+    def introduce(self, runner: Any, owner: Any, name: str | None = None) -> None:
         """See `engine.watching.Watcher`."""
         with self._lock:
             place = self.find(runner)
@@ -132,7 +141,18 @@ class Recorder:
                 self.introduced.append(Introduced(runner, owner, name, find_shares(runner)))
             elif name is not None:
                 self.introduced[place] = dataclasses.replace(self.introduced[place], name=name)
-            return place is None
+
+    @contextlib.contextmanager
+    def rehearsing(self, runner: Any) -> Iterator[bool]:
+        """See `engine.watching.Watcher`."""
+        with self._lock:
+            is_first = runner not in self._rehearsed
+            self._rehearsed.add(runner)
+        self._local.rehearses = True
+        try:
+            yield is_first
+        finally:
+            self._local.rehearses = False
 
     def find(self, runner: Any) -> int | None:
         """The number of a runner; None if it was not introduced."""
@@ -141,8 +161,10 @@ class Recorder:
 
     def run(self, launch: Launch, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
         """See `engine.watching.Watcher`."""
+        is_rehearsal = self._rehearses
         with self._lock:
-            is_noted = self._has_room(launch)
+            # What is rehearsed while the devices' profiler runs must be known, so as to be left out.
+            is_noted = self._has_begun if is_rehearsal else self._has_room(launch)
             if is_noted and not self._has_begun:
                 self._on_first()
                 self._has_begun = True
@@ -153,8 +175,9 @@ class Recorder:
             results = function(*arguments)
             end = time.time_ns()
             if is_noted:
-                self.launched.append(Launched(launch, function, begin, end))
-                self._noted.add(launch)
+                self.launched.append(Launched(launch, function, begin, end, is_rehearsal))
+                if not is_rehearsal:
+                    self._noted.add(launch)
                 arrays = [leaf for leaf in jax.tree.leaves(results) if isinstance(leaf, jax.Array)]
                 self._last[launch.devices, launch.name] = [weakref.ref(array) for array in arrays]
             return results
@@ -187,7 +210,7 @@ class Recorder:
         try:
             yield
         finally:
-            if not self.is_full:
+            if not self.is_full and not self._rehearses:
                 self.host.append(HostTime(EventKind.INFEED_WAIT, begin, time.time_ns(), step, first))
 
     def outfed(self, begin: int, end: int, num_bytes: int) -> None:
@@ -199,7 +222,7 @@ class Recorder:
         """Lets go of everything."""
         with self._lock:
             self.introduced, self.launched, self.moved_arrays, self.host = [], [], [], []
-            self._noted, self._last = set(), {}
+            self._noted, self._rehearsed, self._last = set(), set(), {}
 
     def wait(self) -> None:
         """Waits until the programs that were started have run, as far as somebody has their results."""

@@ -21,6 +21,7 @@ from ipu_pipeline.engine import watching
 from ipu_pipeline.engine.devices.feeds import Take, take_nothing
 from ipu_pipeline.engine.devices.rows import make_rows, put_host_copies
 from ipu_pipeline.engine.execution.contract import Request, Runner
+from ipu_pipeline.engine.execution.watched import rehearse
 from ipu_pipeline.graph.placeholders import Placeholder
 from ipu_pipeline.processes import announcing, interrupts
 from ipu_pipeline.program.calls import LoopCall, PipelineCall
@@ -188,6 +189,9 @@ def _run_loop(
     if infeed is not None and count != 0:
         take = infeed.connect(runner.place_element, num_fetched, is_tentative=count is None)
     done = 0
+    if (watcher := watching.current()) is not None:
+        limit = num_fetched if count is None else min(num_fetched, count)
+        rehearse(watcher, runner, state, Request(inputs, every, limit, total, changing))
     with announcing.running(store, call.name, loop, runner, devices, total) as told:
         while (count is None or done < count) and loop.goes_on(inputs, changing):
             limit = num_fetched if count is None else min(num_fetched, count - done)

@@ -22,6 +22,7 @@ import numpy as np
 from ipu_pipeline import datasets, engine
 from ipu_pipeline.engine import schedules
 from ipu_pipeline.engine.programs.stage_programs import ValueKind
+from ipu_pipeline.engine.schedules import staircases
 from ipu_pipeline.engine.tracing.traced import Source
 from ipu_pipeline.reports.summaries import summarize
 
@@ -162,13 +163,6 @@ def percent_idle(table: schedules.Timetable) -> int:
 
 
 def find_phases(table: schedules.Timetable) -> list[tuple[str, int, int]]:
-    """The phases as (name, first time-step, last one); `draw_figures.py` defines them."""
-    steps: list[list[int]] = [[] for _row in table.rows]
-    for action, time_step in zip(table.order, table.time_steps, strict=True):
-        steps[action.stage].append(time_step)
-    begin, end = max(map(min, steps)), min(map(max, steps))
-    return [
-        ("ramp up", 1, begin - 1),
-        ("main", begin, end),
-        ("ramp down", end + 1, table.num_time_steps),
-    ]
+    """The phases as (name, first time-step, last one), each stage on an IPU of its own."""
+    phases = staircases.find_phases(table, range(len(table.rows)))
+    return [(phase.name.replace("-", " "), phase.first, phase.last) for phase in phases]

@@ -88,6 +88,7 @@ class Runner(abc.ABC, Generic[PendingT]):
       assigned: full names of the variables that stages assign.
       needs_outputs: whether the optimizer's state at the start depends on the last stage's outputs.
       has_callbacks: whether a program calls back into Python.
+      has_run: whether `run` has been called.
       waits_for_python: whether `run` may wait for Python that its programs call back into. Then it leaves
         the memory of variables and optimizer state alone.
     """
@@ -100,6 +101,7 @@ class Runner(abc.ABC, Generic[PendingT]):
         self.programs = tuple(programs)
         self.iterated = iterated
         self.temporary_bytes: dict[int, int] = {}
+        self.has_run = False
         stages, updates = residence.traced.stages, residence.updates
         self.assigned = frozenset(spec.name for stage in stages for spec in stage.assigned)
         self.needs_outputs = updates is not None and updates.init_needs_outputs
@@ -247,6 +249,7 @@ class Runner(abc.ABC, Generic[PendingT]):
           every: micro-batches per weight update.
         """
         pipeline, updates = state.pipeline, self.residence.updates
+        self.has_run = True
         num_updates, num_accumulated = divmod(state.num_accumulated + count, every)
         pipeline = dataclasses.replace(pipeline, variables={**pipeline.variables, **variables})
         if self.iterated is None:  # of a loop, whole runs are counted

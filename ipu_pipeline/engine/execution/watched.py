@@ -2,20 +2,69 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+import numpy as np
+
 from ipu_pipeline.engine import watching
 from ipu_pipeline.engine.devices.feeds import Take
-from ipu_pipeline.engine.execution.contract import Runner
+from ipu_pipeline.engine.execution.contract import Request, Runner
 from ipu_pipeline.engine.execution.templates import Template
 from ipu_pipeline.engine.execution.weight_updates import WeightUpdate
 from ipu_pipeline.engine.schedules.actions import ActionKind
+from ipu_pipeline.engine.state import RunState
 from ipu_pipeline.engine.watching import Launch, LaunchKind, Watcher
 
-__all__ = ["launch_of", "watched_feed", "watched_take", "watched_updates"]
+__all__ = ["launch_of", "rehearse", "watched_feed", "watched_take", "watched_updates"]
+
+
+def rehearse(watcher: Watcher, runner: Runner[Any], state: RunState, request: Request) -> None:
+    """Before the first step that is watched: waits for those before, or has each program run once.
+
+    It runs on copies of the state and on micro-batches of zeros, and what it makes or raises is dropped.
+    Nothing is run if a program calls Python, which would see it.
+
+    Args:
+      watcher: who watches.
+      runner: what will run.
+      state: placed; it stays as it is.
+      request: what will be run.
+    """
+    with watcher.rehearsing(runner) as is_first:
+        if not is_first:
+            return
+        jax.block_until_ready((state.pipeline.variables, state.pipeline.optimizer_state))
+        if runner.has_run or runner.has_callbacks:
+            return
+        num_carried = 0 if runner.iterated is None else len(runner.iterated.carried)
+        fed = jax.tree.leaves(runner.residence.traced.element)[num_carried:]
+        zeros = [np.zeros(leaf.shape, leaf.dtype) for leaf in fed]
+
+        def take(wanted: int) -> list[Any]:
+            return [runner.place_element(zeros) if zeros else () for _number in range(wanted)]
+
+        with contextlib.suppress(Exception):  # such as jax_debug_nans, or too little memory
+            copied = _copy(state)
+            progress = runner.run(copied, runner.fetch(copied, request, take))
+            after = progress.state
+            jax.block_until_ready(
+                (after.pipeline.variables, after.pipeline.optimizer_state, after.accumulators)
+            )
+
+
+def _copy(state: RunState) -> RunState:
+    pipeline = state.pipeline
+    leaves, tree = jax.tree.flatten((pipeline.variables, pipeline.optimizer_state, state.accumulators))
+    copies = jax.device_put(leaves, [leaf.sharding for leaf in leaves], may_alias=False)
+    variables, optimizer_state, accumulators = jax.tree.unflatten(tree, copies)
+    pipeline = dataclasses.replace(pipeline, variables=variables, optimizer_state=optimizer_state)
+    return dataclasses.replace(state, pipeline=pipeline, accumulators=accumulators)
 
 
 def launch_of(runner: Runner[Any], template: Template, step: int, first: int, count: int) -> Launch:

@@ -15,10 +15,11 @@ from ipu_pipeline.engine.schedules.lock_step import grouped, interleaved, named_
 from ipu_pipeline.engine.schedules.scenarios import Costs, Memory, Scenario
 from ipu_pipeline.engine.schedules.simulator import Simulation, predict_step_time, simulate
 from ipu_pipeline.engine.schedules.timelines import Bubble, Interval, Peak, Sending, Timeline
-from ipu_pipeline.engine.schedules.timetables import timetable
+from ipu_pipeline.engine.schedules.timetables import MAX_ACTIONS, timetable
 from ipu_pipeline.engine.schedules.variants import Layer, Variant, what_if
 
 __all__ = [
+    "MAX_ACTIONS",
     "Action",
     "ActionKind",
     "Advice",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ipu_pipeline.engine.schedules.actions import ActionKind
@@ -35,6 +35,7 @@ def advise(
     scenario: Scenario,
     layers: Sequence[Sequence[Layer]] | None = None,
     variants: Sequence[Variant] | None = None,
+    describe: Callable[[float], str] = "{:.4g}".format,
 ) -> Advice:
     """Says what to change: the schedule, the split or the chunks, and if that gains nothing the count.
 
@@ -45,6 +46,7 @@ def advise(
       scenario: as it is.
       layers: as for `what_if`.
       variants: what `what_if` returned; None: it is called.
+      describe: a time of the costs' unit as the sentence has it.
 
     Returns:
       The change that is predicted to give most, from 2% more samples per second.
@@ -57,7 +59,7 @@ def advise(
     for rows in is_other_count.values():
         best = max(rows, key=lambda row: (row.gain, -row.num_micro_batches), default=None)
         if best is not None and best.gain >= _LEAST_GAIN:
-            return Advice(_say(scenario, variants[0], best, limiting), best.gain, best, limiting)
+            return Advice(_say(scenario, variants[0], best, limiting, describe), best.gain, best, limiting)
     used = variants[0].utilisation
     sentence = (
         f"Nothing that was simulated gains {_LEAST_GAIN:.0%}: IPUs compute in {used:.0%} of a step, and "
@@ -77,7 +79,9 @@ def _work_of(scenario: Scenario, stage: int) -> float:
     return sum(scenario.work(kind, stage) for kind in ActionKind)
 
 
-def _say(scenario: Scenario, before: Variant, best: Variant, limiting: int) -> str:
+def _say(
+    scenario: Scenario, before: Variant, best: Variant, limiting: int, describe: Callable[[float], str]
+) -> str:
     gain = f"{best.gain:.0%} more samples per second"
     parts = []
     if "schedule" in best.change:
@@ -101,7 +105,7 @@ def _say(scenario: Scenario, before: Variant, best: Variant, limiting: int) -> s
     else:
         sentence = f"{' and '.join(parts)} would give {gain}"
     sentence = sentence[0].upper() + sentence[1:]
-    sentence += f" (a step takes {before.step_time:.4g} now, and {best.step_time:.4g} then)"
+    sentence += f" (a step takes {describe(before.step_time)} now, and {describe(best.step_time)} then)"
     if best.num_peak_bytes is not None and before.num_peak_bytes is not None:
         more = best.num_peak_bytes - before.num_peak_bytes
         if more > 0:

@@ -25,6 +25,7 @@ stage per IPU, Interleaved is the non-interleaved 1F1B schedule of PipeDream-Flu
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import repeat
 from typing import TypeAlias
 
 from ipu_pipeline.engine.schedules.actions import Action, ActionKind, Rows, ScheduleFunction
@@ -143,22 +144,24 @@ def _rows(
     An IPU with one stage keeps those time-steps. An IPU with several stages does their actions in that
     order, one after another, and then no IPU has a fixed time-step: it waits for data only.
     """
-    timed: list[list[tuple[int, int, Action]]] = [[] for _ in range(max(device_mapping) + 1)]
+    counts = range(num_micro_batches)
+    has_own_ipu = len(set(device_mapping)) == len(levels)
+    rows: list[list[Action | None]] = [[] for _ in range(max(device_mapping) + 1)]
+    timed: list[list[tuple[int, int, Action]]] = [[] for _row in rows]
     for stage, ipu in enumerate(device_mapping):
-        for micro_batch in range(num_micro_batches):
-            level = levels[stage]
-            time_step = forward(level, micro_batch) if training else inference(level, micro_batch)
-            timed[ipu].append((time_step, stage, Action(ActionKind.FORWARD, stage, micro_batch)))
-            if training:
-                time_step = backward(level, micro_batch)
-                timed[ipu].append((time_step, stage, Action(ActionKind.BACKWARD, stage, micro_batch)))
-    is_lock_step = len(set(device_mapping)) == len(levels)
-    rows = []
-    for entries in timed:
-        row: list[Action | None] = []
-        for time_step, _stage, action in sorted(entries):
-            if is_lock_step:
-                row += [None] * (time_step - 1 - len(row))
-            row.append(action)
-        rows.append(tuple(row))
-    return tuple(rows)
+        level = levels[stage]
+        kinds = {ActionKind.FORWARD: forward if training else inference}
+        if training:
+            kinds[ActionKind.BACKWARD] = backward
+        for kind, find_time in kinds.items():
+            times = [find_time(level, micro_batch) for micro_batch in counts]
+            actions = map(Action._make, zip(repeat(kind), repeat(stage), counts, strict=False))
+            if has_own_ipu:
+                rows[ipu] += [None] * (times[-1] - len(rows[ipu]))
+                for time_step, action in zip(times, actions, strict=True):
+                    rows[ipu][time_step - 1] = action
+            else:
+                timed[ipu] += zip(times, repeat(stage), actions, strict=False)
+    for row, entries in zip(rows, timed, strict=True):
+        row += [action for _time_step, _stage, action in sorted(entries)]
+    return tuple(map(tuple, rows))

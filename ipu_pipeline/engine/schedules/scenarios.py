@@ -121,6 +121,7 @@ class Costs:
                 raise ValueError(
                     f"Costs: {name} must be one number or {number}; got {len(given)}: {given!r}."
                 )
+            _check_numbers(f"Costs: {name}", given)
             return tuple(map(float, given))
 
         if isinstance(transfer, Mapping):

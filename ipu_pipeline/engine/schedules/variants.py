@@ -23,6 +23,7 @@ __all__ = ["Layer", "Variant", "what_if"]
 
 _MOVED = 0.1  # of a mean stage, where no layers are known
 _LEAST_CHUNKS = 4  # of a step: with fewer, stages would hardly overlap
+_MAX_SLOTS = 2**24  # of Sequential, whose IPUs mostly wait: each has a slot for every time-step
 _COUNTS = (0.5, 2.0, 4.0)  # times the gradient accumulation count
 
 
@@ -93,8 +94,9 @@ def what_if(
       counts: gradient accumulation counts; None: half as many as there are, twice and four times.
 
     Returns:
-      The scenario itself first, then other counts and schedules, then other splits. What has more actions
-      than a schedule may have is left out, and so is what a schedule function or timetable cannot do.
+      The scenario itself first, then other counts and schedules, then larger chunks, then other splits.
+      Left out is what has more actions than a schedule may have, what a schedule function or a timetable
+      cannot do, and Sequential where writing it down takes long.
 
     Raises:
       ValueError: there are not as many lists of layers as stages, or a layer takes more than its stage.
@@ -119,7 +121,8 @@ def what_if(
             parts = ["schedule"] * (not is_own)
             parts += ["gradient accumulation count"] * (other != count)
             changed = dataclasses.replace(scenario, schedule=schedule, num_micro_batches=other)
-            if changed.num_actions <= MAX_ACTIONS:
+            slots = changed.num_actions * (len(changed.ipus) if schedule == "sequential" else 1)
+            if changed.num_actions <= MAX_ACTIONS and slots <= _MAX_SLOTS:
                 with contextlib.suppress(ScheduleError):
                     rows.append(_simulate(changed, " and ".join(parts), "", own))
     if scenario.costs.host and not isinstance(scenario.schedule, Timetable):

@@ -1,0 +1,135 @@
+"""`ipu-pipeline report`: makes the page of a trace anew, and says what a first look at it would."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import webbrowser
+from pathlib import Path
+from typing import Any
+
+from ipu_pipeline.reports.chrome_trace import to_chrome_trace
+from ipu_pipeline.reports.files import check_directory, write_reports
+from ipu_pipeline.reports.page import write_page
+from ipu_pipeline.reports.profile import read_profile
+from ipu_pipeline.reports.studies import Study, study
+from ipu_pipeline.reports.wording import describe_share, describe_speed, describe_time
+from ipu_pipeline.tables import printable
+
+__all__ = ["add", "report"]
+
+_PROFILE, _TRACE, _PAGE = "profile.json", "trace.json", "report.html"
+
+
+def add(commands: Any) -> None:
+    """Adds the command's parser; see `main`."""
+    parser = commands.add_parser(
+        "report",
+        help="rebuild the page of a trace from its profile.json, and print a summary",
+        description="Rebuilds report.html and trace.json from DIR/profile.json, and prints a summary.",
+    )
+    parser.add_argument("directory", metavar="DIR", help="a directory with the reports of a trace")
+    parser.add_argument("--json", action="store_true", help="print the summary as JSON")
+    parser.add_argument("--open", action="store_true", help="open the page in a browser")
+    parser.set_defaults(call=lambda parsed: report(parsed.directory, parsed.json, parsed.open))
+
+
+def report(directory: str, as_json: bool = False, opens: bool = False) -> int:
+    """Rebuilds the page of a trace, and prints a summary.
+
+    Args:
+      directory: has its `profile.json`.
+      as_json: whether the summary is printed as JSON.
+      opens: whether the page is opened in a browser.
+
+    Returns:
+      2 if there is no profile, it cannot be read, Plotly is missing, or nothing can be written there;
+      else 0.
+    """
+    folder = Path(directory)
+    try:
+        profile = read_profile(_read(folder))
+        studies = study(profile)
+        texts = {_PAGE: write_page(profile, studies), _TRACE: to_chrome_trace(profile)}
+        check_directory(folder, texts)
+        write_reports(folder, texts)
+    except (OSError, ValueError, RuntimeError) as error:
+        print(f"ipu-pipeline report: {error}", file=sys.stderr)  # noqa: T201  # a program
+        return 2
+    page = folder / _PAGE
+    if as_json:
+        entries = [_as_entries(one) for one in studies]
+        print(json.dumps({"page": str(page.absolute()), "pipelines": entries}, indent=2))  # noqa: T201
+    else:
+        lines = [line for one in studies for line in _as_lines(one)]
+        notes = [f"Note: {note}" for note in profile.notes]
+        found = [f"The page is {page.absolute()}", *notes, *lines]
+        print("\n".join(map(printable, found)))  # noqa: T201
+    if opens:
+        webbrowser.open(page.absolute().as_uri())
+    return 0
+
+
+def _read(folder: Path) -> str:
+    """The text of a directory's profile.
+
+    Raises:
+      ValueError: there is none, or it is no text.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"there is no directory {str(folder)!r}")
+    try:
+        return (folder / _PROFILE).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ValueError(
+            f"the directory {str(folder)!r} has no {_PROFILE}; ipu-pipeline profile PROGRAM writes one"
+        ) from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{_PROFILE}: it is damaged ({error}). Record the trace again.") from error
+
+
+def _as_lines(one: Study) -> list[str]:
+    """The summary of a pipeline for people."""
+    facts, analysis, predicted = one.facts, one.analysis, one.predictions
+    if not analysis.steps:
+        return ["", f"{facts.name}: no step of it was recorded"]
+    speed, unit = analysis.samples_per_second, "samples/s"
+    if speed is None:
+        speed, unit = analysis.micro_batches_per_second, "micro-batches/s"
+    balanced = analysis.balanced_utilisation
+    beside = "" if balanced is None else f" ({describe_share(balanced)} if all stages took equally long)"
+    limiting = analysis.stages[analysis.limiting_stage]
+    rows = [
+        ("step", describe_time(analysis.step_time)),
+        ("speed", f"{describe_speed(speed)} {unit}"),
+        ("utilisation", describe_share(analysis.utilisation) + beside),
+        (
+            "limiting stage",
+            f"stage {limiting.stage} on IPU {analysis.limiting_ipu}, {describe_time(limiting.length)} "
+            "for a micro-batch",
+        ),
+        *((f"IPU {use.ipu}", f"busy {describe_share(use.utilisation)}") for use in analysis.ipus),
+    ]
+    if predicted is not None:
+        rows.append(("advice", predicted.advice.sentence))
+    width = max(len(name) for name, _value in rows)
+    return [
+        "",
+        f"{facts.name} ({facts.kind}, {facts.schedule}, {facts.num_micro_batches} micro-batches)",
+        *(f"  {name.ljust(width)}  {value}" for name, value in rows),
+    ]
+
+
+def _as_entries(one: Study) -> dict[str, Any]:
+    """The summary of a pipeline for programs; times are in microseconds, the scenario's in seconds."""
+    facts, analysis, predicted = one.facts, one.analysis, one.predictions
+    return {
+        "name": facts.name,
+        "kind": facts.kind,
+        "schedule": facts.schedule,
+        **dataclasses.asdict(analysis),
+        "bubble": analysis.bubble,
+        "advice": None if predicted is None else predicted.advice.sentence,
+        "scenario": None if predicted is None else predicted.simulation.scenario.as_dict(),
+    }

@@ -1,0 +1,106 @@
+"""Options that say which pipeline is meant, for commands that run none."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+
+from ipu_pipeline.engine.schedules import MAX_ACTIONS, named_schedules
+
+__all__ = ["add_pipeline", "at_least_one", "check_size", "find_mapping", "number", "numbers", "spread"]
+
+
+def add_pipeline(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that both a schedule and its simulation have. None means that it is not given."""
+    parser.add_argument("--stages", type=at_least_one, metavar="N", help="how many stages there are")
+    parser.add_argument(
+        "--micro-batches",
+        type=at_least_one,
+        metavar="N",
+        help="per weight update (gradient accumulation count)",
+    )
+    parser.add_argument("--schedule", choices=list(named_schedules()), help="by default grouped")
+    parser.add_argument(
+        "--device-mapping",
+        type=_mapping,
+        metavar="LIST",
+        help="the IPU of each stage, from 0, as in 0,1,1,0; by default each has its own",
+    )
+    parser.add_argument(
+        "--inference",
+        action="store_true",
+        help="forwards only: no backwards, no weight update",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def find_mapping(
+    parser: argparse.ArgumentParser, given: Sequence[int] | None, num_stages: int
+) -> tuple[int, ...]:
+    """The IPU of each stage; ends the program if the option does not fit the number of stages."""
+    mapping = tuple(range(num_stages)) if given is None else tuple(given)
+    if len(mapping) != num_stages:
+        parser.error(
+            f"argument --device-mapping: must have an IPU for each of the {num_stages} stages; got "
+            f"{len(mapping)}. Give {num_stages} numbers, or another --stages."
+        )
+    return mapping
+
+
+def check_size(parser: argparse.ArgumentParser, num_stages: int, count: int, training: bool) -> None:
+    """Ends the program if there are more actions than a schedule may have."""
+    number_of_actions = num_stages * count * (2 if training else 1)
+    if number_of_actions > MAX_ACTIONS:
+        parser.error(
+            f"argument --micro-batches: {count} on {num_stages} stages are {number_of_actions} actions; a "
+            f"schedule has up to {MAX_ACTIONS}. Give fewer."
+        )
+
+
+def at_least_one(text: str) -> int:
+    """The type of options that count something."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be an integer of at least 1; got {text!r}")
+    return value
+
+
+def number(text: str) -> float:
+    """The type of options that are a time."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (value >= 0 and math.isfinite(value)):
+        raise argparse.ArgumentTypeError(f"must be a number of at least 0; got {text!r}")
+    return value
+
+
+def numbers(text: str) -> list[float]:
+    """The type of options that are a time, or a list of times."""
+    return [number(part) for part in text.split(",")]
+
+
+def _mapping(text: str) -> list[int]:
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() for part in parts):
+        raise argparse.ArgumentTypeError(f"must be numbers from 0, as in 0,1,1,0; got {text!r}")
+    return [int(part) for part in parts]
+
+
+def spread(
+    parser: argparse.ArgumentParser, option: str, given: Sequence[float], count: int, of: str
+) -> float | list[float]:
+    """One number, or a list of as many as there must be; ends the program if it is neither."""
+    if len(given) == 1:
+        return given[0]
+    if len(given) != count:
+        parser.error(
+            f"argument {option}: must be one number or {count}, one per {of}; got {len(given)}. Give "
+            f"{count}, or another --stages."
+        )
+    return list(given)

@@ -1,0 +1,86 @@
+"""`ipu-pipeline schedule`: the staircase of a schedule, as text."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from typing import Any
+
+from ipu_pipeline.command_line.scenario_options import add_pipeline, check_size, find_mapping
+from ipu_pipeline.command_line.tables import show
+from ipu_pipeline.engine.schedules import Action, timetable
+from ipu_pipeline.engine.schedules.staircases import find_phases, find_slots, format_staircase
+
+__all__ = ["add"]
+
+
+def add(commands: Any) -> None:
+    """Adds the command's parser; see `main`."""
+    parser = commands.add_parser(
+        "schedule",
+        help="show which IPU does what in which time-step",
+        description="Prints the staircase of a schedule: an IPU per line, a time-step per column. F3 is "
+        "the forward of micro-batch 3, B3 its backward; with several stages on an IPU F2.3 is that of "
+        "stage 2. A dot is a time-step of waiting.",
+    )
+    add_pipeline(parser)
+    parser.add_argument(
+        "--width",
+        type=_width,
+        metavar="N",
+        help="characters of a line, 0 for as many as it takes; by default the terminal's",
+    )
+    parser.set_defaults(call=lambda parsed: _run(parser, parsed))
+
+
+def _width(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be a number from 0; got {text!r}")
+    return int(text)
+
+
+def _run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
+    for option in ("stages", "micro_batches"):
+        if getattr(parsed, option) is None:
+            parser.error(f"argument --{option.replace('_', '-')}: must be given")
+    num_stages, count, training = parsed.stages, parsed.micro_batches, not parsed.inference
+    schedule = parsed.schedule or "grouped"
+    mapping = find_mapping(parser, parsed.device_mapping, num_stages)
+    check_size(parser, num_stages, count, training)
+    table = timetable(schedule, num_stages, count, mapping, training)
+    phases = find_phases(table, mapping)
+    if parsed.json:
+        slots = find_slots(table, mapping, range(1, table.num_time_steps + 1))
+        show(
+            json.dumps(
+                {
+                    "schedule": schedule,
+                    "num_stages": num_stages,
+                    "num_micro_batches": count,
+                    "device_mapping": mapping,
+                    "training": training,
+                    "num_time_steps": table.num_time_steps,
+                    "in_flight": table.in_flight,
+                    "phases": [phase._asdict() for phase in phases],
+                    "ipus": [[_describe(action) for action in row] for row in slots],
+                }
+            )
+        )
+        return 0
+    ipus = len(set(mapping))
+    waits = 1 - len(table.order) / (ipus * table.num_time_steps)
+    width = shutil.get_terminal_size().columns if parsed.width is None else parsed.width
+    show(
+        f"{schedule}: {num_stages} stages on {ipus} IPUs, {count} micro-batches, {table.num_time_steps} "
+        f"time-steps, in {waits:.0%} of which an IPU waits\n\n"
+        f"{format_staircase(table, mapping, width or None)}\n"
+        f"in flight at most, by stage: {' '.join(map(str, table.in_flight))}"
+    )
+    return 0
+
+
+def _describe(action: Action | None) -> dict[str, Any] | None:
+    if action is None:
+        return None
+    return {"kind": action.kind.name.lower(), "stage": action.stage, "micro_batch": action.micro_batch}

@@ -1,0 +1,304 @@
+"""`ipu-pipeline simulate`: how long a step of a pipeline takes, and why its IPUs wait."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ipu_pipeline.command_line.scenario_options import (
+    add_pipeline,
+    at_least_one,
+    check_size,
+    find_mapping,
+    number,
+    numbers,
+    spread,
+)
+from ipu_pipeline.command_line.tables import format_table, show
+from ipu_pipeline.engine.schedules import (
+    Advice,
+    Costs,
+    Scenario,
+    Simulation,
+    Timeline,
+    Variant,
+    advise,
+    simulate,
+    what_if,
+)
+from ipu_pipeline.reports.files import write_file
+from ipu_pipeline.reports.page import write_simulation
+from ipu_pipeline.reports.profile import FORMAT, read_profile
+from ipu_pipeline.reports.studies import find_scenario
+
+__all__ = ["add"]
+
+_MOST_ACTIONS = 2**15  # with which what-ifs are simulated unasked: some seconds
+
+
+def add(commands: Any) -> None:
+    """Adds the command's parser; see `main`."""
+    parser = commands.add_parser(
+        "simulate",
+        help="predict how long a step of a pipeline takes, and what would be better",
+        description="Simulates a step of a pipeline from what its parts cost, in any unit of time: with "
+        "IPUs that wait for data only, as this library runs them, and in lock-step. Costs are one number, "
+        "or a list per stage, as in 1,2,1.",
+    )
+    add_pipeline(parser)
+    parser.add_argument(
+        "--forward-cost", type=numbers, metavar="LIST", help="of a micro-batch; by default 1"
+    )
+    parser.add_argument("--backward-cost", type=numbers, metavar="LIST", help="likewise; by default 2")
+    parser.add_argument(
+        "--update-cost", type=numbers, metavar="LIST", help="of a stage's update; by default 0"
+    )
+    parser.add_argument(
+        "--transfer-cost",
+        type=numbers,
+        metavar="LIST",
+        help="of what a micro-batch sends; a list is per pair of neighbouring stages; by default 0",
+    )
+    parser.add_argument("--host-cost", type=number, metavar="T", help="to start a program; by default 0")
+    parser.add_argument("--cores", type=_cores, metavar="N", help="that the IPUs share; by default none")
+    parser.add_argument(
+        "--chunk-size", type=at_least_one, metavar="N", help="micro-batches per program; by default 1"
+    )
+    parser.add_argument(
+        "--costs-from",
+        type=Path,
+        metavar="FILE",
+        help="take everything that is not given from a profile.json, or a file as Scenario.as_dict has it",
+    )
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="write a page of it, which opens offline, too"
+    )
+    parser.add_argument(
+        "--what-if",
+        action="store_true",
+        help=f"what other schedules, counts and splits give, also above {_MOST_ACTIONS:,} actions",
+    )
+    parser.set_defaults(call=lambda parsed: _run(parser, parsed))
+
+
+def _cores(text: str) -> float:
+    value = number(text)
+    if not value:
+        raise argparse.ArgumentTypeError(f"must be greater than 0; got {text!r}")
+    return value
+
+
+def _run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
+    scenario = _make_scenario(parser, parsed)
+    if parsed.html is not None:
+        _write_page(parser, scenario, parsed.html)
+    simulation = simulate(scenario)
+    variants: Sequence[Variant] = []
+    advice = None
+    if parsed.what_if or scenario.num_actions <= _MOST_ACTIONS:
+        variants = what_if(scenario)
+        advice = advise(scenario, variants=variants)
+    if parsed.json:
+        show(json.dumps(_as_json(simulation, variants, advice)))
+        return 0
+    parts = [_title(scenario), _timeline_table(simulation), _ipu_table(simulation)]
+    if advice is None:
+        parts.append(f"More than {_MOST_ACTIONS:,} actions: --what-if simulates other schedules as well.")
+    else:
+        parts += [_what_if_table(variants), advice.sentence]
+    show("\n\n".join(parts))
+    return 0
+
+
+def _write_page(parser: argparse.ArgumentParser, scenario: Scenario, file: Path) -> None:
+    """Writes the page of a simulation; ends the program if that cannot be done."""
+    try:
+        write_file(file, write_simulation(scenario, _title(scenario)))
+    except (RuntimeError, OSError) as error:
+        parser.error(f"argument --html: {error}")
+
+
+def _make_scenario(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> Scenario:
+    """What the options say, over what the file says; ends the program if they do not fit."""
+    base = None if parsed.costs_from is None else _read(parser, parsed.costs_from)
+    if base is None:
+        for option in ("stages", "micro_batches"):
+            if getattr(parsed, option) is None:
+                option = option.replace("_", "-")
+                parser.error(f"argument --{option}: must be given, or be in the file of --costs-from")
+        num_stages = parsed.stages
+        base = Scenario(Costs.of(num_stages, forward=1.0, backward=2.0))
+    else:
+        num_stages = base.costs.num_stages
+        if parsed.stages not in (None, num_stages):
+            parser.error(
+                f"argument --stages: the file of --costs-from has {num_stages} stages; got "
+                f"{parsed.stages}. Leave it out."
+            )
+    base = dataclasses.replace(base, costs=_make_costs(parser, parsed, base.costs))
+    count: int = parsed.micro_batches or base.num_micro_batches
+    training = base.training and not parsed.inference
+    for name in ("backward", "update"):
+        if not training and getattr(parsed, f"{name}_cost") is not None:
+            parser.error(f"argument --{name}-cost: there is none in inference. Leave it out.")
+    chunk_size = parsed.chunk_size or base.chunk_size
+    if count % chunk_size:
+        parser.error(
+            f"argument --chunk-size: must divide the number of micro-batches, {count}; got {chunk_size}. "
+            "Give a divisor of it."
+        )
+    check_size(parser, num_stages, count // chunk_size, training)
+    mapping = base.device_mapping
+    if parsed.device_mapping is not None:
+        mapping = find_mapping(parser, parsed.device_mapping, num_stages)
+    try:
+        return dataclasses.replace(
+            base,
+            schedule=parsed.schedule or base.schedule,
+            num_micro_batches=count,
+            device_mapping=mapping,
+            training=training,
+            chunk_size=chunk_size,
+            cores=base.cores if parsed.cores is None else parsed.cores,
+            memory=base.memory if mapping == base.device_mapping else None,  # by IPU
+        )
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def _make_costs(parser: argparse.ArgumentParser, parsed: argparse.Namespace, base: Costs) -> Costs:
+    """Costs with those that are given in place of others."""
+    given: dict[str, Any] = {}
+    for name in ("forward", "backward", "update", "transfer"):
+        values = getattr(parsed, f"{name}_cost")
+        if values is not None:
+            length, of = base.num_stages, "stage"
+            if name == "transfer":
+                length, of = base.num_stages - 1, "pair of neighbours"
+            given[name] = spread(parser, f"--{name}-cost", values, length, of)
+    if parsed.host_cost is not None:
+        given["host"] = parsed.host_cost
+    changed = Costs.of(base.num_stages, **{"forward": base.forward, **given})
+    names = ["transfers" if name == "transfer" else name for name in given]
+    return dataclasses.replace(base, **{name: getattr(changed, name) for name in names})
+
+
+def _read(parser: argparse.ArgumentParser, file: Path) -> Scenario:
+    """The scenario of a file; ends the program if there is none."""
+    try:
+        text = file.read_text(encoding="utf-8")
+        entries = json.loads(text)
+    except OSError as error:
+        parser.error(f"argument --costs-from: cannot read {str(file)!r}: {error.strerror}.")
+    except ValueError as error:
+        parser.error(f"argument --costs-from: must be a JSON file; {str(file)!r} is not: {error}.")
+    if isinstance(entries, dict) and entries.get("format") == FORMAT:
+        try:
+            return find_scenario(read_profile(text))
+        except ValueError as error:
+            parser.error(f"argument --costs-from: {str(file)!r}: {error}")
+    found = entries.get("scenario", entries) if isinstance(entries, dict) else None
+    if not isinstance(found, dict) or "costs" not in found:
+        parser.error(
+            f'argument --costs-from: {str(file)!r} must have "costs", by itself or under "scenario", as '
+            "Scenario.as_dict has them, or be a profile.json."
+        )
+    try:
+        return Scenario.from_dict(found)
+    except ValueError as error:
+        parser.error(f"argument --costs-from: {str(file)!r}: {error}")
+
+
+def _title(scenario: Scenario) -> str:
+    what = "training" if scenario.training else "inference"
+    text = (
+        f"{scenario.costs.num_stages} stages on {len(scenario.ipus)} IPUs, {scenario.num_micro_batches} "
+        f"micro-batches, schedule {scenario.schedule}, {what}"
+    )
+    if scenario.chunk_size > 1:
+        text += f", {scenario.chunk_size} micro-batches per program"
+    if scenario.cores is not None:
+        text += f", {scenario.cores:g} cores for all"
+    return text
+
+
+def _timeline_table(simulation: Simulation) -> str:
+    both = (simulation.free_running, simulation.lock_step)
+    rows = [
+        ["step time", *(f"{one.step_time:.6g}" for one in both)],
+        ["IPUs compute", *(f"{one.utilisation:.1%}" for one in both)],
+    ]
+    for cause in both[0].bubble.by_cause():
+        parts = [one.bubble.by_cause()[cause] / (len(one.work) * one.step_time or 1) for one in both]
+        if cause != "shared_cores" or simulation.scenario.cores is not None:
+            rows.append([f"idle, {cause.replace('_', ' ')}", *(f"{part:.1%}" for part in parts)])
+    return format_table(["", "waiting for data only", "in lock-step"], rows)
+
+
+def _ipu_table(simulation: Simulation) -> str:
+    timeline, scenario = simulation.free_running, simulation.scenario
+    peaks = {peak.ipu: peak for peak in timeline.peaks}
+    headings = ["IPU", "stages", "work", "computes"] + ["holds at most", "at"] * bool(peaks)
+    rows = []
+    for ipu, work in timeline.work.items():
+        stages = [str(stage) for stage, own in enumerate(scenario.device_mapping) if own == ipu]
+        row = [str(ipu), " ".join(stages), f"{work:.6g}", f"{timeline.utilisation_of_ipus[ipu]:.1%}"]
+        if peaks:
+            row += [f"{peaks[ipu].num_bytes:,} bytes", f"{peaks[ipu].time:.6g}"]
+        rows.append(row)
+    return format_table(headings, rows, texts=2)
+
+
+def _what_if_table(variants: Sequence[Variant]) -> str:
+    has_chunks = any(row.chunk_size > 1 for row in variants)
+    headings = ["what if", "micro-batches"] + ["per program"] * has_chunks
+    headings += ["step time", "computes", "samples per time"]
+    headings += [] if variants[0].num_peak_bytes is None else ["holds at most"]
+    rows = []
+    for row in variants:
+        name = row.split or row.schedule
+        cells = [name if row.change else f"{name}, as it is", str(row.num_micro_batches)]
+        cells += [str(row.chunk_size)] * has_chunks
+        cells += [f"{row.step_time:.6g}", f"{row.utilisation:.1%}", f"{row.gain:+.1%}"]
+        cells += [] if row.num_peak_bytes is None else [f"{row.num_peak_bytes:,} bytes"]
+        rows.append(cells)
+    return format_table(headings, rows)
+
+
+def _as_json(simulation: Simulation, variants: Sequence[Variant], advice: Advice | None) -> dict[str, Any]:
+    return {
+        "scenario": simulation.scenario.as_dict(),
+        "free_running": _timeline_json(simulation.free_running),
+        "lock_step": _timeline_json(simulation.lock_step),
+        "what_if": [_variant_json(row) for row in variants],
+        "advice": None
+        if advice is None
+        else {
+            "sentence": advice.sentence,
+            "gain": advice.gain,
+            "limiting_stage": advice.limiting_stage,
+            "variant": None if advice.variant is None else _variant_json(advice.variant),
+        },
+    }
+
+
+def _timeline_json(timeline: Timeline) -> dict[str, Any]:
+    return {
+        "step_time": timeline.step_time,
+        "utilisation": timeline.utilisation,
+        "utilisation_of_ipus": timeline.utilisation_of_ipus,
+        "idle": timeline.bubble.by_cause(),
+        "peaks": [peak._asdict() for peak in timeline.peaks],
+        "actions": [one._asdict() for one in timeline.intervals()],
+        "transfers": [one._asdict() for one in timeline.transfers()],
+    }
+
+
+def _variant_json(row: Variant) -> dict[str, Any]:
+    found = {field.name: getattr(row, field.name) for field in dataclasses.fields(row)}
+    del found["scenario"]
+    return found

@@ -1,0 +1,41 @@
+"""What commands print: plain tables for a terminal."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+__all__ = ["format_table", "show"]
+
+
+def show(text: str) -> None:
+    """Prints what a command was asked for. Whoever reads it may stop reading, as `head` does."""
+    try:
+        print(text, flush=True)  # noqa: T201  # a program
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains at its end
+
+
+def format_table(headings: Sequence[str], rows: Sequence[Sequence[str]], texts: int = 1) -> str:
+    """A table whose columns are as wide as they need to be.
+
+    Args:
+      headings: of the columns.
+      rows: a cell per column.
+      texts: how many of the first columns are text; the others are numbers, and stand on the right.
+
+    Returns:
+      The lines, joined.
+    """
+    lines = [headings, *rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(headings))]
+
+    def format_line(line: Sequence[str]) -> str:
+        cells = [
+            cell.ljust(width) if column < texts else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ]
+        return "  ".join(cells).rstrip()
+
+    return "\n".join(map(format_line, lines))

@@ -1,0 +1,131 @@
+"""A timetable as text: an IPU per line, a time-step per column, and the phases."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ipu_pipeline.engine.schedules.actions import Action
+from ipu_pipeline.engine.schedules.checking import Timetable
+
+__all__ = ["Phase", "find_phases", "find_slots", "format_staircase"]
+
+_GAP = "..."
+
+
+class Phase(NamedTuple):
+    """A part of a timetable.
+
+    Attributes:
+      name: "ramp-up", "main" or "ramp-down".
+      first: its first time-step, from 1.
+      last: its last one; before `first` if there is none.
+    """
+
+    name: str
+    first: int
+    last: int
+
+
+def find_phases(timetable: Timetable, device_mapping: Sequence[int]) -> tuple[Phase, Phase, Phase]:
+    """The phases of a timetable.
+
+    Main lasts from the time-step in which the last IPU begins its first action to the one in which the
+    first IPU to finish does its last action, both included. What comes before is ramp-up (some IPU has not
+    begun), what comes after is ramp-down (some IPU has finished). Forwards alone can be so few that there
+    is no main phase.
+
+    Args:
+      timetable: of a schedule.
+      device_mapping: the IPU of each stage.
+    """
+    firsts: dict[int, int] = {}
+    lasts: dict[int, int] = {}
+    for action, time_step in zip(timetable.order, timetable.time_steps, strict=True):
+        ipu = device_mapping[action.stage]
+        firsts.setdefault(ipu, time_step)
+        lasts[ipu] = time_step
+    begin = max(firsts.values())
+    end = max(min(lasts.values()), begin - 1)
+    return (
+        Phase("ramp-up", 1, begin - 1),
+        Phase("main", begin, end),
+        Phase("ramp-down", end + 1, timetable.num_time_steps),
+    )
+
+
+def find_slots(
+    timetable: Timetable, device_mapping: Sequence[int], time_steps: Sequence[int]
+) -> list[list[Action | None]]:
+    """What each IPU does in some time-steps; None where it waits."""
+    columns = {time_step: column for column, time_step in enumerate(time_steps)}
+    slots: list[list[Action | None]] = [[None] * len(columns) for _row in timetable.rows]
+    for action, time_step in zip(timetable.order, timetable.time_steps, strict=True):
+        column = columns.get(time_step)
+        if column is not None:
+            slots[device_mapping[action.stage]][column] = action
+    return slots
+
+
+def format_staircase(timetable: Timetable, device_mapping: Sequence[int], width: int | None = None) -> str:
+    """A timetable as lines of text.
+
+    `F3` is the forward of micro-batch 3, `B3` its backward; where an IPU has several stages `F2.3` is that
+    of stage 2. A dot is a time-step of waiting, and a bar separates the phases. What does not fit is left
+    out in the middle, which the last line says.
+
+    Args:
+      timetable: of a schedule.
+      device_mapping: the IPU of each stage.
+      width: how many characters a line has at most; None: as many as it takes. At least the first and the
+        last time-step are there.
+    """
+    has_stages = len(set(device_mapping)) < len(device_mapping)
+    phases = find_phases(timetable, device_mapping)
+    total = timetable.num_time_steps
+    most = max(action.micro_batch for action in timetable.order)
+    longest = f"F{len(device_mapping) - 1}.{most}" if has_stages else f"F{most}"
+    cell = max(len(longest), len(str(total)))
+    head = max(len("time-step"), len(f"IPU {len(timetable.rows) - 1}"))
+    shown = list(range(1, total + 1))
+    if width is not None:
+        # Two bars, a space before each cell, and the gap with its space.
+        room = width - head - 4
+        if total * (cell + 1) > room:
+            number = max(2, (room - len(_GAP) - 1) // (cell + 1))
+            shown = [*shown[: (number + 1) // 2], *shown[total - number // 2 :]]
+    slots = find_slots(timetable, device_mapping, shown)
+
+    def name(action: Action | None) -> str:
+        if action is None:
+            return "."
+        stage = f"{action.stage}." if has_stages else ""
+        return f"{'FB'[action.kind]}{stage}{action.micro_batch}"
+
+    def line(title: str, cells: Sequence[str], gap: str) -> str:
+        parts = [title.ljust(head)]
+        for column, text in enumerate(cells):
+            if column and shown[column] != shown[column - 1] + 1:
+                parts.append(gap)
+            if any(phase.first == shown[column] > 1 and phase.last >= phase.first for phase in phases):
+                parts.append("|")
+            parts.append(text.ljust(cell))
+        return " ".join(parts).rstrip()
+
+    lines = [line("time-step", [str(time_step) for time_step in shown], _GAP)]
+    for ipu, row in enumerate(slots):
+        lines.append(line(f"IPU {ipu}", [name(action) for action in row], _GAP))
+    spans = [
+        f"{phase.name} {phase.first}" + (f"..{phase.last}" if phase.last > phase.first else "")
+        for phase in phases
+        if phase.last >= phase.first
+    ]
+    lines.append(f"phases: {', '.join(spans)}")
+    left_out = [(a, b) for a, b in itertools.pairwise(shown) if b != a + 1]
+    if left_out:
+        ((before, after),) = left_out
+        lines.append(
+            f"Time-steps {before + 1}..{after - 1} do not fit in {width} characters, and are left out."
+        )
+    return "\n".join(lines)

@@ -1,0 +1,336 @@
+"""What a first look at a trace answers: how busy IPUs were, how fast steps went, which stage limits them.
+
+Figures are medians over steps, and those of actions medians of the means of steps, so that a step during
+which something else happened (a compilation, an evaluation) does not count for more than another one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ipu_pipeline.reports.events import Event, EventKind, busy_time
+from ipu_pipeline.reports.profile import PipelineFacts, Profile
+
+__all__ = [
+    "IpuUse",
+    "LinkUse",
+    "PipelineAnalysis",
+    "StageUse",
+    "StepTime",
+    "analyse",
+    "balanced_utilisation",
+]
+
+_EVEN = 1.02  # times as busy as another
+_LAST_ACTIONS = (EventKind.FORWARD, EventKind.BACKWARD, EventKind.UPDATE)
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """A step. Times are in microseconds.
+
+    Attributes:
+      number: of the weight update, or of the execution in inference.
+      begin: of its first action.
+      end: of its last one.
+      length: from its begin, or from the end of the step before if that is later, to its end.
+      num_micro_batches: how many micro-batches were seen.
+      is_whole: whether it has as many actions as any other step; one at the edge of a trace may have fewer.
+    """
+
+    number: int
+    begin: float
+    end: float
+    length: float
+    num_micro_batches: int
+    is_whole: bool
+
+
+@dataclass(frozen=True)
+class IpuUse:
+    """What an IPU did in a step.
+
+    Attributes:
+      ipu: its number.
+      utilisation: the share of the step in which it computed for the pipeline; 0 to 1.
+      busy: how long it did so, in microseconds.
+      update: how long its weight update took, in microseconds; 0 without one.
+    """
+
+    ipu: int
+    utilisation: float
+    busy: float
+    update: float
+
+
+@dataclass(frozen=True)
+class StageUse:
+    """What a stage does for a micro-batch.
+
+    Attributes:
+      stage: its number.
+      forward: how long its forward takes on the mean, in microseconds; None if none was seen.
+      backward: likewise of its backward.
+      num_sent_bytes: what its results and gradients sent to other IPUs take.
+    """
+
+    stage: int
+    forward: float | None
+    backward: float | None
+    num_sent_bytes: float
+
+    @property
+    def length(self) -> float:
+        """Forward and backward together."""
+        return (self.forward or 0.0) + (self.backward or 0.0)
+
+
+@dataclass(frozen=True)
+class LinkUse:
+    """What a stage sends to another one on another IPU.
+
+    Attributes:
+      source: the stage that sends.
+      target: the stage that receives; of those on that IPU the nearest one.
+      length: how long it takes for a program's results, in microseconds; None if no end was seen.
+      num_bytes: how much that is.
+    """
+
+    source: int
+    target: int
+    length: float | None
+    num_bytes: float
+
+
+@dataclass(frozen=True)
+class PipelineAnalysis:
+    """What is to be known of a pipeline or loop that ran.
+
+    Attributes:
+      pipeline: its number in the profile.
+      steps: in the order of their begins.
+      step_time: how long a step takes, in microseconds; 0 without a step.
+      time_between: how long nothing ran between two steps, in microseconds.
+      utilisation: the mean of its IPUs'.
+      balanced_utilisation: what it would be if all stages took equally long and nothing else took time;
+        None if there is no formula for it.
+      ipus: those that it has stages on.
+      stages: all of them.
+      links: between stages, by source and target.
+      num_micro_batches: in a step, as they were seen.
+      micro_batches_per_second: while steps run.
+      samples_per_second: likewise; None if it is not known how many samples a micro-batch has.
+      limiting_ipu: the busiest IPU.
+      limiting_stage: of its stages the one that takes longest.
+      num_shared: how many actions shared a program with others, so that their times are estimates.
+      num_actions: of how many.
+    """
+
+    pipeline: int
+    steps: tuple[StepTime, ...]
+    step_time: float
+    time_between: float
+    utilisation: float
+    balanced_utilisation: float | None
+    ipus: tuple[IpuUse, ...]
+    stages: tuple[StageUse, ...]
+    links: tuple[LinkUse, ...]
+    num_micro_batches: int
+    micro_batches_per_second: float
+    samples_per_second: float | None
+    limiting_ipu: int
+    limiting_stage: int
+    num_shared: int
+    num_actions: int
+
+    @property
+    def bubble(self) -> float:
+        """The share of the step in which IPUs were idle; 0 to 1."""
+        return 1.0 - self.utilisation
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all IPUs were about equally busy, so that no stage holds the others back."""
+        busy = [use.busy for use in self.ipus]
+        return max(busy) <= _EVEN * min(busy)
+
+    @property
+    def typical_step(self) -> StepTime | None:
+        """The whole step whose length is nearest to `step_time`; None without one."""
+        steps = [step for step in self.steps if step.is_whole] or self.steps
+        return min(steps, key=lambda step: abs(step.length - self.step_time), default=None)
+
+
+def analyse(profile: Profile) -> tuple[PipelineAnalysis, ...]:
+    """Analyses each pipeline and loop of a profile, in their order."""
+    events: dict[int, list[Event]] = defaultdict(list)
+    for event in profile.events:
+        if event.pipeline is not None:
+            events[event.pipeline].append(event)
+    return tuple(_analyse(index, facts, events[index]) for index, facts in enumerate(profile.pipelines))
+
+
+def _analyse(index: int, facts: PipelineFacts, events: Sequence[Event]) -> PipelineAnalysis:
+    by_step: dict[int, list[Event]] = defaultdict(list)
+    for event in events:
+        if event.step is not None:
+            by_step[event.step].append(event)
+    steps = _find_steps(by_step)
+    typical = [step for step in steps if step.is_whole]
+    lengths = [step.length for step in typical]
+    step_time = statistics.median(lengths) if lengths else 0.0
+    ipus = _find_use(facts, typical, by_step)
+    stages = _find_stages(facts, typical, by_step)
+    numbers = [step.num_micro_batches for step in typical]
+    num_micro_batches = round(statistics.median(numbers)) if numbers else facts.num_micro_batches
+    speed = num_micro_batches / step_time * 1e6 if step_time else 0.0
+    limiting = max(ipus, key=lambda use: (use.busy, -use.ipu)).ipu
+    here = [stages[stage.index] for stage in facts.stages if stage.ipu == limiting]
+    actions = [event for event in events if event.kind in _LAST_ACTIONS]
+    gaps = [max(0.0, after.begin - before.end) for before, after in itertools.pairwise(steps)]
+    return PipelineAnalysis(
+        pipeline=index,
+        steps=steps,
+        step_time=step_time,
+        time_between=statistics.median(gaps) if gaps else 0.0,
+        utilisation=statistics.fmean(use.utilisation for use in ipus),
+        balanced_utilisation=balanced_utilisation(facts, num_micro_batches),
+        ipus=ipus,
+        stages=stages,
+        links=_find_links(facts, events),
+        num_micro_batches=num_micro_batches,
+        micro_batches_per_second=speed,
+        samples_per_second=None if facts.micro_batch_size is None else speed * facts.micro_batch_size,
+        limiting_ipu=limiting,
+        limiting_stage=max(here, key=lambda stage: (stage.length, -stage.stage)).stage,
+        num_shared=sum(event.is_shared for event in actions),
+        num_actions=len(actions),
+    )
+
+
+def _find_steps(by_step: Mapping[int, Sequence[Event]]) -> tuple[StepTime, ...]:
+    counts = {
+        number: sum(event.kind in _LAST_ACTIONS for event in events) for number, events in by_step.items()
+    }
+    most = max(counts.values(), default=0)
+    found = []
+    reached = float("-inf")
+    spans = [
+        (min(event.begin for event in events), max(event.end for event in events), number)
+        for number, events in by_step.items()
+    ]
+    for begin, end, number in sorted(spans):
+        micro_batches = {
+            event.micro_batch for event in by_step[number] if event.kind is EventKind.FORWARD
+        } - {None}
+        length = max(0.0, end - max(begin, reached))
+        found.append(StepTime(number, begin, end, length, len(micro_batches), counts[number] == most))
+        reached = max(reached, end)
+    return tuple(found)
+
+
+def _find_use(
+    facts: PipelineFacts, steps: Sequence[StepTime], by_step: Mapping[int, Sequence[Event]]
+) -> tuple[IpuUse, ...]:
+    shares, busy, updates = defaultdict(list), defaultdict(list), defaultdict(list)
+    for step in steps:
+        computations: dict[int, list[Event]] = defaultdict(list)
+        for event in by_step[step.number]:
+            if event.kind.is_computation and event.ipu is not None:
+                computations[event.ipu].append(event)
+        for ipu, events in computations.items():
+            taken = busy_time(events)
+            busy[ipu].append(taken)
+            shares[ipu].append(min(1.0, taken / step.length) if step.length else 0.0)
+            updates[ipu].append(busy_time(event for event in events if event.kind is EventKind.UPDATE))
+    return tuple(
+        IpuUse(ipu, *(_median(values[ipu]) or 0.0 for values in (shares, busy, updates)))
+        for ipu in sorted({stage.ipu for stage in facts.stages})
+    )
+
+
+def _find_stages(
+    facts: PipelineFacts, steps: Sequence[StepTime], by_step: Mapping[int, Sequence[Event]]
+) -> tuple[StageUse, ...]:
+    means: dict[tuple[EventKind, int], list[float]] = defaultdict(list)  # of the steps
+    sent: dict[int, list[float]] = defaultdict(list)
+    for step in steps:
+        lengths: dict[tuple[EventKind, int], list[float]] = defaultdict(list)
+        sizes: dict[int, int] = defaultdict(int)
+        for event in by_step[step.number]:
+            if event.stage is None:
+                continue
+            if event.kind is EventKind.TRANSFER:
+                sizes[event.stage] += event.num_bytes
+            else:
+                lengths[event.kind, event.stage].append(event.length)
+        for key, values in lengths.items():
+            means[key].append(statistics.fmean(values))
+        for stage, size in sizes.items():
+            sent[stage].append(size / max(1, step.num_micro_batches))
+    return tuple(
+        StageUse(
+            stage.index,
+            _median(means[EventKind.FORWARD, stage.index]),
+            _median(means[EventKind.BACKWARD, stage.index]),
+            _median(sent[stage.index]) or 0.0,
+        )
+        for stage in facts.stages
+    )
+
+
+def _find_links(facts: PipelineFacts, events: Sequence[Event]) -> tuple[LinkUse, ...]:
+    found: dict[tuple[int, int], list[Event]] = defaultdict(list)
+    for event in events:
+        source = event.stage
+        if event.kind is EventKind.TRANSFER and source is not None:
+            there = [
+                (abs(stage.index - source), stage.index) for stage in facts.stages if stage.ipu == event.ipu
+            ]
+            if there:
+                found[source, min(there)[1]].append(event)
+    return tuple(
+        LinkUse(
+            source,
+            target,
+            _median(event.length for event in sent if not event.is_bounded),
+            statistics.median(event.num_bytes for event in sent),
+        )
+        for (source, target), sent in sorted(found.items())
+    )
+
+
+def balanced_utilisation(facts: PipelineFacts, num_micro_batches: int) -> float | None:
+    """The utilisation of a pipeline whose stages all take equally long, if nothing else takes time.
+
+    With M micro-batches (or chunks of them) and N levels, each on IPUs of its own, it is M / (M + N - 1)
+    under Grouped and Interleaved, and 1 / N under Sequential.
+
+    Source: the bubble of Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters",
+    2021, which is (N - 1) / M of the rest.
+
+    Returns:
+      A number from 0 to 1; None if an IPU has several stages among several IPUs, or the schedule is the
+      user's own.
+    """
+    ipus = {stage.ipu for stage in facts.stages}
+    if len(ipus) == 1:
+        return 1.0
+    if len(ipus) < len(facts.stages):
+        return None
+    num_levels = len({stage.level for stage in facts.stages})
+    if facts.schedule == "sequential":
+        return 1.0 / num_levels
+    if facts.schedule not in ("grouped", "interleaved"):
+        return None
+    number = max(1, num_micro_batches // facts.chunk_size)
+    return number / (number + num_levels - 1)
+
+
+def _median(values: Iterable[float]) -> float | None:
+    known = list(values)
+    return statistics.median(known) if known else None

@@ -1,0 +1,99 @@
+"""The page of a pipeline that is only simulated."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+
+from ipu_pipeline.engine.schedules import Costs, Scenario
+from ipu_pipeline.reports.analysis import analyse
+from ipu_pipeline.reports.page.writing import write_page
+from ipu_pipeline.reports.predictions import predict_scenario, timeline_events
+from ipu_pipeline.reports.profile import PipelineFacts, Profile, StageFacts
+from ipu_pipeline.reports.studies import Study
+
+__all__ = ["write_simulation"]
+
+_SECONDS_PER_UNIT = 1e-3
+
+
+def write_simulation(scenario: Scenario, title: str) -> str:
+    """A page like `report.html`, without anything measured.
+
+    Args:
+      scenario: what is simulated; its costs may be in any unit, which the page shows as a millisecond.
+      title: of the page.
+
+    Raises:
+      RuntimeError: Plotly is not installed (the extra `reports`).
+      ScheduleError: the schedule is incomplete, out of order or deadlocked.
+    """
+    scaled = dataclasses.replace(scenario, costs=_scale(scenario.costs))
+    predictions = predict_scenario(scaled)
+    facts = _describe(scaled, predictions.simulation.timetable.in_flight)
+    events = [
+        dataclasses.replace(event, step=0)
+        for event in timeline_events(predictions.simulation.free_running, facts, 0)
+    ]
+    profile = Profile(
+        program=title,
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        versions={},
+        num_cores=0,
+        devices=(),
+        pipelines=(facts,),
+        events=tuple(sorted(events, key=lambda event: (event.begin, event.end))),
+        notes=("Nothing was measured: a step was simulated. A cost of 1 is shown as 1 ms.",),
+    )
+    (analysis,) = analyse(profile)
+    return write_page(profile, [Study(facts, analysis, predictions)], is_simulated=True)
+
+
+def _scale(costs: Costs) -> Costs:
+    """Costs in seconds."""
+
+    def scale(values: tuple[float, ...]) -> tuple[float, ...]:
+        return tuple(value * _SECONDS_PER_UNIT for value in values)
+
+    return dataclasses.replace(
+        costs,
+        forward=scale(costs.forward),
+        backward=scale(costs.backward),
+        update=scale(costs.update),
+        transfers={edge: time * _SECONDS_PER_UNIT for edge, time in costs.transfers.items()},
+        host=costs.host * _SECONDS_PER_UNIT,
+    )
+
+
+def _describe(scenario: Scenario, in_flight: tuple[int, ...]) -> PipelineFacts:
+    """A scenario as if it had been a pipeline."""
+    schedule = scenario.schedule
+    held = None if scenario.memory is None else scenario.memory.num_held_bytes
+    number = scenario.costs.num_stages
+    return PipelineFacts(
+        name="simulation",
+        kind="training" if scenario.training else "inference",
+        schedule=schedule if isinstance(schedule, str) else getattr(schedule, "__name__", "a timetable"),
+        num_micro_batches=scenario.num_micro_batches,
+        num_serialized=1,
+        chunk_size=scenario.chunk_size,
+        is_one_program=False,
+        micro_batch_size=scenario.micro_batch_size if scenario.micro_batch_size > 1 else None,
+        stages=tuple(
+            StageFacts(
+                index=index,
+                name=f"stage {index}",
+                ipu=scenario.device_mapping[index],
+                level=scenario.levels[index],
+                layers=(),
+                forward_operations=0.0,
+                backward_operations=0.0,
+                is_fused=scenario.is_fused and index == number - 1,
+                num_held_bytes=0 if held is None else held[index],
+                in_flight=in_flight[index] * scenario.chunk_size,
+            )
+            for index in range(number)
+        ),
+        edges=(),
+        memory=(),
+    )

@@ -1,0 +1,136 @@
+"""What the page says of a pipeline in figures and words, as HTML."""
+
+from __future__ import annotations
+
+from ipu_pipeline.reports.page.escaping import as_html
+from ipu_pipeline.reports.page.tables import (
+    table_of_bubble,
+    table_of_ipus,
+    table_of_memory,
+    table_of_predictions,
+    table_of_stages,
+)
+from ipu_pipeline.reports.profile import PipelineFacts, Profile
+from ipu_pipeline.reports.studies import Study
+from ipu_pipeline.reports.wording import describe_share, describe_speed, describe_time
+
+__all__ = ["make_tables", "summarise"]
+
+_MANY_SHARED = 0.05
+
+
+def summarise(one: Study) -> str:
+    """The figures of a pipeline, and the advice."""
+    facts, analysis, predicted = one.facts, one.analysis, one.predictions
+    if not analysis.steps:
+        return f"<h2>{as_html(facts.name)}</h2>\n<p>No step of it was recorded.</p>\n"
+    cards = "".join(
+        f"<div><dt>{title}</dt><dd>{as_html(figure)}</dd>"
+        + "".join(f'<dd class="more">{as_html(line)}</dd>' for line in lines)
+        + "</div>\n"
+        for title, figure, lines in _cards(one)
+    )
+    words = f'<h2>{as_html(_title(facts))}</h2>\n<dl class="cards">\n{cards}</dl>\n'
+    if predicted is not None:
+        words += f'<p class="advice">{as_html(predicted.advice.sentence)}</p>\n'
+    notes = _remarks(one)
+    return words + "".join(f'<p class="soft">{as_html(note)}</p>\n' for note in notes)
+
+
+def make_tables(profile: Profile, one: Study) -> str:
+    """Stages, IPUs, and what was simulated."""
+    predicted = one.predictions
+    tables = "<h2>Stages and IPUs</h2>\n" + table_of_stages(one.facts, one.analysis)
+    tables += table_of_ipus(profile, one.facts, one.analysis)
+    tables += table_of_memory(one.facts)
+    tables += "<h2>What if</h2>\n"
+    if predicted is None:
+        return tables + f"<p>{as_html(_why_not(one.facts))}</p>\n"
+    notes = "".join(f'<p class="soft">{as_html(note)}</p>\n' for note in predicted.notes)
+    return tables + table_of_predictions(one.facts, predicted) + notes + table_of_bubble(predicted)
+
+
+def _title(facts: PipelineFacts) -> str:
+    what = {"training": "Training", "inference": "Inference", "loop": "Loop"}.get(facts.kind, facts.kind)
+    if facts.kind == "loop":
+        return f"{what}: {facts.name}"
+    size = "" if facts.micro_batch_size is None else f" of {facts.micro_batch_size}"
+    chunks = f", programs of {facts.chunk_size} micro-batches" if facts.chunk_size > 1 else ""
+    schedule = facts.schedule.capitalize() if facts.schedule.islower() else facts.schedule
+    return (
+        f"{what}: {facts.name}, {schedule}, {facts.num_micro_batches} micro-batches{size} per step{chunks}"
+    )
+
+
+def _cards(one: Study) -> list[tuple[str, str, list[str]]]:
+    """What is asked first: title, figure, and lines below."""
+    facts, analysis, predicted = one.facts, one.analysis, one.predictions
+    balanced = analysis.balanced_utilisation
+    used = [] if balanced is None else [f"{describe_share(balanced)} if all stages took equally long"]
+    if predicted is not None:
+        free, lock = predicted.simulation.free_running, predicted.simulation.lock_step
+        used.append(
+            f"simulated {describe_share(free.utilisation)}, in lock-step {describe_share(lock.utilisation)}"
+        )
+    idle = []
+    if predicted is not None:
+        parts = predicted.simulation.free_running.bubble.by_cause()
+        total = sum(parts.values())
+        named = sorted(parts.items(), key=lambda part: -part[1])
+        idle = [
+            f"{name.replace('_', '-' if 'ramp' in name else ' ')} {describe_share(time / total)} of it"
+            for name, time in named[:3]
+            if total and time / total >= 0.005
+        ]
+    speed, unit = analysis.samples_per_second, "samples/s"
+    if speed is None:
+        speed, unit = analysis.micro_batches_per_second, "micro-batches/s"
+    whole = sum(step.is_whole for step in analysis.steps)
+    steps = [f"median of {whole}"] if whole > 1 else []
+    if predicted is not None:
+        steps.append(f"simulated {describe_time(predicted.simulation.free_running.step_time * 1e6)}")
+    if analysis.time_between > 0.02 * analysis.step_time:
+        steps.append(f"{describe_time(analysis.time_between)} between steps, when nothing runs")
+    limiting = analysis.stages[analysis.limiting_stage]
+    use = next(use for use in analysis.ipus if use.ipu == analysis.limiting_ipu)
+    lines = [
+        f"on IPU {analysis.limiting_ipu}, busy {describe_share(use.utilisation)} of a step",
+        f"{describe_time(limiting.length)} for a micro-batch",
+    ]
+    limit = (f"stage {analysis.limiting_stage}", [facts.stages[analysis.limiting_stage].name, *lines])
+    if analysis.is_even and len(analysis.ipus) > 1:
+        limit = ("none", ["all IPUs are about equally busy"])
+    return [
+        ("Utilisation of the IPUs", describe_share(analysis.utilisation), used),
+        ("Bubble", describe_share(analysis.bubble), idle),
+        ("Speed", f"{describe_speed(speed)} {unit}", ["while steps run"]),
+        ("Step", describe_time(analysis.step_time), steps),
+        ("Limiting stage", *limit),
+    ]
+
+
+def _remarks(one: Study) -> list[str]:
+    facts, analysis = one.facts, one.analysis
+    found = []
+    if analysis.num_shared > _MANY_SHARED * analysis.num_actions:
+        found.append(
+            f"{analysis.num_shared:,} of {analysis.num_actions:,} actions shared a program with others. "
+            "Where one ends and the next one begins within a program is estimated from their operations."
+        )
+    partial = sum(not step.is_whole for step in analysis.steps)
+    if partial:
+        found.append(
+            f"{partial} of {len(analysis.steps)} steps are not whole here. Figures are of the rest."
+        )
+    if facts.is_one_program:
+        found.append("All stages are on one device, in one program, which has no bubble.")
+    return found
+
+
+def _why_not(facts: PipelineFacts) -> str:
+    if facts.kind == "loop":
+        return "A loop is not simulated: it has no schedule."
+    return (
+        "This pipeline is not simulated: its schedule is the program's own, it has too many actions in a "
+        "step, or this trace lacks the times of a stage."
+    )

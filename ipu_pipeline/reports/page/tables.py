@@ -1,0 +1,229 @@
+"""The tables of a page, as HTML. Whatever a user named goes through `as_html`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ipu_pipeline.reports.analysis import PipelineAnalysis
+from ipu_pipeline.reports.page.escaping import as_html
+from ipu_pipeline.reports.predictions import Predictions
+from ipu_pipeline.reports.profile import PipelineFacts, Profile, StageFacts
+from ipu_pipeline.reports.wording import describe_share, describe_speed, describe_time
+from ipu_pipeline.tables import describe_bytes, describe_flop
+
+__all__ = ["table_of_bubble", "table_of_ipus", "table_of_memory", "table_of_predictions", "table_of_stages"]
+
+_MOST_LAYERS = 3  # that are listed before the others are folded away
+
+
+@dataclass(frozen=True)
+class _Cell:
+    """A cell: markup, and whether it is words rather than a number."""
+
+    markup: str
+    is_text: bool = False
+
+
+def _text(value: object) -> _Cell:
+    return _Cell(as_html(value), is_text=True)
+
+
+def _number(value: object) -> _Cell:
+    return _Cell(as_html(value))
+
+
+def _table(caption: str, headings: Sequence[_Cell], rows: Iterable[tuple[bool, Sequence[_Cell]]]) -> str:
+    """A table; the first cell of a row is its heading.
+
+    Args:
+      caption: what it shows.
+      headings: of the columns.
+      rows: whether each is marked, and its cells.
+    """
+
+    def put(tag: str, cell: _Cell, more: str = "") -> str:
+        name = ' class="text"' if cell.is_text else ""
+        return f"<{tag}{name}{more}>{cell.markup}</{tag}>"
+
+    head = "".join(put("th", cell, ' scope="col"') for cell in headings)
+    body = "".join(
+        f'<tr class="marked">{line}</tr>\n' if is_marked else f"<tr>{line}</tr>\n"
+        for is_marked, cells in rows
+        for line in [put("th", cells[0], ' scope="row"') + "".join(put("td", cell) for cell in cells[1:])]
+    )
+    return (
+        f'<div class="scroll"><table><caption>{as_html(caption)}</caption>\n'
+        f"<thead><tr>{head}</tr></thead>\n"
+        f"<tbody>\n{body}</tbody></table></div>\n"
+    )
+
+
+def table_of_stages(facts: PipelineFacts, analysis: PipelineAnalysis) -> str:
+    """What each stage has, takes and sends, but for what none of them has. The limiting one is marked."""
+    both = list(zip(facts.stages, analysis.stages, strict=True))
+    columns: list[tuple[_Cell, list[_Cell]]] = [
+        (_number("stage"), [_number(stage.index) for stage in facts.stages]),
+        (_text("name"), [_text(stage.name) for stage in facts.stages]),
+        (_number("IPU"), [_number(stage.ipu) for stage in facts.stages]),
+    ]
+    if any(stage.layers for stage in facts.stages):
+        sizes = [
+            f"{stage.num_parameters:,} ({describe_bytes(stage.num_parameter_bytes)})"
+            for stage in facts.stages
+        ]
+        columns.append((_text("layers"), [_layers(stage) for stage in facts.stages]))
+        columns.append((_number("parameters"), [_number(size) for size in sizes]))
+    if any(stage.forward_operations for stage in facts.stages):
+        forward = [_number(describe_flop(stage.forward_operations)) for stage in facts.stages]
+        columns.append((_number("forward operations"), forward))
+    if any(stage.backward_operations for stage in facts.stages):
+        backward = [
+            _number(describe_flop(stage.backward_operations) if stage.backward_operations else "none")
+            for stage in facts.stages
+        ]
+        columns.append((_number("backward operations"), backward))
+    columns.append((_number("forward"), [_number(describe_time(use.forward)) for use in analysis.stages]))
+    if facts.kind == "training":
+        times = [
+            _number(describe_time(use.backward) if use.backward or stage.backward_operations else "none")
+            for stage, use in both
+        ]
+        columns.append((_number("backward"), times))
+    if any(use.num_sent_bytes for use in analysis.stages):
+        sent = [_number(describe_bytes(use.num_sent_bytes)) for use in analysis.stages]
+        columns.append((_number("sent per micro-batch"), sent))
+    if any(stage.num_held_bytes for stage in facts.stages):
+        held = [_number(describe_bytes(stage.num_held_bytes)) for stage in facts.stages]
+        columns.append((_number("held per micro-batch"), held))
+    columns.append((_number("in flight"), [_number(stage.in_flight) for stage in facts.stages]))
+    rows = [
+        (
+            stage.index == analysis.limiting_stage and not analysis.is_even,
+            [cells[at] for _, cells in columns],
+        )
+        for at, stage in enumerate(facts.stages)
+    ]
+    return _table("Stages, with times for a micro-batch", [heading for heading, _ in columns], rows)
+
+
+def _layers(stage: StageFacts) -> _Cell:
+    """The layers of a stage by name; all but a few of them folded away."""
+    named = [
+        f"{as_html(layer.name or 'outside of scopes')}: {layer.num_parameters:,}" for layer in stage.layers
+    ]
+    if not named:
+        return _Cell("none", is_text=True)
+    if len(named) <= _MOST_LAYERS + 1:
+        return _Cell("<br>".join(named), is_text=True)
+    rest = f"<details><summary>{len(named) - _MOST_LAYERS} more</summary>" + "<br>".join(
+        named[_MOST_LAYERS:]
+    )
+    return _Cell("<br>".join(named[:_MOST_LAYERS]) + rest + "</details>", is_text=True)
+
+
+def table_of_ipus(profile: Profile, facts: PipelineFacts, analysis: PipelineAnalysis) -> str:
+    """How busy each IPU was. The busiest is marked."""
+    kinds = {device.ipu: f"{device.kind} {device.id}" for device in profile.devices}
+    headings = [
+        _number("IPU"), _text("stages"), _text("utilisation"), _number("busy in a step"),
+        _number("weight update"),
+    ]  # fmt: skip
+    headings += [_text("device")] if kinds else []
+    rows = []
+    for use in analysis.ipus:
+        width = f"{100 * use.utilisation:.1f}%"
+        bar = f'<span class="track"><span class="bar" style="width:{width}"></span></span>'
+        own = [stage.index for stage in facts.stages if stage.ipu == use.ipu]
+        cells = [
+            _number(use.ipu),
+            _text(", ".join(map(str, own))),
+            _Cell(describe_share(use.utilisation) + bar, is_text=True),
+            _number(describe_time(use.busy)),
+            _number(describe_time(use.update) if use.update else "none"),
+        ]
+        cells += [_text(kinds.get(use.ipu, ""))] if kinds else []
+        rows.append((use.ipu == analysis.limiting_ipu and not analysis.is_even, cells))
+    return _table("IPUs", headings, rows)
+
+
+def table_of_memory(facts: PipelineFacts) -> str:
+    """What each IPU holds by the plan; nothing if there is none."""
+    if not facts.memory:
+        return ""
+    headings = [
+        _number("IPU"), _number("variables"), _number("optimizer state"), _number("accumulators"),
+        _number("activations"), _number("micro-batches"), _number("temporaries"), _number("together"),
+        _number("in host memory"),
+    ]  # fmt: skip
+    rows = []
+    for plan in facts.memory:
+        sizes = [
+            plan.num_variable_bytes,
+            plan.num_optimizer_bytes,
+            plan.num_accumulator_bytes,
+            plan.num_activation_bytes,
+            plan.num_feed_bytes,
+            plan.num_temporary_bytes,
+        ]
+        together = sum(size or 0 for size in sizes)
+        cells = [_number("not known" if size is None else describe_bytes(size)) for size in sizes]
+        cells += [_number(describe_bytes(together)), _number(describe_bytes(plan.num_host_bytes))]
+        rows.append((False, [_number(plan.ipu), *cells]))
+    return _table("Memory of the IPUs by the plan, at most", headings, rows)
+
+
+def table_of_predictions(facts: PipelineFacts, predictions: Predictions) -> str:
+    """What other settings would give; what was measured is marked."""
+    what = "samples/s" if facts.micro_batch_size is not None else "micro-batches/s"
+    headings = [
+        _text("what changes"), _text("schedule"), _number("micro-batches per update"), _number("step"),
+        _number(what), _number("gain"), _number("utilisation"),
+    ]  # fmt: skip
+    knows_memory = predictions.variants[0].num_peak_bytes is not None
+    headings += [_number("most memory of an IPU")] if knows_memory else []
+    rows = []
+    named = [(row.split or row.change or "nothing", row) for row in predictions.variants]
+    if predictions.even is not None:
+        named.append(("split so that all stages take equally long", predictions.even))
+    present = predictions.variants[0]
+    for words, row in named:
+        gain = row.samples_per_second / present.samples_per_second - 1
+        cells = [
+            _text(f"move {words}" if row.split else words),
+            _text(row.schedule + (f", programs of {row.chunk_size}" if row.chunk_size > 1 else "")),
+            _number(row.num_micro_batches),
+            _number(describe_time(row.step_time * 1e6)),
+            _number(describe_speed(row.samples_per_second)),
+            _number("" if row is present else f"{100 * gain:+.1f}%"),
+            _number(describe_share(row.utilisation)),
+        ]
+        if knows_memory:
+            size = row.num_peak_bytes
+            cells.append(_number("not known" if size is None else describe_bytes(size)))
+        rows.append((row is present, cells))
+    return _table("What other settings would give, simulated", headings, rows)
+
+
+def table_of_bubble(predictions: Predictions) -> str:
+    """Why IPUs are idle in the simulated steps, as shares of the IPUs' time."""
+    simulation = predictions.simulation
+    number = len(simulation.scenario.ipus)
+    both = {"free-running": simulation.free_running, "lock-step": simulation.lock_step}
+    causes = list(simulation.free_running.bubble.by_cause())
+    headings = [_text("IPUs"), _number("step"), _number("busy")]
+    headings += [
+        _number(cause.replace("_", "-") if "ramp" in cause else cause.replace("_", " ")) for cause in causes
+    ]
+    rows = []
+    for name, timeline in both.items():
+        shares = timeline.bubble.by_cause()
+        whole = number * timeline.step_time
+        cells = [
+            _text(name),
+            _number(describe_time(timeline.step_time * 1e6)),
+            _number(describe_share(timeline.utilisation)),
+        ]
+        cells += [_number(describe_share(shares[cause] / whole if whole else 0.0)) for cause in causes]
+        rows.append((False, cells))
+    return _table("Where the time of the IPUs goes, simulated", headings, rows)

@@ -1,0 +1,180 @@
+"""The page as a whole: what is computed here, and what `trace.js` and `page.js` draw of it."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Sequence
+from importlib import resources
+from typing import Any
+
+from ipu_pipeline.reports.events import Event, EventKind
+from ipu_pipeline.reports.page.columns import pack
+from ipu_pipeline.reports.page.escaping import as_html, as_script
+from ipu_pipeline.reports.page.memory import pack_measured, pack_simulated
+from ipu_pipeline.reports.page.summaries import make_tables, summarise
+from ipu_pipeline.reports.predictions import timeline_events
+from ipu_pipeline.reports.profile import Profile
+from ipu_pipeline.reports.studies import Study, study
+
+__all__ = ["COLOURS", "INKS", "NO_PLOTLY", "write_page"]
+
+NO_PLOTLY = "report.html needs Plotly, which is not installed: pip install ipu_pipeline[reports]"
+
+# Green and red as in Graphcore's pictures; the red is so much darker that nobody needs to see its hue.
+COLOURS = {
+    EventKind.FORWARD: "#6cc19b",
+    EventKind.BACKWARD: "#b3261e",
+    EventKind.UPDATE: "#2458a6",
+    EventKind.TRANSFER: "#d99a00",
+    EventKind.INFEED_WAIT: "#a678cf",
+    EventKind.OUTFEED: "#7a5c3a",
+    EventKind.OTHER: "#98a2ae",
+}
+IDLE = "#dfe5ec"
+# Of numbers in the bars.
+INKS = dict.fromkeys(EventKind, "#ffffff") | {EventKind.FORWARD: "#0b2117", EventKind.OTHER: "#111111"}
+_TITLES = {EventKind.TRANSFER: "transfer (to this IPU)", EventKind.OTHER: "other programs"}
+_LINES = ("#2458a6", "#b3261e", "#1f7a55", "#a86f00", "#7040a0", "#5b4630", "#007c91", "#4a5561")
+_PARTS = {
+    "variables": "#2458a6",
+    "optimizer state": "#7fa6d9",
+    "accumulators": "#a678cf",
+    "activations": "#6cc19b",
+    "micro-batches": "#d9c46c",
+    "temporaries": "#d98f66",
+    "transfers": "#d99a00",
+    "all": "#7fa6d9",
+}
+# Nothing may be fetched, whatever a name contains.
+_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
+
+
+def write_page(profile: Profile, studies: Sequence[Study] | None = None, is_simulated: bool = False) -> str:
+    """The text of `report.html`: it has all that it needs in itself, and fetches nothing.
+
+    Args:
+      profile: what was recorded.
+      studies: of its pipelines; None: they are made.
+      is_simulated: whether its events were not measured.
+
+    Raises:
+      RuntimeError: Plotly is not installed (the extra `reports`).
+    """
+    plotly = _read_plotly()
+    studies = study(profile) if studies is None else studies
+    data = {**_make_data(profile, studies), "isSimulated": is_simulated}
+    if is_simulated:
+        data["measured"] = pack([])
+    return string.Template(_read("page.html")).substitute(
+        policy=_POLICY,
+        title=as_html(profile.program or "A trace"),
+        style=_read("page.css"),
+        heading=_describe_trace(profile),
+        choice=_choose_pipeline(profile, data["first"]),
+        summaries="".join(_section(index, summarise(one)) for index, one in enumerate(studies)),
+        tables="".join(_section(index, make_tables(profile, one)) for index, one in enumerate(studies)),
+        data=as_script(data),
+        plotly=plotly,
+        scripts="\n".join(_read(name) for name in ("trace.js", "page.js")),
+    )
+
+
+def _read_plotly() -> str:
+    try:
+        from plotly.offline import get_plotlyjs
+    except ModuleNotFoundError as error:
+        raise RuntimeError(NO_PLOTLY) from error
+    text: str = get_plotlyjs()
+    assert "</script" not in text.lower()
+    return text
+
+
+def _read(name: str) -> str:
+    return resources.files("ipu_pipeline.reports.page").joinpath(name).read_text(encoding="utf-8")
+
+
+def _make_data(profile: Profile, studies: Sequence[Study]) -> dict[str, Any]:
+    """What the scripts draw."""
+    pipelines = []
+    for index, one in enumerate(studies):
+        typical = one.analysis.typical_step
+        pipelines.append(
+            {
+                "name": one.facts.name,
+                "ipus": [use.ipu for use in one.analysis.ipus],
+                "stages": [{"name": stage.name, "ipu": stage.ipu} for stage in one.facts.stages],
+                "steps": [[step.number, step.begin, step.end] for step in one.analysis.steps],
+                "typical": None if typical is None else typical.number,
+                "hasPhases": one.facts.schedule in ("grouped", "interleaved")
+                and len(one.analysis.ipus) > 1,
+                "simulated": _make_simulated(index, one),
+                "memory": _make_memory(one, [event for event in profile.events if event.pipeline == index]),
+            }
+        )
+    most = max(range(len(studies)), key=lambda index: studies[index].analysis.num_actions, default=0)
+    return {
+        "measured": pack(profile.events),
+        "pipelines": pipelines,
+        "first": most,
+        "colours": {kind.value: colour for kind, colour in COLOURS.items()} | {"idle": IDLE},
+        "inks": {kind.value: ink for kind, ink in INKS.items()},
+        "titles": {kind.value: _TITLES.get(kind, kind.value) for kind in EventKind},
+        "lines": _LINES,
+        "parts": _PARTS,
+    }
+
+
+def _make_simulated(index: int, one: Study) -> dict[str, Any]:
+    """The simulated timelines, by what the page calls them."""
+    if one.predictions is None:
+        return {}
+    links = [(link.source, link.target, link.num_bytes) for link in one.analysis.links]
+    simulation = one.predictions.simulation
+    both = {"free": simulation.free_running, "lock": simulation.lock_step}
+    return {
+        name: pack(timeline_events(timeline, one.facts, index, links)) for name, timeline in both.items()
+    }
+
+
+def _make_memory(one: Study, events: Sequence[Event]) -> dict[str, Any]:
+    """What IPUs hold, by what is shown."""
+    found: dict[str, Any] = {"measured": pack_measured(one.facts, events)}
+    if one.predictions is not None:
+        found["free"] = pack_simulated(one.facts, one.predictions.simulation.free_running)
+        found["lock"] = pack_simulated(one.facts, one.predictions.simulation.lock_step)
+    return found
+
+
+def _describe_trace(profile: Profile) -> str:
+    """The heading: what was traced, on what, and what is to be known of it."""
+    versions = ", ".join(f"{name} {version}" for name, version in profile.versions.items())
+    kinds = ", ".join(sorted({device.kind for device in profile.devices}))
+    number = len(profile.devices)
+    devices = f"{number} device{'s' if number != 1 else ''}{f' ({kinds})' if kinds else ''}"
+    facts = profile.created
+    if number:
+        facts += f"; {devices}, {profile.num_cores} cores of the host; {versions}"
+    notes = "".join(f"<li>{as_html(note)}</li>" for note in profile.notes)
+    return f'<h1>{as_html(profile.program or "A trace")}</h1>\n<p class="soft">{as_html(facts)}</p>\n' + (
+        f'<div class="notes"><ul>{notes}</ul></div>\n' if notes else ""
+    )
+
+
+def _choose_pipeline(profile: Profile, first: int) -> str:
+    """A choice between pipelines, where there are several."""
+    if len(profile.pipelines) < 2:
+        return ""
+    options = "".join(
+        f'<option value="{index}"{" selected" if index == first else ""}>'
+        f"{as_html(f'{facts.name} ({facts.kind})')}</option>"
+        for index, facts in enumerate(profile.pipelines)
+    )
+    return (
+        '<div class="controls"><label>Pipeline <select id="pipeline" autocomplete="off">'
+        f"{options}</select></label></div>\n"
+    )
+
+
+def _section(index: int, markup: str) -> str:
+    """What is shown if a pipeline is chosen."""
+    return f'<section data-pipeline="{index}">\n{markup}</section>\n'

@@ -1,0 +1,259 @@
+"""What the simulator says of a pipeline that was measured: the same step, and other settings.
+
+The costs are those of the analysis: of forwards, backwards, weight updates and transfers. How long the host
+takes to start programs is not in a trace, and taken to be nothing. A layer that moves to another stage
+takes along the part of its stage's time that it has of the stage's parameters, which is an estimate.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ipu_pipeline.engine.schedules import (
+    Advice,
+    Costs,
+    Layer,
+    Memory,
+    Scenario,
+    Simulation,
+    Timeline,
+    Variant,
+    advise,
+    named_schedules,
+    simulate,
+    what_if,
+)
+from ipu_pipeline.reports.analysis import PipelineAnalysis
+from ipu_pipeline.reports.events import Event, EventKind
+from ipu_pipeline.reports.profile import PipelineFacts, Profile
+from ipu_pipeline.reports.wording import describe_time
+
+__all__ = ["Predictions", "make_scenario", "predict", "predict_scenario", "timeline_events"]
+
+_MAX_ACTIONS = 200_000  # of a step that is simulated
+_MAX_SIMULATED = 500_000  # actions of all counts, and of all splits: some seconds
+_MOST_SPLITS = 6  # that are told
+_MICROSECONDS = 1e6
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """What was simulated. Times are in seconds.
+
+    Attributes:
+      simulation: of the pipeline as it is.
+      even: what it would be if all stages took equally long; None if they cannot, as IPUs have several.
+      variants: other settings, the present one first; of other splits the best few.
+      advice: what to change.
+      notes: what is to be known of it, in sentences.
+    """
+
+    simulation: Simulation
+    even: Variant | None
+    variants: tuple[Variant, ...]
+    advice: Advice
+    notes: tuple[str, ...]
+
+
+def make_scenario(facts: PipelineFacts, analysis: PipelineAnalysis) -> Scenario | None:
+    """A pipeline as it was measured, for the simulator; costs are in seconds.
+
+    Returns:
+      The scenario; None of a loop, of a schedule that is the user's own, and where the trace lacks the
+      times of a stage.
+    """
+    if facts.kind == "loop" or facts.schedule not in named_schedules() or not analysis.step_time:
+        return None
+    forward = [use.forward for use in analysis.stages if use.forward is not None]
+    if len(forward) < len(facts.stages):
+        return None
+    update = [0.0] * len(forward)
+    for use in analysis.ipus:
+        first = next(stage.index for stage in facts.stages if stage.ipu == use.ipu)
+        update[first] = use.update / _MICROSECONDS
+    divides = analysis.num_micro_batches % facts.chunk_size == 0
+    last = facts.stages[-1].level
+    return Scenario(
+        Costs.of(
+            len(forward),
+            forward=[cost / _MICROSECONDS for cost in forward],
+            backward=[(use.backward or 0.0) / _MICROSECONDS for use in analysis.stages],
+            update=update,
+            transfer={
+                (link.source, link.target): link.length / facts.chunk_size / _MICROSECONDS
+                for link in analysis.links
+                if link.length is not None and link.source != link.target
+            },
+            is_fused=facts.stages[-1].is_fused and [stage.level for stage in facts.stages].count(last) == 1,
+        ),
+        schedule=facts.schedule,
+        num_micro_batches=max(1, analysis.num_micro_batches),
+        device_mapping=tuple(stage.ipu for stage in facts.stages),
+        levels=tuple(stage.level for stage in facts.stages),
+        training=facts.kind == "training",
+        chunk_size=facts.chunk_size if divides else 1,
+        memory=_make_memory(facts),
+        micro_batch_size=facts.micro_batch_size or 1,
+    )
+
+
+def _make_memory(facts: PipelineFacts) -> Memory | None:
+    if not facts.memory:
+        return None
+    constant = [0] * (1 + max(stage.ipu for stage in facts.stages))
+    for plan in facts.memory:
+        if plan.ipu < len(constant):
+            constant[plan.ipu] = (
+                plan.num_variable_bytes
+                + plan.num_optimizer_bytes
+                + plan.num_accumulator_bytes
+                + plan.num_feed_bytes
+                + (plan.num_temporary_bytes or 0)
+            )
+    return Memory(tuple(constant), tuple(stage.num_held_bytes for stage in facts.stages))
+
+
+def predict(profile: Profile, facts: PipelineFacts, analysis: PipelineAnalysis) -> Predictions | None:
+    """Simulates a pipeline of a profile.
+
+    Args:
+      profile: the profile.
+      facts: the pipeline.
+      analysis: of the pipeline.
+
+    Returns:
+      The predictions; None where there is no scenario (see `make_scenario`), or its step has too many
+      actions.
+    """
+    scenario = make_scenario(facts, analysis)
+    if scenario is None or scenario.num_actions > _MAX_ACTIONS:
+        return None
+    layers = _layers(facts, scenario)
+    found = predict_scenario(scenario, layers)
+    notes = []
+    if {device.platform for device in profile.devices} == {"cpu"} and len(scenario.ipus) > 1:
+        notes.append(
+            f"These IPUs are virtual devices, which share {profile.num_cores} cores of the host. What is "
+            "predicted is for devices that take as long as was measured here, whatever the others do."
+        )
+    if any(row.split for row in found.variants):
+        notes.append(
+            "What a layer takes is estimated: the part of its stage's time that it has of its parameters."
+            if layers is not None
+            else "No stage has several layers, so what moves between stages is a share of their time."
+        )
+    return dataclasses.replace(found, notes=tuple(notes))
+
+
+def predict_scenario(scenario: Scenario, layers: list[list[Layer]] | None = None) -> Predictions:
+    """Simulates a scenario whose costs are in seconds.
+
+    Args:
+      scenario: as it is.
+      layers: as for `what_if`.
+    """
+    num_splits = 2 * (scenario.costs.num_stages - 1)
+    is_dear = scenario.num_actions * num_splits > _MAX_SIMULATED
+    none: list[list[Layer]] = [[] for _stage in scenario.costs.forward]
+    given = none if is_dear or len(scenario.ipus) == 1 else layers
+    variants = what_if(scenario, given, () if 23 * scenario.num_actions > _MAX_SIMULATED else None)
+    if len(scenario.ipus) == 1:  # one after another in any order
+        variants = [row for row in variants if "schedule" not in row.change]
+    splits = sorted((row for row in variants if row.split), key=lambda row: -row.gain)[:_MOST_SPLITS]
+    kept = [row for row in variants if not row.split] + splits
+    return Predictions(
+        simulate(scenario),
+        _make_even(scenario),
+        tuple(kept),
+        advise(scenario, variants=kept, describe=lambda time: describe_time(time * _MICROSECONDS)),
+        (),
+    )
+
+
+def _layers(facts: PipelineFacts, scenario: Scenario) -> list[list[Layer]] | None:
+    """The layers of each stage; None if no stage has several."""
+    plans = {plan.ipu: plan for plan in facts.memory}
+    found: list[list[Layer]] = []
+    for stage in facts.stages:
+        total = stage.num_parameters
+        plan = plans.get(stage.ipu)
+        per_byte = 1.0  # of what a variable takes: with its optimizer's state and accumulators
+        if plan is not None and plan.num_variable_bytes:
+            with_state = plan.num_variable_bytes + plan.num_optimizer_bytes + plan.num_accumulator_bytes
+            per_byte = with_state / plan.num_variable_bytes
+        found.append(
+            [
+                Layer(
+                    layer.name or "variables outside of scopes",
+                    share * scenario.costs.forward[stage.index],
+                    share * scenario.costs.backward[stage.index],
+                    round(per_byte * layer.num_bytes),
+                    round(share * stage.num_held_bytes),
+                )
+                for layer in stage.layers
+                for share in [layer.num_parameters / total if total else 0.0]
+            ]
+        )
+    return found if any(len(own) > 1 for own in found) else None
+
+
+def _make_even(scenario: Scenario) -> Variant | None:
+    """The same work spread over all stages, which no split can beat."""
+    costs, number = scenario.costs, scenario.costs.num_stages
+    if len(set(scenario.device_mapping)) < number or number == 1:
+        return None
+    even = dataclasses.replace(
+        costs,
+        forward=(sum(costs.forward) / number,) * number,
+        backward=(sum(costs.backward) / number,) * number,
+        update=(sum(costs.update) / number,) * number,
+    )
+    (found,) = what_if(
+        dataclasses.replace(scenario, costs=even, memory=None), [[] for _stage in costs.forward], ()
+    )[:1]
+    return found
+
+
+def timeline_events(
+    timeline: Timeline, facts: PipelineFacts, pipeline: int, links: Sequence[tuple[int, int, float]] = ()
+) -> list[Event]:
+    """A simulated step as events, as they would be in a trace.
+
+    Args:
+      timeline: the step, in seconds.
+      facts: the pipeline.
+      pipeline: its number.
+      links: (sending stage, receiving stage, bytes).
+    """
+    events = [
+        Event(
+            EventKind(kind),
+            begin * _MICROSECONDS,
+            end * _MICROSECONDS,
+            ipu,
+            pipeline,
+            None if kind == "update" else stage,
+            micro_batch,
+        )
+        for kind, stage, micro_batch, ipu, begin, end in timeline.intervals()
+        if end > begin
+    ]
+    sizes = {(source, target): size for source, target, size in links}
+    ipus = [stage.ipu for stage in facts.stages]
+    events += [
+        Event(
+            EventKind.TRANSFER,
+            sending.begin * _MICROSECONDS,
+            sending.end * _MICROSECONDS,
+            ipus[sending.target],
+            pipeline,
+            sending.source,
+            sending.micro_batch,
+            num_bytes=round(sizes.get((sending.source, sending.target), 0)),
+            source=ipus[sending.source],
+        )
+        for sending in timeline.transfers()
+    ]
+    return events

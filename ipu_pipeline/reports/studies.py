@@ -1,0 +1,52 @@
+"""What is computed from a profile for people to read: of each pipeline what was measured and simulated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ipu_pipeline.engine.schedules import Scenario
+from ipu_pipeline.reports.analysis import PipelineAnalysis, analyse
+from ipu_pipeline.reports.predictions import Predictions, make_scenario, predict
+from ipu_pipeline.reports.profile import PipelineFacts, Profile
+
+__all__ = ["Study", "find_scenario", "study"]
+
+
+@dataclass(frozen=True)
+class Study:
+    """A pipeline or loop.
+
+    Attributes:
+      facts: what it is.
+      analysis: what was measured.
+      predictions: what was simulated; None where it cannot be.
+    """
+
+    facts: PipelineFacts
+    analysis: PipelineAnalysis
+    predictions: Predictions | None
+
+
+def study(profile: Profile) -> tuple[Study, ...]:
+    """Analyses and simulates the pipelines of a profile, in their order."""
+    return tuple(
+        Study(facts, analysis, predict(profile, facts, analysis))
+        for facts, analysis in zip(profile.pipelines, analyse(profile), strict=True)
+    )
+
+
+def find_scenario(profile: Profile) -> Scenario:
+    """The pipeline of a profile that has most actions, for the simulator; costs are in seconds.
+
+    Raises:
+      ValueError: none can be simulated.
+    """
+    analyses = sorted(analyse(profile), key=lambda analysis: -analysis.num_actions)
+    for analysis in analyses:
+        scenario = make_scenario(profile.pipelines[analysis.pipeline], analysis)
+        if scenario is not None:
+            return scenario
+    raise ValueError(
+        "the profile has no pipeline that can be simulated: one with a named schedule, of which a step and "
+        "all stages were recorded."
+    )

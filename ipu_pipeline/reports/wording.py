@@ -1,0 +1,30 @@
+"""Times, speeds and shares as people read them."""
+
+from __future__ import annotations
+
+__all__ = ["describe_share", "describe_speed", "describe_time"]
+
+
+def describe_time(microseconds: float | None) -> str:
+    """A time in three digits: `1.25 ms`; "not seen" for None."""
+    if microseconds is None:
+        return "not seen"
+    for unit, size in (("s", 1e6), ("ms", 1e3)):
+        if microseconds >= 0.9995 * size:
+            return f"{_three_digits(microseconds / size)} {unit}"
+    return f"{_three_digits(microseconds)} µs"
+
+
+def describe_speed(per_second: float) -> str:
+    """A number per second, in three digits or all those before the point: `1,250`."""
+    return _three_digits(per_second)
+
+
+def describe_share(share: float) -> str:
+    """A share, in percent."""
+    return f"{100 * share:.1f}%"
+
+
+def _three_digits(number: float) -> str:
+    num_decimals = 0 if number >= 99.95 else 1 if number >= 9.995 else 2
+    return f"{number:,.{num_decimals}f}"

@@ -1,0 +1,85 @@
+"""Takes the pictures of reports that the tutorial and docs/profiling.md show. Needs chromium and g++.
+
+    python scripts/draw_reports.py [NAME ...]
+
+They are measured anew, so that they differ each time: look at them before they are committed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+STEPS = {
+    "step1": "tutorial/step1_single_ipu.py",
+    "step2": "answers/step2_sharding.py",
+    "step3": "answers/step3_pipelining.py",
+}
+SCHEDULES = ("grouped", "interleaved", "sequential")
+NUM_STAGES, NUM_MICRO_BATCHES, FORWARD_MS, BACKWARD_MS = 4, 8, 10.0, 20.0
+WIDTH, HEIGHT = 1280, 830  # of the top of a page, down to the end of its trace
+
+
+def emulate(schedule: str, directory: str) -> None:
+    """Traces a step of four emulated stages."""
+    import jax
+
+    jax.config.update("jax_num_cpu_devices", NUM_STAGES)
+
+    import ipu_pipeline as ipu
+    from benchmarks.emulation import stages
+    from ipu_pipeline import engine
+
+    sys.argv = ["Four emulated stages:", f"{FORWARD_MS:.0f} ms forward,", f"{BACKWARD_MS:.0f} ms backward"]
+    pipeline, state, micro_batches = stages.make_pipeline(
+        [FORWARD_MS] * NUM_STAGES,
+        [BACKWARD_MS] * NUM_STAGES,
+        NUM_MICRO_BATCHES,
+        schedule=schedule,
+        dispatch_plan=engine.DispatchPlan(),
+    )
+    state, _outputs = pipeline.step(state, micro_batches)
+    with ipu.reports.capture(directory):
+        state, _outputs = pipeline.step(state, micro_batches)
+        jax.block_until_ready(state.variables)
+
+
+def photograph(page: Path, picture: Path) -> None:
+    """Writes the top of a page as a picture."""
+    browser = shutil.which("chromium") or shutil.which("chrome") or "chromium"
+    options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
+    time = "--virtual-time-budget=10000"
+    size = f"--window-size={WIDTH},{HEIGHT}"
+    command = [browser, *options, time, size, f"--screenshot={picture}", page.absolute().as_uri()]
+    subprocess.run(command, check=True, capture_output=True)
+    print(picture.relative_to(ROOT))
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--emulate"]:
+        emulate(*sys.argv[2:])
+        return
+    names = sys.argv[1:] or [*STEPS, *SCHEDULES]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment.pop("IPU_PIPELINE_DATA_DIR", None)  # the digits, which everybody has
+    for name in names:
+        with tempfile.TemporaryDirectory() as directory:
+            place = f"{directory}/report"
+            if name in STEPS:
+                command = ["-m", "ipu_pipeline", "profile", "--directory", place, STEPS[name]]
+                picture = ROOT / "tutorial" / "figures" / f"report_{name}.png"
+            else:
+                command = [__file__, "--emulate", name, place]
+                picture = ROOT / "docs" / "figures" / f"report_{name}.png"
+            done = [sys.executable, *command]
+            subprocess.run(done, check=True, cwd=ROOT, env=environment, capture_output=True)
+            photograph(Path(place) / "report.html", picture)
+
+
+if __name__ == "__main__":
+    main()
