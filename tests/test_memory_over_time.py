@@ -77,6 +77,14 @@ def test_by_hand():
     assert (last.peak.num_bytes, last.peak.time, last.knows_temporaries) == (31, 2, False)
 
 
+def test_an_update_of_all_that_an_ipu_has():
+    actions = [*ACTIONS[:-1], Timed("update", None, None, 9, 10, ipu=0)]
+    first, _last = lay_out_memory(STAGES, (make_ipu(0, temporaries=7), make_ipu(1)), FLOWS, actions)
+    assert list(first.parts["temporaries"]) == [7, 7, 0, 7, 0, 7, 7, 0]
+    first, _last = lay_out_memory(STAGES, (make_ipu(0, temporaries=7), make_ipu(1)), FLOWS, actions[-1:])
+    assert (first.peak.kind, first.peak.stage) == ("update", None)
+
+
 def test_transfers_take_time():
     sent = (*ACTIONS, Timed("transfer", 0, 0, 1.5, 2.5, ipu=1), Timed("transfer", 1, 0, 5, 5.5, ipu=0))
     first, last = lay_out_memory(STAGES, (make_ipu(0), make_ipu(1)), FLOWS, sent)
@@ -137,7 +145,8 @@ def test_nothing_has_happened():
     ("action", "message"),
     [
         (Timed("forward", 2, 0, 0, 1), "stage must be from 0 to 1"),
-        (Timed("forward", None, 0, 0, 1), "stage must be from 0 to 1"),
+        (Timed("forward", None, 0, 0, 1, 0), "stage must be from 0 to 1"),
+        (Timed("update", None, None, 0, 1), "stage must be from 0 to 1"),
         (Timed("forward", 0, 0, 1, 0), "must not end before it begins"),
         (Timed("backward", 0, 0, float("nan"), 1), "must not end before it begins"),
         (Timed("transfer", 0, 0, 0, float("inf"), 1), "must not end before it begins"),

@@ -55,7 +55,8 @@ _Key: TypeAlias = "tuple[int | None, int | None]"  # micro-batch, step
 class TimedAction(Protocol):
     """What is known of an action. `reports.events.Event` and `schedules.timelines.Interval` are such.
 
-    A transfer has besides the `ipu` that received. An action may have the number of its `step`.
+    A transfer has besides the `ipu` that received, and an update that is of no stage the one that did it.
+    An action may have the number of its `step`.
     """
 
     @property
@@ -88,7 +89,8 @@ class Peak:
       num_bytes: how much.
       parts: how much of each category.
       kind: what the IPU is doing then: "forward", "backward" or "update"; None if it waits.
-      stage: the stage that is doing it; if the IPU waits, the one that holds most; None without any.
+      stage: the stage that is doing it; if the IPU waits, the one that holds most; None without any, and
+        of an update of all that the IPU has.
       micro_batch: of which micro-batch; None of an update, and if it waits.
     """
 
@@ -109,7 +111,7 @@ class MemoryOverTime:
       times: when something changes, ascending, in the unit of the actions.
       parts: bytes of each category of `CATEGORIES` from the time at the same position on, until the next.
       peak: the most that it holds.
-      planned_bytes: what the plan says for it (`IpuMemory.num_device_bytes`), the most at any time.
+      planned_bytes: what the plan says for it (`IpuMemory.num_device_bytes`), which knows of no transfers.
       knows_temporaries: whether the programs had been compiled, so that their temporaries are known.
     """
 
@@ -137,7 +139,7 @@ class _Span(NamedTuple):
     end: float
     category: int
     num_bytes: int
-    stage: int
+    stage: int | None
 
 
 def pipeline_memory_over_time(
@@ -199,7 +201,7 @@ def lay_out_memory(
     return tuple(made)
 
 
-_Doing: TypeAlias = "tuple[float, float, str, int, int | None]"
+_Doing: TypeAlias = "tuple[float, float, str, int | None, int | None]"
 
 
 class _Times:
@@ -209,22 +211,26 @@ class _Times:
         self.stages = stages
         self._found: dict[tuple[str, int], dict[_Key, list[tuple[float, float]]]] = {}
         self._transfers: dict[tuple[int, int], dict[_Key, list[tuple[float, float]]]] = {}
+        self._updates: dict[int, list[tuple[float, float]]] = {}  # of an IPU's stages together
         self.begin, self.end = math.inf, -math.inf
         for action in actions:
             kind, stage = str(action.kind), action.stage
             if kind != "transfer" and kind not in _COMPUTING:
                 continue
-            if stage is None or not 0 <= stage < len(stages):
+            is_update = kind == "update" and stage is None and getattr(action, "ipu", None) is not None
+            if not is_update and (stage is None or not 0 <= stage < len(stages)):
                 raise ValueError(f"actions: stage must be from 0 to {len(stages) - 1}; got {action!r}.")
             if not -math.inf < action.begin <= action.end < math.inf:
                 raise ValueError(f"actions: an action must not end before it begins; got {action!r}.")
             which = action.micro_batch, getattr(action, "step", None)
-            if kind == "transfer":
-                target: int = action.ipu  # type: ignore[attr-defined]  # transfers have one
-                among = self._transfers.setdefault((stage, target), {})
+            span = (action.begin, action.end)
+            if stage is None:
+                self._updates.setdefault(getattr(action, "ipu", -1), []).append(span)
+            elif kind == "transfer":
+                target = getattr(action, "ipu", -1)
+                self._transfers.setdefault((stage, target), {}).setdefault(which, []).append(span)
             else:
-                among = self._found.setdefault((kind, stage), {})
-            among.setdefault(which, []).append((action.begin, action.end))
+                self._found.setdefault((kind, stage), {}).setdefault(which, []).append(span)
             self.begin, self.end = min(self.begin, action.begin), max(self.end, action.end)
         for found in (*self._found.values(), *self._transfers.values()):
             for spans in found.values():
@@ -234,7 +240,8 @@ class _Times:
 
     def computing(self, ipu: int) -> list[_Doing]:
         """What an IPU does, by begin."""
-        doing = [
+        doing: list[_Doing] = [(*span, "update", None, None) for span in self._updates.get(ipu, ())]
+        doing += [
             (begin, end, kind, stage, micro_batch)
             for (kind, stage), found in self._found.items()
             if self.stages[stage].ipu == ipu
@@ -344,6 +351,6 @@ def _find_doing(
             return kind, stage, micro_batch
     held: dict[int, int] = {}
     for span in spans:
-        if span.begin <= time < span.end:
+        if span.stage is not None and span.begin <= time < span.end:
             held[span.stage] = held.get(span.stage, 0) + span.num_bytes
     return None, max(held, key=lambda stage: (held[stage], -stage), default=None), None
