@@ -22,7 +22,7 @@ STEPS = {
 }
 SCHEDULES = ("grouped", "interleaved", "sequential")
 NUM_STAGES, NUM_MICRO_BATCHES, FORWARD_MS, BACKWARD_MS = 4, 8, 10.0, 20.0
-WIDTH, HEIGHT = 1280, 830  # of the top of a page, down to the end of its trace
+WIDTH, HEIGHT = 1280, 890  # of the top of a page, down to the end of its trace
 
 
 def emulate(schedule: str, directory: str) -> None:
@@ -35,7 +35,7 @@ def emulate(schedule: str, directory: str) -> None:
     from benchmarks.emulation import stages
     from ipu_pipeline import engine
 
-    sys.argv = ["Four emulated stages:", f"{FORWARD_MS:.0f} ms forward,", f"{BACKWARD_MS:.0f} ms backward"]
+    sys.argv = ["scripts/draw_reports.py", schedule]
     pipeline, state, micro_batches = stages.make_pipeline(
         [FORWARD_MS] * NUM_STAGES,
         [BACKWARD_MS] * NUM_STAGES,

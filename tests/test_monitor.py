@@ -259,7 +259,7 @@ def test_two_programs_one_of_which_is_killed(announced, capsys):
             assert {program["pid"] for program in read_programs(capsys)} == {os.getpid(), process.pid}
             assert main.main(["monitor"]) == 0
             line = next(line for line in capsys.readouterr().out.splitlines() if str(process.pid) in line)
-            assert line.split()[:4] == [str(process.pid), "-c", "Pipeline", "running"]
+            assert line.split()[:3] == [str(process.pid), "-c", "Pipeline"]
         finally:
             guard.cancel()
             os.kill(process.pid, signal.SIGKILL)
@@ -295,11 +295,25 @@ def test_files_of_processes_that_are_gone_are_removed(announced):
     for process in (here, *gone, *elsewhere):
         put(process, make_run())
     (announced / f".{NOBODY}-5.new").write_text("a piece")
+    os.utime(announced / f".{NOBODY}-5.new", (1, 1))
     (announced / f".{here.pid}-{here.start}.new").write_text("being written")
     (found,) = board.read_all().announced
     assert found["process"] == vars(here)
     left = {path.name for path in announced.iterdir()}
     assert left == {process.file_name for process in (here, *elsewhere)} | {f".{here.pid}-{here.start}.new"}
+
+
+def test_nothing_is_removed_where_the_namespace_is_not_known(announced, monkeypatch):
+    def refuse(*arguments, **places):
+        raise PermissionError("readlink")
+
+    monkeypatch.setattr(os, "readlink", refuse)
+    here = board.this_process()
+    assert here.namespace == ""
+    put(here, make_run())
+    put(board.Process(NOBODY, 5, here.boot, "", here.host), make_run())
+    assert len(board.read_all().announced) == 1
+    assert len(list(announced.iterdir())) == 2
 
 
 def test_what_is_no_announcement_is_passed_over(announced, capsys):

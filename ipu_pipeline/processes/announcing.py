@@ -163,6 +163,25 @@ class Run:
         return self._planned or {}
 
 
+class _Unannounced(Run):
+    """Counts nothing."""
+
+    def __init__(self) -> None:
+        pass
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        pass
+
+    def done(self, handled: int, count: int | None = None) -> None:
+        del handled, count
+
+
+_unannounced = _Unannounced()
+
+
 class _Announcer:
     """The runs of this process, and the thread that writes them."""
 
@@ -251,6 +270,8 @@ def running(
     Returns:
       What counts.
     """
+    if os.environ.get(SWITCH_VARIABLE) == "0":
+        return _unannounced
     announcer, key = _announcer, (id(owner), name, model.updates is not None)
     run = announcer.runs.get(key)
     if run is None or run.runner is None or run.runner() is not runner:
@@ -259,8 +280,6 @@ def running(
         run.runner = weakref.ref(runner)
         if before is not None:  # compiled anew, for other devices or with recomputation
             run.count, run.handled = before.count, before.handled
-        if os.environ.get(SWITCH_VARIABLE) == "0":
-            return run
         for old in [key for key, known in announcer.runs.items() if not known.is_running][: 1 - _MAX_RUNS]:
             announcer.runs.pop(old, None)
         announcer.runs[key] = run

@@ -13,6 +13,7 @@ import json
 import os
 import socket
 import stat
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,7 @@ __all__ = [
 DIRECTORY_VARIABLE = "IPU_PIPELINE_ANNOUNCE_DIR"
 _PROC = Path("/proc")
 _MAX_BYTES = 2**20  # of a file
+_MAX_SECONDS = 60  # of writing one
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _NUMBER = (int, float)
 _OF_PROGRAM: dict[str, Any] = {
@@ -254,11 +256,7 @@ def read_all() -> Found:
 def _read(directory: int, here: Process | None) -> Iterator[dict[str, Any]]:
     for name in sorted(os.listdir(directory)):
         if name.endswith(".new"):  # what is left of somebody who was killed while writing
-            pid, _, start = name[1:].removesuffix(".new").partition("-")
-            if here is not None and pid.isdecimal() and start.isdecimal():
-                known = find_process(int(pid))
-                if known is None or known.start != int(start):
-                    _forget(directory, name)
+            _forget_if_old(directory, name)
             continue
         found = _load(directory, name)
         if found is None or here is None:
@@ -268,11 +266,18 @@ def _read(directory: int, here: Process | None) -> Iterator[dict[str, Any]]:
             known = find_process(process["pid"])
             if known is not None and known.start == process["start"]:
                 yield found
-            else:
+            elif here.namespace:
                 _forget(directory, name)
         elif process["boot"] != here.boot and process["host"] == here.host:
             _forget(directory, name)  # before this machine was started anew
         # Others are in containers, or on machines that see the same directory: nobody here knows of them.
+
+
+def _forget_if_old(directory: int, name: str) -> None:
+    with contextlib.suppress(OSError):
+        found = os.stat(name, dir_fd=directory, follow_symlinks=False)
+        if time.time() - found.st_mtime > _MAX_SECONDS:
+            os.unlink(name, dir_fd=directory)
 
 
 def _forget(directory: int, name: str) -> None:

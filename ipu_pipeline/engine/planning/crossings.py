@@ -1,4 +1,4 @@
-"""What crosses from IPU to IPU while micro-batches run."""
+"""What goes from stage to stage, and what of it crosses from IPU to IPU, while micro-batches run."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from ipu_pipeline.engine.jaxprs.shapes import num_bytes
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms, ValueKind, read_sources
 from ipu_pipeline.engine.tracing.traced import Source, TracedPipeline
 
-__all__ = ["Crossing", "find_crossings"]
+__all__ = ["Crossing", "Flow", "find_crossings", "find_flows"]
 
 
 class Crossing(NamedTuple):
@@ -68,3 +69,54 @@ def find_crossings(
     for source in traced.outputs:  # they are collected where the last stage is
         read(source, ipus[-1])
     return [*forward.values(), *backward]
+
+
+class Flow(NamedTuple):
+    """What a stage's forward or backward makes for other stages on an IPU, once per micro-batch.
+
+    Attributes:
+      stage: the stage that makes it.
+      is_backward: whether it is gradients, on their way back.
+      target: the IPU where it is read, which may be that of the stage.
+      readers: the stages there that read it, in the same direction, and do not hold it any longer.
+      holders: the stages there that hold it from their forward to their backward: from then on it is
+        counted with what they hold (`StageMemory.num_input_bytes`).
+      num_bytes: how much it is.
+    """
+
+    stage: int
+    is_backward: bool
+    target: int
+    readers: tuple[int, ...]
+    holders: tuple[int, ...]
+    num_bytes: int
+
+
+def find_flows(
+    traced: TracedPipeline, programs: Sequence[StagePrograms], ipus: Sequence[int]
+) -> tuple[Flow, ...]:
+    """Finds them, on one IPU as well; what has the same way is one.
+
+    Args:
+      traced: the pipeline, or the body of a loop.
+      programs: the programs of its stages.
+      ipus: the IPU of each stage.
+    """
+    used: dict[tuple[Source, int], tuple[set[int], set[int]]] = {}
+    sizes: dict[tuple[int, bool, int, tuple[int, ...], tuple[int, ...]], int] = {}
+    for index, (stage, own) in enumerate(zip(traced.stages, programs, strict=True)):
+        held = read_sources(stage, own.backward)
+        for source in read_sources(stage, own.forward, own.backward):
+            if source.kind == "output":
+                readers, holders = used.setdefault((source, ipus[index]), (set(), set()))
+                (holders if source in held else readers).add(index)
+        for value in itertools.chain(*(own.backward or own.forward).results):
+            if value.kind is ValueKind.INPUT_COTANGENT:
+                source = stage.inputs[value.index]
+                if source.kind == "output":
+                    way = (index, True, ipus[source.stage], (source.stage,), ())
+                    sizes[way] = sizes.get(way, 0) + num_bytes([traced.aval(source)])
+    for (source, target), (readers, holders) in used.items():
+        forward = (source.stage, False, target, tuple(sorted(readers)), tuple(sorted(holders)))
+        sizes[forward] = sizes.get(forward, 0) + num_bytes([traced.aval(source)])
+    return tuple(Flow(*way, size) for way, size in sorted(sizes.items()))

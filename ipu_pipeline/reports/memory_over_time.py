@@ -1,0 +1,356 @@
+"""What each IPU holds over time: a plan of memory, laid along the times of actions, measured or simulated.
+
+What is there all the time is the plan's: variables, optimizer state, accumulators, and micro-batches that
+wait. The rest comes and goes with actions:
+
+* **activations**: what a stage holds of a micro-batch, from the begin of its forward to the end of its
+  backward; and what goes from stage to stage on one IPU, until it has been read;
+* **transfers**: what goes to another IPU: where it is made from when its program begins until it has been
+  sent, and where it is read from when it is sent until it has been read, or is held by a stage;
+* **temporaries**: while an IPU computes, the most that one of its programs takes besides.
+
+On one IPU, all stages are one program: what they hold is among its temporaries.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from ipu_pipeline.engine.pipeline import Pipeline
+from ipu_pipeline.engine.planning.crossings import Flow, find_flows
+from ipu_pipeline.engine.planning.memory import IpuMemory, StageMemory
+
+__all__ = [
+    "CATEGORIES",
+    "MemoryOverTime",
+    "Peak",
+    "TimedAction",
+    "lay_out_memory",
+    "pipeline_memory_over_time",
+]
+
+CATEGORIES = (
+    "variables",
+    "optimizer state",
+    "accumulators",
+    "feed",
+    "activations",
+    "transfers",
+    "temporaries",
+)
+_ACTIVATIONS, _TRANSFERS, _TEMPORARIES = 4, 5, 6
+_COMPUTING = ("forward", "backward", "update")
+
+Array: TypeAlias = "npt.NDArray[Any]"
+_Key: TypeAlias = "tuple[int | None, int | None]"  # micro-batch, step
+
+
+class TimedAction(Protocol):
+    """What is known of an action. `reports.events.Event` and `schedules.timelines.Interval` are such.
+
+    A transfer has besides the `ipu` that received, and an update that is of no stage the one that did it.
+    An action may have the number of its `step`.
+    """
+
+    @property
+    def kind(self) -> str:
+        """One of "forward", "backward", "update" and "transfer"; others are passed over."""
+
+    @property
+    def stage(self) -> int | None:
+        """Whose it is; of a transfer, the stage that made what was sent."""
+
+    @property
+    def micro_batch(self) -> int | None:
+        """Which one; None of an update."""
+
+    @property
+    def begin(self) -> float:
+        """When it began, in any unit."""
+
+    @property
+    def end(self) -> float:
+        """When it ended."""
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most that an IPU holds.
+
+    Attributes:
+      time: when that is first so.
+      num_bytes: how much.
+      parts: how much of each category.
+      kind: what the IPU is doing then: "forward", "backward" or "update"; None if it waits.
+      stage: the stage that is doing it; if the IPU waits, the one that holds most; None without any, and
+        of an update of all that the IPU has.
+      micro_batch: of which micro-batch; None of an update, and if it waits.
+    """
+
+    time: float
+    num_bytes: int
+    parts: Mapping[str, int]
+    kind: str | None
+    stage: int | None
+    micro_batch: int | None
+
+
+@dataclass(frozen=True, eq=False)
+class MemoryOverTime:
+    """What an IPU holds over time.
+
+    Attributes:
+      ipu: its number.
+      times: when something changes, ascending, in the unit of the actions.
+      parts: bytes of each category of `CATEGORIES` from the time at the same position on, until the next.
+      peak: the most that it holds.
+      planned_bytes: what the plan says for it (`IpuMemory.num_device_bytes`), which knows of no transfers.
+      knows_temporaries: whether the programs had been compiled, so that their temporaries are known.
+    """
+
+    ipu: int
+    times: Array
+    parts: Mapping[str, Array]
+    peak: Peak
+    planned_bytes: int
+    knows_temporaries: bool
+
+    @property
+    def total(self) -> Array:
+        """Bytes of all categories together."""
+        return np.sum(list(self.parts.values()), axis=0)
+
+    def num_bytes_at(self, time: float) -> int:
+        """What the IPU holds at a time."""
+        return int(self.total[max(0, bisect.bisect_right(self.times, time) - 1)])
+
+
+class _Span(NamedTuple):
+    """A time in which an IPU holds something."""
+
+    begin: float
+    end: float
+    category: int
+    num_bytes: int
+    stage: int | None
+
+
+def pipeline_memory_over_time(
+    pipeline: Pipeline, actions: Iterable[TimedAction], num_micro_batches: int | None = None
+) -> tuple[MemoryOverTime, ...]:
+    """What each IPU of a pipeline holds over time.
+
+    Args:
+      pipeline: traced. What its programs take besides is known once they have been compiled.
+      actions: of it, in any order.
+      num_micro_batches: of a step, where the pipeline has no fixed number.
+
+    Raises:
+      ValueError: see `lay_out_memory`, and `Pipeline.plan_ipu_memory`.
+    """
+    stages = pipeline.plan_memory(num_micro_batches)
+    flows = find_flows(pipeline.traced, pipeline.programs, pipeline.device_mapping)
+    return lay_out_memory(stages, pipeline.plan_ipu_memory(num_micro_batches), flows, actions)
+
+
+def lay_out_memory(
+    stages: Sequence[StageMemory],
+    ipus: Sequence[IpuMemory],
+    flows: Sequence[Flow],
+    actions: Iterable[TimedAction],
+) -> tuple[MemoryOverTime, ...]:
+    """Lays a plan of memory along the times of actions.
+
+    Args:
+      stages: what each stage holds.
+      ipus: what each IPU takes.
+      flows: what goes from stage to stage.
+      actions: when stages did what. Of a stage and micro-batch that come several times without a `step`,
+        the first backward belongs to the first forward, and so on. What has no backward, as in a trace that
+        was cut off, is held until the end.
+
+    Returns:
+      One entry per IPU, in the order of `ipus`.
+
+    Raises:
+      ValueError: an action is of no stage, or ends before it begins.
+    """
+    timed = _Times(stages, actions)
+    spans: dict[int, list[_Span]] = {memory.ipu: [] for memory in ipus}
+    if len({stage.ipu for stage in stages}) > 1:
+        for stage in stages:
+            spans[stage.ipu] += timed.held(stage)
+        for flow in flows:
+            for ipu, found in timed.flowing(flow, stages[flow.stage].ipu):
+                spans[ipu].append(found)
+    made = []
+    for memory in ipus:
+        doing = timed.computing(memory.ipu)
+        size = memory.num_temporary_bytes or 0
+        temporary = [
+            _Span(begin, end, _TEMPORARIES, size, stage) for begin, end, _kind, stage, _mb in _joined(doing)
+        ]
+        made.append(_lay_out(memory, [*spans[memory.ipu], *temporary], doing, timed.begin))
+    return tuple(made)
+
+
+_Doing: TypeAlias = "tuple[float, float, str, int | None, int | None]"
+
+
+class _Times:
+    """When actions were."""
+
+    def __init__(self, stages: Sequence[StageMemory], actions: Iterable[TimedAction]) -> None:
+        self.stages = stages
+        self._found: dict[tuple[str, int], dict[_Key, list[tuple[float, float]]]] = {}
+        self._transfers: dict[tuple[int, int], dict[_Key, list[tuple[float, float]]]] = {}
+        self._updates: dict[int, list[tuple[float, float]]] = {}  # of an IPU's stages together
+        self.begin, self.end = math.inf, -math.inf
+        for action in actions:
+            kind, stage = str(action.kind), action.stage
+            if kind != "transfer" and kind not in _COMPUTING:
+                continue
+            is_update = kind == "update" and stage is None and getattr(action, "ipu", None) is not None
+            if not is_update and (stage is None or not 0 <= stage < len(stages)):
+                raise ValueError(f"actions: stage must be from 0 to {len(stages) - 1}; got {action!r}.")
+            if not -math.inf < action.begin <= action.end < math.inf:
+                raise ValueError(f"actions: an action must not end before it begins; got {action!r}.")
+            which = action.micro_batch, getattr(action, "step", None)
+            span = (action.begin, action.end)
+            if stage is None:
+                self._updates.setdefault(getattr(action, "ipu", -1), []).append(span)
+            elif kind == "transfer":
+                target = getattr(action, "ipu", -1)
+                self._transfers.setdefault((stage, target), {}).setdefault(which, []).append(span)
+            else:
+                self._found.setdefault((kind, stage), {}).setdefault(which, []).append(span)
+            self.begin, self.end = min(self.begin, action.begin), max(self.end, action.end)
+        for found in (*self._found.values(), *self._transfers.values()):
+            for spans in found.values():
+                spans.sort()
+        if self.begin > self.end:
+            self.begin = self.end = 0.0
+
+    def computing(self, ipu: int) -> list[_Doing]:
+        """What an IPU does, by begin."""
+        doing: list[_Doing] = [(*span, "update", None, None) for span in self._updates.get(ipu, ())]
+        doing += [
+            (begin, end, kind, stage, micro_batch)
+            for (kind, stage), found in self._found.items()
+            if self.stages[stage].ipu == ipu
+            for (micro_batch, _step), spans in found.items()
+            for begin, end in spans
+        ]
+        return sorted(doing, key=lambda one: one[:2])
+
+    def held(self, stage: StageMemory) -> list[_Span]:
+        """What a stage holds from forwards to backwards."""
+        size = stage.num_held_bytes
+        if not size:
+            return []
+        backwards = self._found.get(("backward", stage.stage), {})
+        return [
+            _Span(begin, self._nth(backwards, which, number)[1], _ACTIVATIONS, size, stage.stage)
+            for which, spans in self._found.get(("forward", stage.stage), {}).items()
+            for number, (begin, _end) in enumerate(spans)
+        ]
+
+    def flowing(self, flow: Flow, source: int) -> list[tuple[int, _Span]]:
+        """What goes from stage to stage: the IPU, and when it is there."""
+        found = []
+        all_sent = self._transfers.get((flow.stage, flow.target), {})
+        size, stage = flow.num_bytes, flow.stage
+        for which, spans in self._of(flow.stage, flow.is_backward).items():
+            for number, (begin, end) in enumerate(spans):
+                read = self._last_read(flow, which, number)
+                if flow.target == source:
+                    found.append((source, _Span(begin, max(end, read), _ACTIVATIONS, size, stage)))
+                    continue
+                sent = all_sent.get(which, ())
+                left, arrives = next((span for span in sent if span[1] > end), (end, end))
+                there = max(begin, min(left, arrives))
+                found.append((source, _Span(begin, max(end, arrives), _TRANSFERS, size, stage)))
+                found.append((flow.target, _Span(there, max(arrives, read), _TRANSFERS, size, stage)))
+        return found
+
+    def _last_read(self, flow: Flow, which: _Key, number: int) -> float:
+        """When all have read it, or others hold it."""
+        read = [self._nth(self._of(one, flow.is_backward), which, number)[1] for one in flow.readers]
+        held = [self._nth(self._of(one, flow.is_backward), which, number)[0] for one in flow.holders]
+        return max((*read, *held), default=self.begin)
+
+    def _of(self, stage: int, is_backward: bool) -> dict[_Key, list[tuple[float, float]]]:
+        """A stage's actions of a direction: one that has no backwards does all in its forwards."""
+        backwards = self._found.get(("backward", stage)) if is_backward else None
+        return backwards or self._found.get(("forward", stage), {})
+
+    def _nth(
+        self, found: Mapping[_Key, Sequence[tuple[float, float]]], which: _Key, number: int
+    ) -> tuple[float, float]:
+        spans = found.get(which, ())
+        return spans[number] if number < len(spans) else (self.end, self.end)
+
+
+def _joined(doing: Sequence[_Doing]) -> list[_Doing]:
+    """Actions without overlaps, as of events that share a program: temporaries are counted once."""
+    found: list[_Doing] = []
+    for begin, end, *rest in doing:
+        if found and begin < found[-1][1]:
+            begin = found[-1][1]
+        if end > begin:
+            found.append((begin, end, *rest))  # type: ignore[arg-type]  # the rest of a tuple has no types
+    return found
+
+
+def _lay_out(
+    memory: IpuMemory, spans: Sequence[_Span], doing: Sequence[_Doing], start: float
+) -> MemoryOverTime:
+    begins, ends = [span.begin for span in spans], [span.end for span in spans]
+    times, places = np.unique(np.array([start, *begins, *ends], float), return_inverse=True)
+    changes = np.zeros((len(CATEGORIES), len(times)), np.int64)
+    constant = (
+        memory.num_variable_bytes,
+        memory.num_optimizer_bytes,
+        memory.num_accumulator_bytes,
+        memory.num_feed_bytes,
+    )
+    changes[: len(constant), 0] = constant
+    categories = np.array([span.category for span in spans], int)
+    sizes = np.array([span.num_bytes for span in spans], np.int64)
+    np.add.at(changes, (categories, places[1 : 1 + len(spans)]), sizes)
+    np.add.at(changes, (categories, places[1 + len(spans) :]), -sizes)
+    held = np.cumsum(changes, axis=1)
+    total = held.sum(axis=0)
+    place = int(np.argmax(total))
+    time = float(times[place])
+    kind, stage, micro_batch = _find_doing(doing, spans, time)
+    parts = {name: int(row[place]) for name, row in zip(CATEGORIES, held, strict=True)}
+    return MemoryOverTime(
+        memory.ipu,
+        times,
+        dict(zip(CATEGORIES, held, strict=True)),
+        Peak(time, int(total[place]), parts, kind, stage, micro_batch),
+        memory.num_device_bytes,
+        memory.num_temporary_bytes is not None,
+    )
+
+
+def _find_doing(
+    doing: Sequence[_Doing], spans: Sequence[_Span], time: float
+) -> tuple[str | None, int | None, int | None]:
+    """What an IPU does at a time, or whose memory is most of it."""
+    for begin, end, kind, stage, micro_batch in doing:
+        if begin <= time < end:
+            return kind, stage, micro_batch
+    held: dict[int, int] = {}
+    for span in spans:
+        if span.stage is not None and span.begin <= time < span.end:
+            held[span.stage] = held.get(span.stage, 0) + span.num_bytes
+    return None, max(held, key=lambda stage: (held[stage], -stage), default=None), None
