@@ -482,7 +482,7 @@ def test_report_rebuilds_the_page_and_tells_the_summary(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert f"The page is {directory / 'report.html'}" in printed
     assert re.search(r"utilisation +65\.9% \(72\.7% if all stages took equally long\)", printed)
-    assert re.search(r"limiting stage +stage 0 on IPU 0, 1\.80 ms for a micro-batch", printed)
+    assert re.search(r"limiting stage +none: all IPUs are about equally busy", printed)
     profile = make_profile(num_steps=2)
     assert (directory / "trace.json").read_text() == to_chrome_trace(profile)
     assert (directory / "report.html").read_text() == write_page(profile)
@@ -490,6 +490,17 @@ def test_report_rebuilds_the_page_and_tells_the_summary(tmp_path, capsys):
     assert sorted(path.name for path in directory.iterdir()) == [
         "manifest.json", "profile.json", "report.html", "trace.json",
     ]  # fmt: skip
+
+
+def test_report_names_the_limiting_stage(tmp_path, capsys):
+    facts = make_facts(2, 4)
+    events = [
+        dataclasses.replace(event, end=event.end + 50.0 * (event.stage == 1))
+        for event in make_events(facts)
+    ]
+    assert main.main(["report", str(write(tmp_path, make_profile(facts, tuple(events))))]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"limiting stage +stage 1 on IPU 1, 1\.90 ms for a micro-batch", printed)
 
 
 def test_report_as_json(tmp_path, capsys):
@@ -552,9 +563,13 @@ def test_report_does_not_obey_names(tmp_path, capsys):
             "a later ipu_pipeline (version 99",
         ),
         (make_profile().to_json().replace('"columns"', '"kolumns"'), "it is damaged"),
-        (make_profile(make_facts(2, 4), make_events(make_facts(3, 4))).to_json(), "it is damaged"),
+        (
+            make_profile(make_facts(2, 4), make_events(make_facts(3, 4))).to_json(),
+            "event of stage 2 of pipeline 0",
+        ),
+        (make_profile(pipelines=()).to_json(), "of pipeline 0, and pipelines with [] stages"),
     ],
-    ids=["missing", "no JSON", "no text", "later", "no columns", "a stage too many"],
+    ids=["missing", "no JSON", "no text", "later", "no columns", "a stage too many", "no pipeline"],
 )
 def test_report_refuses(text, words, tmp_path, capsys):
     if text is not None:

@@ -1,5 +1,7 @@
 """What would be: each row is the simulation of the scenario that it names."""
 
+import dataclasses
+
 import pytest
 
 from ipu_pipeline.engine.schedules import (
@@ -153,6 +155,20 @@ def test_the_schedule_is_advised_before_the_count():
     assert advice.sentence.startswith(
         "A gradient accumulation count of 64 instead of 16 would give 13% more"
     )
+
+
+def test_of_changes_that_gain_alike_the_one_of_one_thing_is_advised():
+    case = scenario("interleaved", forward=1, backward=2)
+    present, *rows = what_if(case)
+    both = next(
+        row for row in rows if row.change.startswith("schedule and") and row.num_micro_batches == 64
+    )
+    count = next(
+        row for row in rows if row.change == "gradient accumulation count" and row.num_micro_batches == 64
+    )
+    for lead, expected in ((0.004, "gradient accumulation count"), (0.006, both.change)):
+        better = dataclasses.replace(both, gain=count.gain + lead)
+        assert advise(case, variants=[present, count, better]).variant.change == expected
 
 
 def test_nothing_to_advise():

@@ -56,8 +56,6 @@ def report(directory: str, as_json: bool = False, opens: bool = False) -> int:
         write_reports(folder, texts)
     except (OSError, ValueError, RuntimeError) as error:
         return _refuse(str(error))
-    except (LookupError, TypeError) as error:  # events of stages or pipelines that there are not
-        return _refuse(f"{_PROFILE}: it is damaged ({error!r}). Record the trace again.")
     page = folder / _PAGE
     if as_json:
         entries = [_as_entries(one) for one in studies]
@@ -106,15 +104,17 @@ def _as_lines(one: Study) -> list[str]:
     balanced = analysis.balanced_utilisation
     beside = "" if balanced is None else f" ({describe_share(balanced)} if all stages took equally long)"
     limiting = analysis.stages[analysis.limiting_stage]
+    limit = (
+        f"stage {limiting.stage} on IPU {analysis.limiting_ipu}, {describe_time(limiting.length)} for a "
+        "micro-batch"
+    )
+    if analysis.is_even and len(analysis.ipus) > 1:
+        limit = "none: all IPUs are about equally busy"
     rows = [
         ("step", describe_time(analysis.step_time)),
         ("speed", f"{describe_speed(speed)} {unit}"),
         ("utilisation", describe_share(analysis.utilisation) + beside),
-        (
-            "limiting stage",
-            f"stage {limiting.stage} on IPU {analysis.limiting_ipu}, {describe_time(limiting.length)} "
-            "for a micro-batch",
-        ),
+        ("limiting stage", limit),
         *((f"IPU {use.ipu}", f"busy {describe_share(use.utilisation)}") for use in analysis.ipus),
     ]
     if predicted is not None:

@@ -166,11 +166,22 @@ class PipelineAnalysis:
 
 
 def analyse(profile: Profile) -> tuple[PipelineAnalysis, ...]:
-    """Analyses each pipeline and loop of a profile, in their order."""
+    """Analyses each pipeline and loop of a profile, in their order.
+
+    Raises:
+      ValueError: it has an event of a pipeline or stage that there is not.
+    """
     events: dict[int, list[Event]] = defaultdict(list)
+    counts = [len(facts.stages) for facts in profile.pipelines]
     for event in profile.events:
-        if event.pipeline is not None:
-            events[event.pipeline].append(event)
+        if event.pipeline is None:
+            continue
+        if not 0 <= event.pipeline < len(counts) or not 0 <= (event.stage or 0) < counts[event.pipeline]:
+            raise ValueError(
+                f"profile.json: it is damaged (it has an event of stage {event.stage} of pipeline "
+                f"{event.pipeline}, and pipelines with {counts} stages). Record the trace again."
+            )
+        events[event.pipeline].append(event)
     return tuple(_analyse(index, facts, events[index]) for index, facts in enumerate(profile.pipelines))
 
 

@@ -12,6 +12,7 @@ from ipu_pipeline.engine.schedules.variants import Layer, Variant, what_if
 __all__ = ["Advice", "advise"]
 
 _LEAST_GAIN = 0.02  # in samples per second; less is not worth a change
+_ALIKE = 0.005  # of gains: of two such changes the one of one thing is advised
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,8 @@ def advise(
     for rows in is_other_count.values():
         best = max(rows, key=lambda row: (row.gain, -row.num_micro_batches), default=None)
         if best is not None and best.gain >= _LEAST_GAIN:
+            near = [row for row in rows if row.gain >= best.gain - _ALIKE]
+            best = min(near, key=lambda row: (" and " in row.change, -row.gain))
             return Advice(_say(scenario, variants[0], best, limiting, describe), best.gain, best, limiting)
     used = variants[0].utilisation
     sentence = (
