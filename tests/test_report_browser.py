@@ -108,6 +108,47 @@ def test_what_is_under_the_pointer(show):
     assert page.is_hidden("#tip")
 
 
+def test_zooming(show):
+    """By Ctrl and the wheel at the pointer, by dragging, and back by a double-click. Both charts follow."""
+    page = show(make_profile(num_steps=2))
+
+    def ranges():
+        charts = ("trace", "memory")
+        return [
+            page.run(f"return document.getElementById('{chart}').layout.xaxis.range") for chart in charts
+        ]
+
+    def wheel(ctrl):
+        left, top, width, height = page.area()
+        page.run(
+            """
+            const [ctrlKey, clientX, clientY] = arguments;
+            const where = { ctrlKey, clientX, clientY, deltaY: -100, bubbles: true, cancelable: true };
+            return document.querySelector("#trace .nsewdrag").dispatchEvent(new WheelEvent("wheel", where));
+            """,
+            ctrl,
+            left + width / 4,
+            top + height / 2,
+        )
+
+    (first, last), follower = ranges()
+    assert follower == [first, last]
+    wheel(ctrl=False)
+    assert ranges()[0] == [first, last]
+    wheel(ctrl=True)
+    (begin, end), follower = ranges()
+    assert follower == [begin, end]
+    assert end - begin == pytest.approx((last - first) * 2.718281828**-0.5)
+    assert begin + (end - begin) / 4 == pytest.approx(first + (last - first) / 4, abs=0.02)  # a pixel
+    page.drag(0.25, 0.75)
+    (left, right), follower = ranges()
+    assert follower == [left, right]
+    assert right - left == pytest.approx((end - begin) / 2, rel=0.01)
+    page.run("document.getElementById('trace').dispatchEvent(new MouseEvent('dblclick'))")
+    whole = 2 * (22 * SLOT + UPDATE) / 1e3
+    assert ranges() == [[pytest.approx(-0.01 * whole), pytest.approx(1.01 * whole)]] * 2
+
+
 def test_the_switch_between_measured_and_simulated(show):
     facts = make_facts(4, 8)
     events = (*make_events(facts), Event(EventKind.OUTFEED, 100.0, 5e3, None))

@@ -99,7 +99,7 @@
   }
 
   const config = {
-    displaylogo: false, responsive: false, scrollZoom: true, doubleClick: false, showTips: false,
+    displaylogo: false, responsive: false, scrollZoom: false, doubleClick: false, showTips: false,
     modeBarButtons: [["zoom2d", "pan2d", "zoomIn2d", "zoomOut2d", "toImage"]],
   };
   const looks = () => ({
@@ -455,6 +455,14 @@
     if (events.batch[at] < 0 || events.stage[at] < 0 || events.pipeline[at] !== state.pipeline) return;
     choose({ batch: events.batch[at], step: events.step[at] >= 0 ? events.step[at] : null });
   }, true);
+  trace.addEventListener("wheel", (event) => {
+    if (!event.ctrlKey) return; // the page scrolls
+    event.preventDefault();
+    const area = trace.querySelector(".nsewdrag").getBoundingClientRect();
+    const fixed = range[0] + (event.clientX - area.left) / area.width * (range[1] - range[0]);
+    const factor = Math.exp(Math.max(-100, Math.min(100, event.deltaY)) / 200);
+    show(range.map((time) => fixed + (time - fixed) * factor));
+  }, { passive: false });
   let resized = 0;
   addEventListener("resize", () => {
     clearTimeout(resized);
