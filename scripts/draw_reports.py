@@ -76,7 +76,7 @@ def main() -> None:
                 command = [__file__, "--emulate", name, place]
             done = [sys.executable, *command]
             subprocess.run(done, check=True, cwd=ROOT, env=environment, capture_output=True)
-            photograph(Path(place) / "report.html", ROOT / "docs" / "figures" / f"report_{name}.png")
+            photograph(Path(place) / "report.html", ROOT / "docs" / "pictures" / f"report_{name}.png")
 
 
 if __name__ == "__main__":
