@@ -72,13 +72,11 @@ def main() -> None:
             place = f"{directory}/report"
             if name in STEPS:
                 command = ["-m", "ipu_pipeline", "profile", "--directory", place, STEPS[name]]
-                picture = ROOT / "tutorial" / "figures" / f"report_{name}.png"
             else:
                 command = [__file__, "--emulate", name, place]
-                picture = ROOT / "docs" / "figures" / f"report_{name}.png"
             done = [sys.executable, *command]
             subprocess.run(done, check=True, cwd=ROOT, env=environment, capture_output=True)
-            photograph(Path(place) / "report.html", picture)
+            photograph(Path(place) / "report.html", ROOT / "docs" / "pictures" / f"report_{name}.png")
 
 
 if __name__ == "__main__":
