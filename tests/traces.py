@@ -46,6 +46,7 @@ def make_facts(num_stages=4, num_micro_batches=8, schedule="grouped", name="Pipe
         "micro_batch_size": 32,
         "stages": stages,
         "edges": tuple(EdgeFacts(index, index + 1, SENT, SENT) for index in range(num_stages - 1)),
+        "flows": (),
         "memory": tuple(
             IpuFacts(index, 1600, 3200, 1600, stage.in_flight << 20, 512, 256, 0)
             for index, stage in enumerate(stages)

@@ -14,12 +14,14 @@ import jax
 from ipu_pipeline.engine.execution.executor import Executor
 from ipu_pipeline.engine.jaxprs.shapes import num_bytes
 from ipu_pipeline.engine.pipeline import Pipeline
+from ipu_pipeline.engine.planning.crossings import find_flows
 from ipu_pipeline.engine.planning.memory import plan_stages
 from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.engine.watching import Launch, LaunchKind
 from ipu_pipeline.reports.profile import (
     DeviceFacts,
     EdgeFacts,
+    FlowFacts,
     IpuFacts,
     LayerFacts,
     PipelineFacts,
@@ -104,6 +106,9 @@ def describe_pipeline(one: Introduced, launches: Sequence[Launch]) -> PipelineFa
         edges=tuple(
             EdgeFacts(edge.source, edge.target, edge.num_forward_bytes, edge.num_backward_bytes)
             for edge in edges
+        ),
+        flows=tuple(
+            FlowFacts(**flow._asdict()) for flow in find_flows(traced, runner.programs, shares.ipus)
         ),
         memory=tuple(IpuFacts(**dataclasses.asdict(ipu)) for ipu in planned),
     )

@@ -26,6 +26,7 @@ import numpy.typing as npt
 from ipu_pipeline.engine.pipeline import Pipeline
 from ipu_pipeline.engine.planning.crossings import Flow, find_flows
 from ipu_pipeline.engine.planning.memory import IpuMemory, StageMemory
+from ipu_pipeline.reports.profile import Profile
 
 __all__ = [
     "CATEGORIES",
@@ -34,6 +35,7 @@ __all__ = [
     "TimedAction",
     "lay_out_memory",
     "pipeline_memory_over_time",
+    "profile_memory_over_time",
 ]
 
 CATEGORIES = (
@@ -158,6 +160,33 @@ def pipeline_memory_over_time(
     stages = pipeline.plan_memory(num_micro_batches)
     flows = find_flows(pipeline.traced, pipeline.programs, pipeline.device_mapping)
     return lay_out_memory(stages, pipeline.plan_ipu_memory(num_micro_batches), flows, actions)
+
+
+def profile_memory_over_time(profile: Profile, pipeline: int) -> tuple[MemoryOverTime, ...]:
+    """What each IPU held while a pipeline of a trace ran, by the plan and the times of its events.
+
+    Args:
+      profile: the trace.
+      pipeline: the pipeline's number in it.
+
+    Returns:
+      One entry per IPU of the pipeline; times are in microseconds. Nothing if there is no plan.
+    """
+    facts = profile.pipelines[pipeline]
+    if not facts.memory:
+        return ()
+    stages = [
+        StageMemory(stage.index, stage.ipu, stage.in_flight, stage.num_held_bytes, 0)
+        for stage in facts.stages
+    ]
+    ipus = [IpuMemory(**vars(ipu)) for ipu in facts.memory]
+    flows = [Flow(**vars(flow)) for flow in facts.flows]
+    events = [
+        event
+        for event in profile.events
+        if event.pipeline == pipeline and (event.stage is None or 0 <= event.stage < len(stages))
+    ]
+    return lay_out_memory(stages, ipus, flows, events)
 
 
 def lay_out_memory(

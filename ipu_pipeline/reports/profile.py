@@ -18,6 +18,7 @@ __all__ = [
     "FORMAT",
     "DeviceFacts",
     "EdgeFacts",
+    "FlowFacts",
     "IpuFacts",
     "LayerFacts",
     "PipelineFacts",
@@ -83,6 +84,27 @@ class EdgeFacts:
     target: int
     num_forward_bytes: int
     num_backward_bytes: int
+
+
+@dataclass(frozen=True)
+class FlowFacts:
+    """What a stage makes for others on an IPU, once per micro-batch; see `engine.planning.crossings.Flow`.
+
+    Attributes:
+      stage: the stage that makes it.
+      is_backward: whether it is gradients, on their way back.
+      target: the IPU where it is read.
+      readers: the stages there that read it and do not hold it any longer.
+      holders: the stages there that hold it between forward and backward, among `num_held_bytes`.
+      num_bytes: how much it is.
+    """
+
+    stage: int
+    is_backward: bool
+    target: int
+    readers: tuple[int, ...]
+    holders: tuple[int, ...]
+    num_bytes: int
 
 
 @dataclass(frozen=True)
@@ -164,6 +186,7 @@ class PipelineFacts:
       micro_batch_size: samples in a micro-batch; None if its arrays have no first axis in common.
       stages: its stages.
       edges: what goes from IPU to IPU, those with anything on them.
+      flows: what goes from stage to stage, also on one IPU.
       memory: what the IPUs take by the plan; empty where that could not be found.
     """
 
@@ -177,6 +200,7 @@ class PipelineFacts:
     micro_batch_size: int | None
     stages: tuple[StageFacts, ...]
     edges: tuple[EdgeFacts, ...]
+    flows: tuple[FlowFacts, ...]
     memory: tuple[IpuFacts, ...]
 
     @property
@@ -282,8 +306,14 @@ def _parse_pipeline(pipeline: Mapping[str, Any]) -> PipelineFacts:
         for stage in pipeline["stages"]
     ]
     edges = tuple(EdgeFacts(**edge) for edge in pipeline["edges"])
+    flows = [
+        FlowFacts(**{**flow, "readers": tuple(flow["readers"]), "holders": tuple(flow["holders"])})
+        for flow in pipeline["flows"]
+    ]
     memory = tuple(IpuFacts(**ipu) for ipu in pipeline["memory"])
-    return PipelineFacts(**{**pipeline, "stages": tuple(stages), "edges": edges, "memory": memory})
+    return PipelineFacts(
+        **{**pipeline, "stages": tuple(stages), "edges": edges, "flows": tuple(flows), "memory": memory}
+    )
 
 
 def _parse_event(columns: Sequence[str], row: Sequence[Any]) -> Event:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from ipu_pipeline.engine.schedules import Timeline
-from ipu_pipeline.reports.events import Event, EventKind
+from ipu_pipeline.reports.memory_over_time import profile_memory_over_time
 from ipu_pipeline.reports.page.columns import pack_column
-from ipu_pipeline.reports.profile import IpuFacts, PipelineFacts
+from ipu_pipeline.reports.profile import IpuFacts, PipelineFacts, Profile
+
+_NAMES = {"feed": "micro-batches"}
 
 __all__ = ["pack_measured", "pack_memory", "pack_simulated"]
 
@@ -40,40 +41,19 @@ def pack_memory(ipu: int, times: Any, parts: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def pack_measured(facts: PipelineFacts, events: Sequence[Event]) -> list[dict[str, Any]]:
-    """What each IPU held while a pipeline ran, by the plan: empty if there is none.
-
-    What is there all the time is the plan's. A stage holds its part of a micro-batch (`num_held_bytes`)
-    from the begin of the forward to the end of the backward, both as they were measured.
+def pack_measured(profile: Profile, pipeline: int) -> list[dict[str, Any]]:
+    """What each IPU held while a pipeline ran, by the plan and the measured times; empty without a plan.
 
     Args:
-      facts: the pipeline.
-      events: those that are the pipeline's.
+      profile: the trace.
+      pipeline: the pipeline's number in it.
     """
-    if not facts.memory or not events:
-        return []
-    begins = {_key(event): event.begin for event in events if event.kind is EventKind.FORWARD}
-    first, last = min(event.begin for event in events), max(event.end for event in events)
-    changes: dict[int, list[tuple[float, int]]] = {plan.ipu: [] for plan in facts.memory}
-    for event in events:
-        if event.kind is EventKind.BACKWARD and event.stage is not None and _key(event) in begins:
-            stage = facts.stages[event.stage]
-            if stage.num_held_bytes and not facts.is_one_program:  # whose temporaries have it all
-                changes[stage.ipu] += [
-                    (begins[_key(event)], stage.num_held_bytes),
-                    (event.end, -stage.num_held_bytes),
-                ]
-    packed = []
-    for plan in facts.memory:
-        ordered = sorted([(first, 0), *changes[plan.ipu], (last, 0)])
-        times = [time for time, _change in ordered]
-        held = np.cumsum([change for _time, change in ordered])
-        packed.append(pack_memory(plan.ipu, times, {**_constant(plan), "activations": held}))
-    return packed
-
-
-def _key(event: Event) -> tuple[int | None, int | None, int | None]:
-    return event.stage, event.micro_batch, event.step
+    return [
+        pack_memory(
+            held.ipu, held.times, {_NAMES.get(name, name): part for name, part in held.parts.items()}
+        )
+        for held in profile_memory_over_time(profile, pipeline)
+    ]
 
 
 def pack_simulated(facts: PipelineFacts, timeline: Timeline) -> list[dict[str, Any]]:

@@ -95,5 +95,6 @@ def _describe(scenario: Scenario, in_flight: tuple[int, ...]) -> PipelineFacts:
             for index in range(number)
         ),
         edges=(),
+        flows=(),
         memory=(),
     )

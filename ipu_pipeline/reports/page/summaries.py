@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ipu_pipeline.reports.memory_over_time import profile_memory_over_time
 from ipu_pipeline.reports.page.escaping import as_html
 from ipu_pipeline.reports.page.tables import (
     table_of_bubble,
@@ -42,7 +43,8 @@ def make_tables(profile: Profile, one: Study) -> str:
     predicted = one.predictions
     tables = "<h2>Stages and IPUs</h2>\n" + table_of_stages(one.facts, one.analysis)
     tables += table_of_ipus(profile, one.facts, one.analysis)
-    tables += table_of_memory(one.facts)
+    index = next(number for number, facts in enumerate(profile.pipelines) if facts is one.facts)
+    tables += table_of_memory(one.facts, profile_memory_over_time(profile, index))
     tables += "<h2>What if</h2>\n"
     if predicted is None:
         return tables + f"<p>{as_html(_why_not(one.facts))}</p>\n"

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ipu_pipeline.reports.analysis import PipelineAnalysis
+from ipu_pipeline.reports.memory_over_time import MemoryOverTime, Peak
 from ipu_pipeline.reports.page.escaping import as_html
 from ipu_pipeline.reports.predictions import Predictions
 from ipu_pipeline.reports.profile import PipelineFacts, Profile, StageFacts
@@ -147,15 +148,21 @@ def table_of_ipus(profile: Profile, facts: PipelineFacts, analysis: PipelineAnal
     return _table("IPUs", headings, rows)
 
 
-def table_of_memory(facts: PipelineFacts) -> str:
-    """What each IPU holds by the plan; nothing if there is none."""
+def table_of_memory(facts: PipelineFacts, held: Sequence[MemoryOverTime]) -> str:
+    """What each IPU holds by the plan, and at most by the times of the trace; nothing without a plan.
+
+    Args:
+      facts: the pipeline.
+      held: what its IPUs held over time.
+    """
     if not facts.memory:
         return ""
     headings = [
         _number("IPU"), _number("variables"), _number("optimizer state"), _number("accumulators"),
         _number("activations"), _number("micro-batches"), _number("temporaries"), _number("together"),
-        _number("in host memory"),
+        _number("in host memory"), _number("peak in the trace"), _number("first at"), _text("during"),
     ]  # fmt: skip
+    peaks = {one.ipu: one.peak for one in held}
     rows = []
     for plan in facts.memory:
         sizes = [
@@ -169,8 +176,18 @@ def table_of_memory(facts: PipelineFacts) -> str:
         together = sum(size or 0 for size in sizes)
         cells = [_number("not known" if size is None else describe_bytes(size)) for size in sizes]
         cells += [_number(describe_bytes(together)), _number(describe_bytes(plan.num_host_bytes))]
-        rows.append((False, [_number(plan.ipu), *cells]))
-    return _table("Memory of the IPUs by the plan, at most", headings, rows)
+        peak = peaks[plan.ipu]
+        cells += [_number(describe_bytes(peak.num_bytes)), _number(describe_time(peak.time))]
+        rows.append((False, [_number(plan.ipu), *cells, _text(_describe_peak(peak))]))
+    return _table("Memory of the IPUs by the plan, at most, and over the trace", headings, rows)
+
+
+def _describe_peak(peak: Peak) -> str:
+    """What an IPU does when it holds most."""
+    words = peak.kind or "waiting"
+    if peak.stage is not None:
+        words += f" of stage {peak.stage}" if peak.kind else f", stage {peak.stage} holds most"
+    return words if peak.micro_batch is None else f"{words}, micro-batch {peak.micro_batch}"
 
 
 def table_of_predictions(facts: PipelineFacts, predictions: Predictions) -> str:

@@ -9,7 +9,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from ipu_pipeline.reports.events import Event, EventKind
+from ipu_pipeline.reports.events import EventKind
 from ipu_pipeline.reports.page.columns import pack
 from ipu_pipeline.reports.page.escaping import as_html, as_script
 from ipu_pipeline.reports.page.memory import pack_measured, pack_simulated
@@ -110,7 +110,7 @@ def _make_data(profile: Profile, studies: Sequence[Study]) -> dict[str, Any]:
                 "hasPhases": one.facts.schedule in ("grouped", "interleaved")
                 and len(one.analysis.ipus) > 1,
                 "simulated": _make_simulated(index, one),
-                "memory": _make_memory(one, [event for event in profile.events if event.pipeline == index]),
+                "memory": _make_memory(profile, index, one),
             }
         )
     most = max(range(len(studies)), key=lambda index: studies[index].analysis.num_actions, default=0)
@@ -138,9 +138,9 @@ def _make_simulated(index: int, one: Study) -> dict[str, Any]:
     }
 
 
-def _make_memory(one: Study, events: Sequence[Event]) -> dict[str, Any]:
+def _make_memory(profile: Profile, index: int, one: Study) -> dict[str, Any]:
     """What IPUs hold, by what is shown."""
-    found: dict[str, Any] = {"measured": pack_measured(one.facts, events)}
+    found: dict[str, Any] = {"measured": pack_measured(profile, index)}
     if one.predictions is not None:
         found["free"] = pack_simulated(one.facts, one.predictions.simulation.free_running)
         found["lock"] = pack_simulated(one.facts, one.predictions.simulation.lock_step)
