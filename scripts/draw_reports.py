@@ -16,9 +16,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = {
-    "step1": "tutorial/step1_single_ipu.py",
-    "step2": "answers/step2_sharding.py",
-    "step3": "answers/step3_pipelining.py",
+    "step1": ["tutorial/step1_single_ipu.py"],
+    "step2": ["answers/step2_sharding.py"],
+    "step3": ["answers/step3_pipelining.py"],
+    "step4": ["answers/step4_configurable_stages.py", "--splits", "dense256", "dense128", "dense64"],
 }
 SCHEDULES = ("grouped", "interleaved", "sequential")
 NUM_STAGES, NUM_MICRO_BATCHES, FORWARD_MS, BACKWARD_MS = 4, 8, 10.0, 20.0
@@ -71,7 +72,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as directory:
             place = f"{directory}/report"
             if name in STEPS:
-                command = ["-m", "ipu_pipeline", "profile", "--directory", place, STEPS[name]]
+                command = ["-m", "ipu_pipeline", "profile", "--directory", place, *STEPS[name]]
             else:
                 command = [__file__, "--emulate", name, place]
             done = [sys.executable, *command]

@@ -46,10 +46,10 @@ def time_steps(emulated, number):
         {},  # equal stages are then one executable
         {"dispatch_plan": engine.DispatchPlan(2)},
         {"dispatch_plan": engine.DispatchPlan(1, True), "recompute": "auto"},
-        {"device_mapping": [0] * NUM_STAGES},
-        {"backward_ms": (0.5, 0.5), "schedule": "interleaved"},
+        pytest.param({"device_mapping": [0] * NUM_STAGES}, marks=pytest.mark.thorough),
+        pytest.param({"backward_ms": (0.5, 0.5), "schedule": "interleaved"}, marks=pytest.mark.thorough),
         {"num_stages": 3, "transfer_ms": 0.5, "num_bytes": 65536},
-        {"transfer_ms": 0.5, "device_mapping": [0, 1, 1, 0]},
+        pytest.param({"transfer_ms": 0.5, "device_mapping": [0, 1, 1, 0]}, marks=pytest.mark.thorough),
     ],
     ids=str,
 )
@@ -67,6 +67,8 @@ def test_equals_a_plain_loop(options, no_cache):  # noqa: F811
         models.assert_trees_close(state.optimizer_state, plain.optimizer_state)
 
 
+@pytest.mark.thorough
+@pytest.mark.alone
 def test_by_default_stages_overlap_and_are_not_chunked(no_cache):  # noqa: F811
     """In chunks of two a step takes 1.27 of the ideal, and without overlap 2.9."""
     emulated = make(10.0, 20.0)
@@ -77,6 +79,8 @@ def test_by_default_stages_overlap_and_are_not_chunked(no_cache):  # noqa: F811
     assert min(taken) < 1.2 * (COUNT + NUM_STAGES - 1) * 0.03
 
 
+@pytest.mark.thorough
+@pytest.mark.alone
 def test_each_program_is_timed_alone():
     """Stages that differ, a backward in two halves, and transfers on their way for 6 ms."""
     emulated = stages.make_pipeline([2.0, 4.0, 3.0], [8.0, (5.0, 7.0), 6.0], COUNT, transfer_ms=6.0)
@@ -117,6 +121,8 @@ def test_the_ideal_is_that_of_the_schedule():
     )
 
 
+@pytest.mark.thorough
+@pytest.mark.alone
 def test_transfers_take_time_but_no_time_of_a_device():
     """Two stages of 2 + 2 ms: what is 10 ms on its way delays the ends of a step, and not each action."""
     plain, _state = time_steps(make(2.0, 2.0, num_stages=2), 5)

@@ -242,6 +242,7 @@ print(len(board.read_all().announced), flush=True)
 """
 
 
+@pytest.mark.thorough
 def test_two_programs_one_of_which_is_killed(announced, capsys):
     process = subprocess.Popen(
         [sys.executable, "-W", "ignore", "-c", PROGRAM],

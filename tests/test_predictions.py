@@ -186,6 +186,7 @@ def test_stages_on_shared_cores_within_fifteen_hundredths(parts, shape, options)
     assert_predicted(pipeline, state, micro_batches, 0.15, shares_cores=True)
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(stages.find_compiler() is None, reason="there is no g++")
 def test_costs_of_a_pipeline_go_where_they_belong():
     """Two IPUs with two stages each; what was timed is made up."""

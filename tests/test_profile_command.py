@@ -40,7 +40,10 @@ def read(directory):
     return read_profile((directory / "profile.json").read_text())
 
 
-@pytest.mark.parametrize("arguments", [(), ("nothing.py",), ("-m", "no_such_module_of_ours")])
+@pytest.mark.parametrize(
+    "arguments",
+    [(), ("nothing.py",), pytest.param(("-m", "no_such_module_of_ours"), marks=pytest.mark.thorough)],
+)
 def test_what_cannot_be_profiled(tmp_path, arguments):
     done = run(SCRIPT, *arguments, cwd=tmp_path)
     assert done.returncode == 2, done.stdout

@@ -327,7 +327,10 @@ def test_a_number_of_micro_batches_that_is_known_at_run_only():
     assert known.bubble.lock_step_share == pytest.approx(2 / 10)
 
 
-@pytest.mark.parametrize("schedule", ["grouped", "interleaved", "sequential"])
+@pytest.mark.parametrize(
+    "schedule",
+    ["grouped", *(pytest.param(s, marks=pytest.mark.thorough) for s in ("interleaved", "sequential"))],
+)
 def test_long_steps_are_estimated_from_shorter_ones(schedule, monkeypatch):
     made = trace_gpt((2, 1, 3), schedule, count=100)
     whole = made.summary().bubble.share

@@ -293,6 +293,7 @@ def test_a_staircase_as_json(capsys):
     ]
 
 
+@pytest.mark.thorough
 def test_a_reader_that_stops_reading():
     command = [sys.executable, "-m", "ipu_pipeline", "schedule", "--stages", "9", "--micro-batches", "3000"]
     root = Path(__file__).parent.parent
