@@ -13,6 +13,7 @@ from ipu_pipeline.reports.events import EventKind, busy_time
 
 pytestmark = [
     pytest.mark.thorough,
+    pytest.mark.alone,
     pytest.mark.skipif(emulation.find_compiler() is None, reason="there is no g++"),
 ]
 

@@ -176,6 +176,7 @@ def test_the_benchmark_refuses_sides_that_train_something_else():
 
 
 @pytest.mark.thorough
+@pytest.mark.alone
 @pytest.mark.parametrize("schedule", ["grouped", "interleaved", "sequential"])
 @pytest.mark.parametrize(
     "milliseconds",
@@ -198,6 +199,7 @@ def test_a_step_takes_what_its_programs_take_by_its_schedule(schedule, milliseco
 
 
 @pytest.mark.thorough
+@pytest.mark.alone
 def test_the_benchmark_runs_beside_torch(tmp_path):
     """Losses of all sides agree, or it would fail."""
     path = tmp_path / "rows.json"
