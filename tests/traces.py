@@ -1,12 +1,12 @@
 """Profiles of pipelines that never ran: every action takes a time-step of its schedule."""
 
+from ipu_pipeline.engine.planning.memory import IpuMemory
 from ipu_pipeline.engine.schedules.actions import ActionKind
 from ipu_pipeline.engine.schedules.timetables import timetable
 from ipu_pipeline.reports.events import Event, EventKind
 from ipu_pipeline.reports.profile import (
     DeviceFacts,
     EdgeFacts,
-    IpuFacts,
     LayerFacts,
     PipelineFacts,
     Profile,
@@ -48,7 +48,7 @@ def make_facts(num_stages=4, num_micro_batches=8, schedule="grouped", name="Pipe
         "edges": tuple(EdgeFacts(index, index + 1, SENT, SENT) for index in range(num_stages - 1)),
         "flows": (),
         "memory": tuple(
-            IpuFacts(index, 1600, 3200, 1600, stage.in_flight << 20, 512, 256, 0)
+            IpuMemory(index, 1600, 3200, 1600, stage.in_flight << 20, 512, 256, 0)
             for index, stage in enumerate(stages)
         ),
     }

@@ -25,13 +25,13 @@ from typing import Any
 
 from benchmarks import harness
 from benchmarks.harness import Row
+from ipu_pipeline.engine.planning.memory import IpuMemory
 from ipu_pipeline.engine.schedules import Costs, Scenario, simulate
 from ipu_pipeline.reports.events import Event
 from ipu_pipeline.reports.page import write_page
 from ipu_pipeline.reports.predictions import timeline_events
 from ipu_pipeline.reports.profile import (
     DeviceFacts,
-    IpuFacts,
     LayerFacts,
     PipelineFacts,
     Profile,
@@ -70,7 +70,7 @@ def make_profile(num_actions: int, num_steps: int) -> Profile:
         for index in range(NUM_STAGES)
     )
     memory = tuple(
-        IpuFacts(index, 1 << 20, 1 << 21, 1 << 20, 7 << 20, 1 << 16, 1 << 18, 0) for index in range(4)
+        IpuMemory(index, 1 << 20, 1 << 21, 1 << 20, 7 << 20, 1 << 16, 1 << 18, 0) for index in range(4)
     )
     facts = PipelineFacts("Pipeline", "training", "grouped", count, 1, 1, False, 32, stages, (), memory)
     costs = Costs.of(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 from collections import defaultdict
@@ -22,7 +21,6 @@ from ipu_pipeline.reports.profile import (
     DeviceFacts,
     EdgeFacts,
     FlowFacts,
-    IpuFacts,
     LayerFacts,
     PipelineFacts,
     StageFacts,
@@ -110,7 +108,7 @@ def describe_pipeline(one: Introduced, launches: Sequence[Launch]) -> PipelineFa
         flows=tuple(
             FlowFacts(**flow._asdict()) for flow in find_flows(traced, runner.programs, shares.ipus)
         ),
-        memory=tuple(IpuFacts(**dataclasses.asdict(ipu)) for ipu in planned),
+        memory=tuple(planned),
     )
 
 

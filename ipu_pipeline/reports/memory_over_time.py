@@ -179,14 +179,13 @@ def profile_memory_over_time(profile: Profile, pipeline: int) -> tuple[MemoryOve
         StageMemory(stage.index, stage.ipu, stage.in_flight, stage.num_held_bytes, 0)
         for stage in facts.stages
     ]
-    ipus = [IpuMemory(**vars(ipu)) for ipu in facts.memory]
     flows = [Flow(**vars(flow)) for flow in facts.flows]
     events = [
         event
         for event in profile.events
         if event.pipeline == pipeline and (event.stage is None or 0 <= event.stage < len(stages))
     ]
-    return lay_out_memory(stages, ipus, flows, events)
+    return lay_out_memory(stages, facts.memory, flows, events)
 
 
 def lay_out_memory(

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ipu_pipeline.engine.planning.memory import IpuMemory
 from ipu_pipeline.reports.events import Event, EventKind
 
 __all__ = [
@@ -19,7 +20,6 @@ __all__ = [
     "DeviceFacts",
     "EdgeFacts",
     "FlowFacts",
-    "IpuFacts",
     "LayerFacts",
     "PipelineFacts",
     "Profile",
@@ -147,31 +147,6 @@ class StageFacts:
 
 
 @dataclass(frozen=True)
-class IpuFacts:
-    """What an IPU takes, in bytes, by the plan of `planning/memory`; see `IpuMemory`.
-
-    Attributes:
-      ipu: its number.
-      num_variable_bytes: variables.
-      num_optimizer_bytes: the optimizer's state.
-      num_accumulator_bytes: accumulators.
-      num_activation_bytes: activations in flight.
-      num_feed_bytes: micro-batches that wait.
-      num_temporary_bytes: the most that a program takes besides; None if that is not known.
-      num_host_bytes: what is offloaded.
-    """
-
-    ipu: int
-    num_variable_bytes: int
-    num_optimizer_bytes: int
-    num_accumulator_bytes: int
-    num_activation_bytes: int
-    num_feed_bytes: int
-    num_temporary_bytes: int | None
-    num_host_bytes: int
-
-
-@dataclass(frozen=True)
 class PipelineFacts:
     """A pipeline or loop that ran.
 
@@ -201,7 +176,7 @@ class PipelineFacts:
     stages: tuple[StageFacts, ...]
     edges: tuple[EdgeFacts, ...]
     flows: tuple[FlowFacts, ...]
-    memory: tuple[IpuFacts, ...]
+    memory: tuple[IpuMemory, ...]
 
     @property
     def trains(self) -> bool:
@@ -310,7 +285,7 @@ def _parse_pipeline(pipeline: Mapping[str, Any]) -> PipelineFacts:
         FlowFacts(**{**flow, "readers": tuple(flow["readers"]), "holders": tuple(flow["holders"])})
         for flow in pipeline["flows"]
     ]
-    memory = tuple(IpuFacts(**ipu) for ipu in pipeline["memory"])
+    memory = tuple(IpuMemory(**ipu) for ipu in pipeline["memory"])
     return PipelineFacts(
         **{**pipeline, "stages": tuple(stages), "edges": edges, "flows": tuple(flows), "memory": memory}
     )

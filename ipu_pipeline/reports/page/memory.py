@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from ipu_pipeline.engine.planning.memory import IpuMemory
 from ipu_pipeline.engine.schedules import Timeline
 from ipu_pipeline.reports.memory_over_time import profile_memory_over_time
 from ipu_pipeline.reports.page.columns import pack_column
-from ipu_pipeline.reports.profile import IpuFacts, PipelineFacts, Profile
+from ipu_pipeline.reports.profile import PipelineFacts, Profile
 
 _NAMES = {"feed": "micro-batches"}
 
@@ -69,7 +70,7 @@ def pack_simulated(facts: PipelineFacts, timeline: Timeline) -> list[dict[str, A
     return packed
 
 
-def _constant(plan: IpuFacts) -> dict[str, int]:
+def _constant(plan: IpuMemory) -> dict[str, int]:
     """What an IPU holds all the time, by the plan."""
     return {
         "variables": plan.num_variable_bytes,
