@@ -41,6 +41,7 @@ BENCHMARKS = [
     "memory",
     "recomputation_memory",
     "emulation",
+    "several_processes",
     "report_page",
 ]
 _PACKAGES = ("jax", "jaxlib", "optax", "orbax-checkpoint", "torch")

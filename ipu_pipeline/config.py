@@ -1,18 +1,14 @@
 """Which JAX devices are the IPUs.
 
 An IPU is one JAX device. `IPUConfig.configure_ipu_system` selects them; without it the first `run`
-selects as many as the programs compiled so far need.
+selects as many as the programs compiled so far need. Where several processes run the program
+(`ipu_pipeline.distributed`), devices are those of all, and each process makes its part of the CPU's.
 """
 
 from __future__ import annotations
 
-import os
-import re
-import tempfile
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -30,7 +26,12 @@ from ipu_pipeline.config_categories import (
     StochasticRoundingBehaviour,
     find_near,
 )
-from ipu_pipeline.engine import jax_compat
+from ipu_pipeline.executable_cache import (
+    CACHE_DIR_VARIABLE,
+    enable_executable_cache,
+    enable_executable_cache_of_environment,
+)
+from ipu_pipeline.processes.devices import check_num_cpu_devices, have_cpu_devices, spread, want_cpu_devices
 
 __all__ = [
     "CACHE_DIR_VARIABLE",
@@ -48,6 +49,8 @@ __all__ = [
     "find_devices",
     "have_cpu_devices",
     "is_selected",
+    "norm_group_size",
+    "num_configured",
     "reserve",
     "reset_ipu_configuration",
     "select_automatically",
@@ -64,24 +67,26 @@ class _System:
       groups: per TensorFlow device (`/device:IPU:<n>`), in the order that stages take them.
       is_automatic: whether nobody configured it, so that it grows with what programs need.
       allow_recompute: whether pipelines that train recompute.
+      wanted: how many IPUs a configuration asked for, per group; the rest of a group is idle.
+      norm_group_size: how many replicas share the statistics of batch normalization.
     """
 
     groups: list[list[Any]]
     is_automatic: bool
     allow_recompute: bool = False
+    wanted: Sequence[int] = ()
+    norm_group_size: int = 1
 
-
-CACHE_DIR_VARIABLE = "IPU_PIPELINE_CACHE_DIR"
 
 _system: _System | None = None
-_has_read_environment = False
 
 
 class IPUConfig:
     """Selects the IPUs, and says how.
 
     Attributes:
-      auto_select_ipus: how many IPUs; a list gives each `/device:IPU:<n>` its number.
+      auto_select_ipus: how many IPUs; a list gives each `/device:IPU:<n>` its number. For R replicas of a
+        pipeline of S IPUs it is R times S.
       select_ipus: instead of that, which ones: indices of JAX devices, in the order that
         `/device:IPU:0` has them.
       selection_order: a `utils.SelectionOrder`.
@@ -90,6 +95,10 @@ class IPUConfig:
       require_power_of_two: False allows any number.
       allow_recompute: True lets the stages of pipelines that train compute values again in their backward,
         instead of keeping them; see `pipelining_ops.RecomputationMode`.
+
+    With `norms.experimental.distributed_batch_norm_replica_group_size` the replicas of a program share the
+    statistics of batch normalization: it is their number, or 1, which is the default, for statistics of
+    each replica. It counts for programs that are compiled after `configure_ipu_system`.
 
     Graphcore's other settings are known by their names (`config.floating_point_behaviour.esr`). They have
     no effect: who sets one to something else than its default is told why, once.
@@ -145,6 +154,9 @@ class IPUConfig:
     def configure_ipu_system(self, device: str = "cpu") -> None:
         """Selects the devices. It starts JAX's backend, with enough virtual devices if that is a CPU.
 
+        Where several processes run the program, the devices are those of all, process by process; if the
+        environment says so (see `ipu_pipeline.distributed`), it joins this process with them.
+
         Args:
           device: the host's, in Graphcore's programs; only "cpu" and names of a CPU device.
 
@@ -172,13 +184,19 @@ class IPUConfig:
         else:
             wanted = self.group_sizes
             reserved = [self._check_power_of_two(number) for number in wanted]
-            available = find_devices(sum(reserved), bool(self.ipu_model))
+            available = spread(find_devices(sum(reserved), bool(self.ipu_model)), sum(reserved))
             starts = [sum(reserved[:index]) for index in range(len(reserved))]
             chosen = [
                 available[start : start + number] for start, number in zip(starts, reserved, strict=True)
             ]
         groups = [[group[index] for index in self.selection_order.permute(len(group))] for group in chosen]
-        _system = _System(groups, is_automatic=False, allow_recompute=self.allow_recompute)
+        _system = _System(
+            groups,
+            is_automatic=False,
+            allow_recompute=self.allow_recompute,
+            wanted=self.group_sizes,
+            norm_group_size=self.norms.experimental.distributed_batch_norm_replica_group_size,
+        )
 
     @property
     def group_sizes(self) -> list[int]:
@@ -234,53 +252,7 @@ def set_num_devices(number: int) -> None:
     """
     if not isinstance(number, int) or isinstance(number, bool) or number < 1:
         raise ValueError(f"set_num_devices: number must be an integer from 1; got {number!r}.")
-    try:
-        jax.config.update("jax_num_cpu_devices", number)
-    except RuntimeError:
-        _check_num_cpu_devices(number)
-
-
-def enable_executable_cache(directory: str | os.PathLike[str]) -> None:
-    """Keeps compiled programs in a directory, for later processes: these need not compile them again.
-
-    It is JAX's persistent compilation cache, set up to keep small and quickly compiled programs too.
-    Programs are known by what they compute, the versions and the kind of device; nothing is ever deleted.
-    Without it, programs that are the same on several CPU devices are compiled once per process; with it,
-    once for each device.
-
-    The environment variable IPU_PIPELINE_CACHE_DIR does the same, when the first `Session` is made.
-
-    If the directory cannot be used, there is a warning, and programs are compiled without it.
-
-    Args:
-      directory: it is made if it does not exist.
-    """
-    global _has_read_environment
-    _has_read_environment = True
-    path = Path(directory).absolute()
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
-            pass
-    except OSError as error:
-        warnings.warn(
-            f"Compiled programs are not kept: the directory {path} of enable_executable_cache (or "
-            f"{CACHE_DIR_VARIABLE}) cannot be used: {error}. Later processes compile them again.",
-            stacklevel=2,
-        )
-        return
-    jax.config.update("jax_compilation_cache_dir", str(path))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    jax_compat.reset_persistent_cache()  # JAX looks at the settings once, when it first compiles
-
-
-def enable_executable_cache_of_environment() -> None:
-    """Does what IPU_PIPELINE_CACHE_DIR says, the first time it is called."""
-    global _has_read_environment
-    if not _has_read_environment and (directory := os.environ.get(CACHE_DIR_VARIABLE)):
-        enable_executable_cache(directory)
-    _has_read_environment = True
+    want_cpu_devices(number)
 
 
 def select_automatically(needs: Iterable[tuple[int, int]]) -> None:
@@ -301,7 +273,8 @@ def select_automatically(needs: Iterable[tuple[int, int]]) -> None:
     if wanted == [len(group) for group in groups]:
         return
     used = [device for group in groups for device in group]
-    free = [device for device in find_devices(sum(wanted), ipu_model=False) if device not in used]
+    found = spread(find_devices(sum(wanted), ipu_model=False), sum(wanted))
+    free = [device for device in found if device not in used]
     groups += [[] for _ in range(len(wanted) - len(groups))]
     for group, number in zip(groups, wanted, strict=True):
         num_missing = number - len(group)
@@ -325,7 +298,7 @@ def reserve(needs: Iterable[tuple[int, int]]) -> None:
         return
     number = sum(_group_sizes([] if _system is None else _system.groups, needs))
     if not have_cpu_devices(number) and jax.default_backend() == "cpu":
-        _check_num_cpu_devices(number)
+        check_num_cpu_devices(number)
 
 
 def _group_sizes(groups: Sequence[Sequence[Any]], needs: Iterable[tuple[int, int]]) -> list[int]:
@@ -345,6 +318,18 @@ def is_selected() -> bool:
 def allows_recomputation() -> bool:
     """Whether the configured system has `allow_recompute`."""
     return _system is not None and _system.allow_recompute
+
+
+def num_configured(ordinal: int) -> int | None:
+    """How many IPUs a configuration asked for `/device:IPU:<ordinal>`; None if none did."""
+    if _system is None or ordinal >= len(_system.wanted):
+        return None
+    return _system.wanted[ordinal]
+
+
+def norm_group_size() -> int:
+    """How many replicas the configured system has share statistics of batch normalization; 1 by default."""
+    return 1 if _system is None else _system.norm_group_size
 
 
 def selected_devices(ordinal: int) -> list[Any]:
@@ -391,41 +376,11 @@ def find_devices(number: int, ipu_model: bool) -> list[Any]:
         return devices
     platform = devices[0].platform
     if platform == "cpu":
-        _check_num_cpu_devices(number)
+        check_num_cpu_devices(number)
     raise ValueError(
         f"{number} IPUs are needed, but there are {len(devices)} {platform} device(s). Set "
         "IPUConfig.ipu_model = True to use CPU devices as IPUs, or use fewer."
     )
-
-
-def have_cpu_devices(number: int) -> bool:
-    """Makes so many virtual CPU devices, unless more were asked for; False if the backend runs already."""
-    if _num_cpu_devices_set() < number:
-        try:
-            jax.config.update("jax_num_cpu_devices", number)
-        except RuntimeError:
-            return False
-    return True
-
-
-def _check_num_cpu_devices(number: int) -> None:
-    """Raises a RuntimeError if JAX's CPU backend, which is running, has fewer devices."""
-    num_devices = len(jax.devices("cpu"))
-    if num_devices < number:
-        raise RuntimeError(
-            f"{number} IPUs are needed, but JAX's CPU backend is already running with {num_devices} "
-            "device(s), which cannot be changed any more. It started when a JAX array (jnp.float32(2), a "
-            "module of Flax) or a random key was made, or with jax.devices(). Call "
-            f"ipu.set_num_devices({number}) at the top of the program, or "
-            "IPUConfig.configure_ipu_system() before that."
-        )
-
-
-def _num_cpu_devices_set() -> int:
-    """How many virtual CPU devices were asked for before; 1 if nobody did."""
-    flag = re.search(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
-    configured = int(jax.config.jax_num_cpu_devices)  # type: ignore[attr-defined]  # made at run time
-    return configured if configured >= 1 else int(flag.group(1)) if flag else 1
 
 
 def _check_numbers(name: str, value: Any) -> None:

@@ -113,11 +113,11 @@ class StochasticRoundingBehaviour(enum.Enum):
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting that has no effect.
+    """A setting, which as a rule has no effect.
 
     Attributes:
       default: its value.
-      reason: why nothing follows from another one.
+      reason: why nothing follows from another one; "" if something does.
       kinds: the types that it takes; by default that of the default.
     """
 
@@ -142,6 +142,7 @@ _MODEL = "virtual IPUs have no tiles and no code for them"
 _TILES = "JAX devices have no tiles"
 _SCHEDULER = "XLA orders operations"
 _REMOTE = "there is no remote memory; what is offloaded lies in host memory, array by array"
+_PROCESSES = "ipu.distributed knows how many processes there are, and which of them this is"
 _KEYS = "nothing is transferred to another machine, and so nothing encrypted"
 
 # By full name. What IPUConfig itself has is in `config`.
@@ -164,8 +165,8 @@ SETTINGS: Mapping[str, Setting] = {
     "experimental.enable_prng_stability": Setting(
         False, "random numbers depend on the seed and on names alone, whatever runs where"
     ),
-    "experimental.multi_replica_distribution.process_index": Setting(0, "there is one process"),
-    "experimental.multi_replica_distribution.process_count": Setting(0, "there is one process"),
+    "experimental.multi_replica_distribution.process_index": Setting(0, _PROCESSES),
+    "experimental.multi_replica_distribution.process_count": Setting(0, _PROCESSES),
     "floating_point_behaviour.inv": Setting(False, _EXCEPTIONS),
     "floating_point_behaviour.div0": Setting(False, _EXCEPTIONS),
     "floating_point_behaviour.oflo": Setting(False, _EXCEPTIONS),
@@ -186,7 +187,7 @@ SETTINGS: Mapping[str, Setting] = {
     "norms.use_stable_statistics": Setting(
         False, "ipu.layers always compute the mean first and the variance from differences to it"
     ),
-    "norms.experimental.distributed_batch_norm_replica_group_size": Setting(1, "there is one replica"),
+    "norms.experimental.distributed_batch_norm_replica_group_size": Setting(1, ""),
     "optimizations.math.fast": Setting(
         False, "it is an option of XLA's: PipelineStageOptions({'xla_cpu_enable_fast_math': True})"
     ),
@@ -308,7 +309,7 @@ class Category:
         if is_number or not isinstance(value, setting.types):
             kinds = " or ".join(kind.__name__ for kind in setting.types)
             raise TypeError(f"IPUConfig.{full_name} must be of type {kinds}; got {value!r}.")
-        if value != setting.default:
+        if value != setting.default and setting.reason:
             _notice(full_name)
         vars(self)[name] = _Noticed(full_name, value) if isinstance(value, dict) else value
 

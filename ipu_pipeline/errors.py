@@ -1,8 +1,8 @@
 """Exceptions of the library."""
 
-from ipu_pipeline.engine.errors import OutOfRangeError
+from ipu_pipeline.engine.errors import OutOfRangeError, ProcessError
 
-__all__ = ["CheckpointError", "OutOfRangeError"]
+__all__ = ["CheckpointError", "OutOfRangeError", "ProcessError"]
 
 
 class CheckpointError(ValueError):

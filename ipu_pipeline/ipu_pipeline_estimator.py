@@ -19,6 +19,7 @@ from ipu_pipeline import config as ipu_config
 from ipu_pipeline.checkpointing import checkpoints
 from ipu_pipeline.checkpointing.checkpoints import CheckpointSeries
 from ipu_pipeline.checkpointing.snapshots import Snapshot
+from ipu_pipeline.checkpointing.together import do_first
 from ipu_pipeline.checkpointing.writable import check_writable
 from ipu_pipeline.estimator.inference import Inference, PaddedData
 from ipu_pipeline.estimator.programs import (
@@ -33,6 +34,7 @@ from ipu_pipeline.estimator.scalars import ScalarWriter
 from ipu_pipeline.estimator.training import Training, describe_function
 from ipu_pipeline.ipu_run_config import RunConfig
 from ipu_pipeline.ipu_session_run_hooks import SessionRunHook, check_hooks
+from ipu_pipeline.processes.joining import join_by_environment
 from ipu_pipeline.session.resuming import check_optimizers, check_program
 from ipu_pipeline.session.session import Session
 
@@ -42,6 +44,23 @@ _CHECKPOINTS = "checkpoints"  # the folder in `model_dir`
 _GLOBAL_STEP = "global_step"
 _RESERVED = ("input_fn",)
 _logger = logging.getLogger("ipu_pipeline.estimator")
+
+
+def _agree_on_directory(own: str | None) -> str:
+    """The model_dir, a temporary one if there is none; of several processes that of the first."""
+    join_by_environment()
+
+    def choose() -> str:
+        if own is not None:
+            return own
+        made = tempfile.mkdtemp(prefix="ipu_pipeline_estimator_")
+        _logger.warning("Using temporary folder as model directory: %s", made)
+        return made
+
+    directory = do_first(choose)
+    if own is not None and directory != own:
+        _logger.warning("The model_dir of process 0 is used: %s, not %s.", directory, own)
+    return directory
 
 
 class IPUPipelineEstimator:
@@ -62,7 +81,7 @@ class IPUPipelineEstimator:
       estimator.train(input_fn, steps=1600)
       print(estimator.evaluate(test_input_fn))
 
-    A step is a micro-batch, and `global_step` counts them. Messages go to the logger
+    A step is a micro-batch of each replica, and `global_step` counts them. Messages go to the logger
     "ipu_pipeline.estimator", and what a terminal shows is in `train`.
     """
 
@@ -105,10 +124,7 @@ class IPUPipelineEstimator:
                 "`model_dir` are set both in constructor and `RunConfig`, but with different values. In "
                 f"constructor: '{given}', in `RunConfig`: '{configured}'."
             )
-        directory = given or configured
-        if directory is None:
-            directory = tempfile.mkdtemp(prefix="ipu_pipeline_estimator_")
-            _logger.warning("Using temporary folder as model directory: %s", directory)
+        directory = _agree_on_directory(given or configured)
         self._model_dir = Path(directory).absolute()
         self._model_fn = model_fn
         self._config = config
@@ -163,7 +179,7 @@ class IPUPipelineEstimator:
           input_fn: takes any of `mode`, `params` and `config`, returns a data set as `IPUInfeedQueue`
             takes it. Training ends at its end.
           hooks: called around each run, after those of the specification.
-          steps: how many micro-batches to train for, a multiple of `iterations_per_loop`.
+          steps: how many micro-batches each replica is to train on, a multiple of `iterations_per_loop`.
           max_steps: until which `global_step` to train, instead. The last weight update may go beyond it.
 
         Returns:
@@ -242,8 +258,8 @@ class IPUPipelineEstimator:
 
         Args:
           input_fn: as for `train`.
-          steps: how many micro-batches, a multiple of `iterations_per_loop`; None for all of the data set.
-            All of them count, also where there are fewer than a run takes.
+          steps: how many micro-batches of each replica, a multiple of `iterations_per_loop`; None for all
+            of the data set. All of them count, also where there are fewer than a run takes.
           hooks: called around each run, after those of the specification.
           checkpoint_path: which checkpoint; None for the newest in `model_dir`. If there is none, the
             initial values are evaluated, with a warning.

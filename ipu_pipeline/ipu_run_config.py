@@ -17,11 +17,13 @@ class IPURunConfig:
     """What an estimator does on the IPUs.
 
     Attributes:
-      iterations_per_loop: micro-batches in one `Session.run`, a multiple of the pipeline's
-        `gradient_accumulation_count`. `global_step` goes up by as many.
-      ipu_options: an `IPUConfig`, which the estimator configures; needed for more than one IPU.
-      num_replicas: 1; there are no replicas yet.
-      num_shards: how many IPUs there are for the pipeline's stages; less than twice as many as it uses.
+      iterations_per_loop: micro-batches that each replica takes in one `Session.run`, a multiple of the
+        pipeline's `gradient_accumulation_count`. `global_step` goes up by as many.
+      ipu_options: an `IPUConfig`, which the estimator configures; needed for more than one IPU. It selects
+        `num_replicas` times `num_shards` IPUs.
+      num_replicas: how many replicas of the pipeline train, evaluate and predict, each with micro-batches
+        of its own. Several of them train with an `optimizers.CrossReplicaOptimizer` only.
+      num_shards: how many IPUs a replica has for the pipeline's stages; less than twice as many as it uses.
       ordinal: the n of `/device:IPU:<n>`.
       prefetch_depth: of the infeed; None for its default.
     """
@@ -37,7 +39,6 @@ class IPURunConfig:
         """Checks the fields.
 
         Raises:
-          NotImplementedError: there is to be more than one replica.
           TypeError: `ipu_options` is no `IPUConfig`.
           ValueError: a number is out of range, or differs from what `ipu_options` selects.
         """
@@ -48,15 +49,11 @@ class IPURunConfig:
             ("ordinal", 0),
         ):
             _check_integer(f"IPURunConfig: {name}", getattr(self, name), least)
-        if self.num_replicas > 1:
-            raise NotImplementedError(
-                "IPURunConfig: num_replicas must be 1, as there are no replicas yet; got "
-                f"{self.num_replicas}."
-            )
-        if self.num_shards > 1 and self.ipu_options is None:
+        num_devices = self.num_replicas * self.num_shards
+        if num_devices > 1 and self.ipu_options is None:
             raise ValueError(
                 "IPU configuration requires more than one device, but `ipu_options` is None: give it an "
-                f"IPUConfig with auto_select_ipus = {self.num_shards}."
+                f"IPUConfig with auto_select_ipus = {num_devices}."
             )
         if self.ipu_options is None:
             return
@@ -68,9 +65,9 @@ class IPURunConfig:
                 f"Only {len(numbers)} device(s) available to choose from. You tried to pick a device at "
                 f"ordinal {self.ordinal}"
             )
-        if numbers[self.ordinal] != self.num_shards:
+        if numbers[self.ordinal] != num_devices:
             raise ValueError(
-                f"`IPURunConfig` configured with {self.num_replicas * self.num_shards} devices "
+                f"`IPURunConfig` configured with {num_devices} devices "
                 f"({self.num_replicas} replicas times {self.num_shards} shards), but `ipu_options` "
                 "configured "
                 f"with {numbers[self.ordinal]} devices"
@@ -79,7 +76,7 @@ class IPURunConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """What an estimator does besides.
+    """What an estimator does besides. Where it counts micro-batches they are those of one replica.
 
     Attributes:
       ipu_run_config: an `IPURunConfig`.

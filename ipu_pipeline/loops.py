@@ -20,6 +20,7 @@ from ipu_pipeline.engine.tracing.stages import as_arguments, check_signature
 from ipu_pipeline.graph.operations import Operation
 from ipu_pipeline.graph.placeholders import Placeholder, as_traced_inputs
 from ipu_pipeline.program.calls import LoopCall, current_builder
+from ipu_pipeline.program.replication import Replication
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
 
 __all__ = ["repeat", "while_loop"]
@@ -136,11 +137,14 @@ def _loop(
     given = describe_arguments(body, arguments, fed_kwargs)
     traced = trace_body(call, avals, element, builder.names, place, given)
     condition = None if cond is None else _trace_condition(cond, tree, avals, what)
+    loop = Loop(traced, condition)
+    averages = traced.training is not None and traced.training.averages_replicas
     loop_call = LoopCall(
-        loop=Loop(traced, condition),
+        loop=loop,
         has_count_operand=jax_compat.is_traced(count),
         count=None if jax_compat.is_traced(count) else count,
         infeed_queue=infeed_queue,
+        replication=Replication(builder.ipu_device, loop.num_ipus, averages),
     )
     operands = [*([count] if loop_call.has_count_operand else []), *traced.captured, *leaves]
     results = jax.tree.unflatten(tree, builder.add(loop_call, operands, avals))

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from ipu_pipeline import config
+from ipu_pipeline.engine.devices.sharding import Shard
 from ipu_pipeline.engine.pipeline import Pipeline
 from ipu_pipeline.engine.planning.dispatch_plans import DispatchPlan
 from ipu_pipeline.engine.programs.collecting import find_sum_dtype
@@ -41,8 +42,10 @@ from ipu_pipeline.program.pipeline_arguments import (
     check_recomputation,
     check_recomputation_checkpoints,
     check_replication,
+    check_sharding,
 )
 from ipu_pipeline.program.registry import reserve_ipus
+from ipu_pipeline.program.replication import Replication
 from ipu_pipeline.program.stage_options import PipelineStageOptions, compiler_options
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
 from ipu_pipeline.queues.outfeed import IPUOutfeedQueue
@@ -56,6 +59,12 @@ __all__ = [
     "pipeline",
     "recomputation_checkpoint",
 ]
+
+
+_SHARDED = {
+    "replicated_optimizer_state_sharding": Shard.OPTIMIZER_STATE,
+    "replicated_weight_sharding": Shard.WEIGHTS,
+}
 
 
 def pipeline(
@@ -112,9 +121,11 @@ def pipeline(
       inputs: the first arguments of the first stage, arrays that stay the same during a run.
       infeed_queue: gives the first stage its other arguments, micro-batch by micro-batch.
       outfeed_queue: takes what the last stage returns, or the loss.
-      optimizer_function: takes what the last stage returns, returns an `OptimizerFunctionOutput`. It is
-        traced twice, for the loss in the last stage, and for the optimizer in the weight update, there
-        on what the last stage returned for the last micro-batch. None: the pipeline only runs forwards.
+      optimizer_function: takes what the last stage returns, returns an `OptimizerFunctionOutput`. With an
+        `optimizers.CrossReplicaOptimizer` there are as many replicas of the pipeline as the IPUs that are
+        selected make. It is traced twice, for the loss in the last stage, and for the optimizer in the
+        weight update, there on what the last stage returned for the last micro-batch. None: the pipeline
+        only runs forwards.
       device_mapping: the IPU of each stage, a list of IPUs for parallel stages; by default each has its
         own, in order.
       pipeline_schedule: by default Grouped.
@@ -127,12 +138,16 @@ def pipeline(
       weight_update_poplar_options: likewise for the programs of the weight update.
       offload_weight_update_variables: whether the optimizer's state lies in host memory between weight
         updates. None is False, here and below.
-      replicated_optimizer_state_sharding: True warns: there is one replica, and nothing is sharded.
+      replicated_optimizer_state_sharding: whether each replica keeps and updates a part of the optimizer's
+        state (ZeRO-1), where the size of an axis is a multiple of the number of replicas. With one replica,
+        True warns.
       offload_activations: whether what stages keep between the forward and the backward of a micro-batch
         lies in host memory.
       offload_gradient_accumulation_buffers: whether accumulators lie in host memory while no backward and
         no weight update uses them.
-      replicated_weight_sharding: True warns: there is one replica, and nothing is sharded.
+      replicated_weight_sharding: whether each replica keeps a part of the trainable variables likewise,
+        and gathers those of a stage before each of its programs; in inference too. Variables of several
+        stages stay whole. With one replica, True warns.
       offload_weights: whether trainable variables lie in host memory while no program uses them; in
         inference too.
       continuous_weight_updates: only False.
@@ -203,7 +218,7 @@ def pipeline(
         offload_gradient_accumulation_buffers=offload_gradient_accumulation_buffers,
         offload_weights=offload_weights,
     )
-    check_replication(
+    sharded = check_replication(
         is_inference,
         replicated_optimizer_state_sharding=replicated_optimizer_state_sharding,
         replicated_weight_sharding=replicated_weight_sharding,
@@ -272,6 +287,7 @@ def pipeline(
         # The configuration of the run decides; if it is this one, the programs need not be built again.
         recompute=recompute if config.allows_recomputation() and not is_inference else None,
         offload=offload,
+        shard=[_SHARDED[argument] for argument in sharded],
         num_serialized=batch_serialization_iterations,
         collect_outputs=collect_outputs,
         collect_losses=outfeed_loss,
@@ -283,6 +299,10 @@ def pipeline(
     element = None if infeed_queue is None else infeed_queue.element
     input_avals = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in input_leaves]
     engine_pipeline.trace(element, *jax.tree.unflatten(input_tree, input_avals))
+    averages = optimizer is not None and optimizer.averages_replicas
+    num_ipus = engine_pipeline.num_ipus
+    replication = Replication(builder.ipu_device, num_ipus, averages, sharded=tuple(sharded))
+    replication.check(trains=not is_inference)
     call = PipelineCall(
         name=name or "Pipeline",
         pipeline=engine_pipeline,
@@ -294,9 +314,11 @@ def pipeline(
         has_count_operand=has_count_operand,
         recompute=recompute,
         asks_for_recomputation=recomputation_mode is not None and not is_inference,
+        replication=replication,
     )
     check_outfeed(call)
     check_recomputation_checkpoints(call)
+    check_sharding(call)
     builder.add(call, [*([count] if has_count_operand else []), *input_leaves, *captures.values])
     captures.values.clear()  # traced values, which nobody needs any more
     return Operation(call.name)

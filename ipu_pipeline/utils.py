@@ -201,6 +201,7 @@ class Seeded(Protocol):
 
 
 _seed = 0
+_has_identical_replicas = False
 _seeded: weakref.WeakSet[Any] = weakref.WeakSet()
 _seeding = threading.Lock()
 
@@ -220,15 +221,21 @@ def reset_ipu_seed(
       seed: an integer of 64 bits.
       device: an IPU device; all have the same seed.
       cpu_device: the host's.
-      experimental_identical_replicas: whether replicas draw the same numbers; there is one.
+      experimental_identical_replicas: whether the replicas of a program draw the same numbers, those that
+        one alone would, from now on until this is called again.
 
     Raises:
       TypeError, ValueError: the seed is none.
     """
-    global _seed
-    del device, cpu_device, experimental_identical_replicas
+    global _seed, _has_identical_replicas
+    del device, cpu_device
     check_seed(seed, "reset_ipu_seed")
-    _seed = int(seed)
+    if not isinstance(experimental_identical_replicas, bool):
+        raise TypeError(
+            "reset_ipu_seed: experimental_identical_replicas must be True or False; got "
+            f"{experimental_identical_replicas!r}."
+        )
+    _seed, _has_identical_replicas = int(seed), experimental_identical_replicas
     with _seeding:
         for session in list(_seeded):
             session.reset_seed(_seed)
@@ -254,6 +261,11 @@ def check_seed(seed: Any, what: str) -> None:
 def current_seed() -> int:
     """The seed of a session that is made without one."""
     return _seed
+
+
+def replicas_are_identical() -> bool:
+    """Whether replicas draw the same random numbers, by `reset_ipu_seed`."""
+    return _has_identical_replicas
 
 
 def reach(session: Seeded) -> None:

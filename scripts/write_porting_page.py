@@ -26,6 +26,7 @@ def read_rows() -> list[dict[str, str]]:
     rows += [
         {"name": f"config.IPUConfig.{name}", "status": "no effect", "here": name, "why": setting.reason}
         for name, setting in SETTINGS.items()
+        if setting.reason
     ]
     rows += [
         {"name": f"utils.{name}", "status": "no effect", "here": name, "why": f"it {did}: {reason}"}

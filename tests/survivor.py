@@ -9,7 +9,8 @@ import time
 
 import jax
 
-jax.config.update("jax_num_cpu_devices", 2)
+if "IPU_PIPELINE_NUM_PROCESSES" not in os.environ:  # else each of several processes has one
+    jax.config.update("jax_num_cpu_devices", 2)
 
 
 def main():

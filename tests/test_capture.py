@@ -120,6 +120,38 @@ def test_every_action_has_one_event(case, tmp_path):
     assert read_profile((tmp_path / "trace" / "profile.json").read_text()) == _rounded(profile)
 
 
+def test_replicas_have_ipus_and_micro_batches_of_their_own(tmp_path):
+    pipeline, data = make_pipeline((0, 2), num_stages=2, num_replicas=2)
+    state, _outputs = run(pipeline, 2 * data, 1)
+    with ipu.reports.capture(tmp_path) as captured:
+        run(pipeline, 2 * data, 2, state)
+    profile = captured.profile
+    assert profile.num_lost == profile.num_dropped == 0
+    found = {(e.stage, e.micro_batch, e.step): e.ipu for e in profile.events if e.kind in COMPUTED}
+    assert found == {
+        (stage, micro_batch, step): 3 * (micro_batch % 2) + (0, 2)[stage]
+        for stage in range(2)
+        for micro_batch in range(2 * COUNT)
+        for step in (1, 2)
+    }
+    assert set(actions_of(profile.events).values()) == {1}
+    check_order(profile.events)
+    updates = [(e.ipu, e.step) for e in profile.events if e.kind is EventKind.UPDATE]
+    assert sorted(updates) == [(ipu, step) for ipu in (0, 2, 3, 5) for step in (1, 2)]
+    sent = [e for e in profile.events if e.kind is EventKind.TRANSFER]
+    assert {(e.source, e.ipu, e.micro_batch % 2) for e in sent} == {
+        (first + source, first + target, replica)
+        for replica, first in ((0, 0), (1, 3))
+        for source, target in ((0, 2), (2, 0))
+    }
+    joined = [e for e in profile.events if e.name == "jit_join_parts"]
+    assert Counter(e.ipu for e in joined) == dict.fromkeys((0, 2, 3, 5), 2)
+    (facts,) = profile.pipelines
+    assert (facts.num_replicas, facts.num_micro_batches, facts.is_one_program) == (2, COUNT, False)
+    assert [device.ipu for device in profile.devices] == [0, 2, 3, 5]
+    assert read_profile((tmp_path / "profile.json").read_text()) == _rounded(profile)
+
+
 def _rounded(profile):
     """A profile as its file holds it."""
     return read_profile(profile.to_json())
@@ -455,7 +487,7 @@ def _umask():
         ("nothing", "no profile of ipu_pipeline"),
         ("[]", "no profile of ipu_pipeline"),
         ('{"format": "other", "version": 1}', "the format must be"),
-        ('{"format": "ipu_pipeline profile", "version": 2}', "a later ipu_pipeline"),
+        ('{"format": "ipu_pipeline profile", "version": 3}', "a later ipu_pipeline"),
         ('{"format": "ipu_pipeline profile", "version": 1}', "damaged"),
     ],
 )

@@ -667,7 +667,17 @@ def ipu_config(number):
             ValueError,
             r"Only 1 device\(s\) available to choose",
         ),
-        ({"num_replicas": 2}, NotImplementedError, "num_replicas must be 1, as there are no replicas yet"),
+        (
+            {"num_replicas": 2},
+            ValueError,
+            "more than one device, but `ipu_options` is None: .* auto_select_ipus = 2",
+        ),
+        (
+            {"num_replicas": 2, "num_shards": 2, "ipu_options": ipu_config(2)},
+            ValueError,
+            r"configured with 4 devices \(2 replicas times 2 shards\), but `ipu_options` configured with 2",
+        ),
+        ({"num_replicas": 0}, ValueError, "num_replicas must be an integer of at least 1; got 0"),
         (
             {"iterations_per_loop": 0},
             ValueError,

@@ -13,11 +13,12 @@ import optax
 import orbax.checkpoint  # noqa: F401  # by the package, at its first checkpoint; not while a name is away
 import pytest
 
-from ipu_pipeline.engine import jax_compat
+from ipu_pipeline.engine import jax_compat, jax_processes
 from tests.test_executables import no_cache  # noqa: F401  # a fixture
 from tests.test_rooms import rooms
 
 NAMES = tuple(jax_compat.NAMES)
+assert jax_processes.__name__ in sys.modules  # whose names are among them
 UPDATES, MICRO_BATCHES = 2, 4
 
 
@@ -54,6 +55,7 @@ def without(*paths):
             for path in paths:
                 away.enter_context(taken_away(path))
             found = importlib.import_module("ipu_pipeline.engine.jax_compat")
+            importlib.import_module("ipu_pipeline.engine.jax_processes")
         assert found is not jax_compat
         yield importlib.import_module
     finally:
@@ -250,7 +252,8 @@ jax.core.Tracer, jax.Array, jax.memory, equation.source_info
 
 
 def test_no_other_module_has_private_names():
-    paths = {module: path for module, path in rooms.MODULES.items() if module != "engine.jax_compat"}
+    own = ("engine.jax_compat", "engine.jax_processes")
+    paths = {module: path for module, path in rooms.MODULES.items() if module not in own}
     assert len(paths) > 100
     found = {module: find_private_names(path.read_text()) for module, path in paths.items()}
     assert {module: names for module, names in found.items() if names} == {}

@@ -12,7 +12,7 @@ from ipu_pipeline.reports.events import Event, EventKind
 from ipu_pipeline.reports.page import write_page, write_simulation
 from ipu_pipeline.reports.page.writing import COLOURS, IDLE
 from tests import browsers
-from tests.test_report_page import NASTY, nasty_profile
+from tests.test_report_page import NASTY, make_replicas, nasty_profile
 from tests.traces import ACTION, SLOT, UPDATE, make_events, make_facts, make_large_profile, make_profile
 
 pytestmark = [
@@ -76,6 +76,26 @@ def test_every_action_is_a_bar_in_the_row_of_its_ipu(show):
         "return [...document.querySelectorAll('#trace .annotation-text')].map((a) => a.textContent)"
     )
     assert phases == ["ramp-up", "main phase", "ramp-down"]
+
+
+def test_replicas_and_hosts_of_processes_have_rows_of_their_own(show):
+    profile = make_replicas(2)
+    events = [event for event in profile.events if event.step == 0]
+    events += [
+        Event(EventKind.INFEED_WAIT, 2e3 * at, 2e3 * at + 500, None, step=0, process=process)
+        for process, number in ((0, 3), (1, 5))
+        for at in range(number)
+    ]
+    page = show(dataclasses.replace(profile, events=tuple(events)))
+    assert rows_of(page, FORWARD, 6) == rows_of(page, BACKWARD, 6) == dict.fromkeys(range(4), 4)
+    assert rows_of(page, COLOURS[EventKind.INFEED_WAIT], 6) == {4: 3, 5: 5}
+    assert rows_of(page, IDLE, 6).keys() == set(range(4))
+    titles = page.run(
+        "return [...document.querySelectorAll('#trace .ytick')].map((tick) => tick.textContent)"
+    )
+    assert titles == ["IPU 0", "IPU 1", "IPU 2", "IPU 3", "Host of process 0", "Host of process 1"]
+    page.choose("input[value=free]")
+    assert rows_of(page, FORWARD, 4) == dict.fromkeys(range(4), 4)
 
 
 def test_what_is_under_the_pointer(show):

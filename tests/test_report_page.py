@@ -12,15 +12,18 @@ import numpy as np
 import pytest
 
 from ipu_pipeline.command_line import main
+from ipu_pipeline.engine import Cluster
 from ipu_pipeline.reports.analysis import analyse, balanced_utilisation
 from ipu_pipeline.reports.capturing import Capture
 from ipu_pipeline.reports.chrome_trace import to_chrome_trace
 from ipu_pipeline.reports.events import Event, EventKind
 from ipu_pipeline.reports.files import write_reports
+from ipu_pipeline.reports.memory_over_time import profile_memory_over_time
 from ipu_pipeline.reports.page import write_page
 from ipu_pipeline.reports.page.columns import pack, pack_column
 from ipu_pipeline.reports.page.escaping import as_html, as_script
 from ipu_pipeline.reports.page.memory import pack_measured
+from ipu_pipeline.reports.page.tables import table_of_ipus
 from ipu_pipeline.reports.page.writing import COLOURS, IDLE, INKS
 from ipu_pipeline.reports.predictions import make_scenario, timeline_events
 from ipu_pipeline.reports.profile import LayerFacts
@@ -241,6 +244,61 @@ def test_simulated_events_are_like_measured_ones():
     sent = [event for event in found if event.kind is EventKind.TRANSFER and event.source == 0]
     assert {(event.ipu, event.stage, event.num_bytes) for event in sent} == {(1, 0, 77)}
     assert min(event.begin for event in found) == 0.0
+
+
+def make_replicas(num_replicas):
+    """A profile of replicas that all do the same at the same time."""
+    facts = make_facts(2, 4)
+    events = [
+        dataclasses.replace(
+            event,
+            ipu=event.ipu + 2 * replica,
+            source=None if event.source is None else event.source + 2 * replica,
+            micro_batch=None if event.micro_batch is None else event.micro_batch * num_replicas + replica,
+        )
+        for event in make_events(facts, 2)
+        for replica in range(num_replicas)
+    ]
+    return make_profile(dataclasses.replace(facts, num_replicas=num_replicas), tuple(events))
+
+
+def test_replicas():
+    (one,), (three,) = study(make_replicas(1)), study(make_replicas(3))
+    assert three.analysis.step_time == pytest.approx(one.analysis.step_time)
+    assert three.analysis.samples_per_second == pytest.approx(3 * one.analysis.samples_per_second)
+    assert three.analysis.balanced_utilisation == one.analysis.balanced_utilisation == pytest.approx(4 / 5)
+    assert [use.ipu for use in three.analysis.ipus] == list(range(6))
+    assert [use.busy for use in three.analysis.ipus] == [use.busy for use in one.analysis.ipus] * 3
+    for name in ("stages", "links"):
+        assert getattr(three.analysis, name) == getattr(one.analysis, name)
+    scenario = three.predictions.simulation.scenario
+    assert scenario == dataclasses.replace(
+        one.predictions.simulation.scenario, cluster=Cluster(num_replicas=3)
+    )
+    timeline = three.predictions.simulation.free_running
+    found = timeline_events(timeline, three.facts, 0, [(0, 1, 77), (1, 0, 77)])
+    places = {(event.stage, event.micro_batch, event.ipu) for event in found if event.kind == "forward"}
+    assert places == {(stage, k, 2 * (k % 3) + stage) for stage in range(2) for k in range(12)}
+    sent = {(event.source, event.ipu) for event in found if event.kind == "transfer"}
+    assert sent == {(2 * r + source, 2 * r + 1 - source) for r in range(3) for source in range(2)}
+
+
+def test_the_page_of_replicas(tmp_path, capsys):
+    profile = make_replicas(2)
+    held = profile_memory_over_time(profile, 0)
+    alone = profile_memory_over_time(make_replicas(1), 0)
+    assert [one.ipu for one in held] == [0, 1, 2, 3]
+    for one, other in zip(held, alone * 2, strict=True):
+        assert one.peak.num_bytes == other.peak.num_bytes
+        assert one.times.tolist() == other.times.tolist()
+    directory = write(tmp_path, profile)
+    assert main.main(["report", str(directory)]) == 0
+    printed = capsys.readouterr().out
+    assert "8 micro-batches a step of 2 replicas)" in printed
+    assert re.findall(r"IPU \d  ", printed) == [f"IPU {ipu}  " for ipu in range(4)]
+    table = table_of_ipus(profile, profile.pipelines[0], analyse_one(profile))
+    cells = re.findall(r"<tr><th[^>]*>(\d+)</th><td>(\d+)</td><td[^>]*>(\d+)</td>", table)
+    assert cells == [(str(ipu), str(ipu // 2), str(ipu % 2)) for ipu in range(4)]
 
 
 # --- the page
@@ -565,7 +623,7 @@ def test_report_does_not_obey_names(tmp_path, capsys):
         ("{", "this is no profile of ipu_pipeline"),
         (b"\xff\xfe", "it is damaged"),
         (
-            make_profile().to_json().replace('"version": 1', '"version": 99'),
+            make_profile().to_json().replace('"version": 2', '"version": 99'),
             "a later ipu_pipeline (version 99",
         ),
         (make_profile().to_json().replace('"columns"', '"kolumns"'), "it is damaged"),

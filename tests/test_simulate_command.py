@@ -1,5 +1,6 @@
 """`ipu-pipeline simulate` and `ipu-pipeline schedule`."""
 
+import dataclasses
 import json
 import os
 import re
@@ -10,7 +11,16 @@ from pathlib import Path
 import pytest
 
 from ipu_pipeline.command_line.main import main
-from ipu_pipeline.engine.schedules import Costs, Memory, Scenario, advise, simulate, what_if
+from ipu_pipeline.engine.schedules import (
+    Cluster,
+    Costs,
+    LinkSpeed,
+    Memory,
+    Scenario,
+    advise,
+    simulate,
+    what_if,
+)
 
 
 def run(capsys, *arguments):
@@ -218,6 +228,80 @@ def test_stages_that_a_file_does_not_have(capsys, tmp_path):
     file.write_text('{"costs": {"forward": [1, 2]}}')
     said = fail(capsys, "simulate", "--costs-from", str(file), "--stages", "3")
     assert said.endswith("--stages: the file of --costs-from has 2 stages; got 3. Leave it out.")
+
+
+CLUSTER = [*SMALL[:3], "--micro-batches", "4", "--replicas", "2", "--processes", "2"]
+
+
+def test_a_cluster_from_options_and_from_a_file(capsys, tmp_path):
+    options = (
+        "--sent-bytes 8 --gradient-bytes 10,20 --latency 0.5,1 --bandwidth 100 --share-optimizer-state"
+    )
+    text = run(capsys, *CLUSTER, *options.split())
+    assert text.startswith(
+        "2 stages on 2 IPUs, 4 micro-batches, schedule grouped, training, 2 replicas that share the "
+        "optimizer state, 2 processes\n"
+    )
+    table = text[text.index("IPU  stages") :].splitlines()[1:5]
+    assert [line.split()[:2] for line in table] == [[str(ipu), str(ipu % 2)] for ipu in range(4)]
+    printed = json.loads(run(capsys, *CLUSTER, *options.split(), "--json"))
+    found = Scenario.from_dict(printed["scenario"])
+    assert found.cluster == Cluster(2, (0, 0, 1, 1), LinkSpeed(0.5, 100), LinkSpeed(1, 100), True)
+    assert found.costs.num_sent_bytes == {(0, 1): 8, (1, 0): 8}
+    assert found.costs.num_gradient_bytes == (10, 20)
+    assert printed["free_running"]["step_time"] == simulate(found).free_running.step_time
+    assert {action["kind"] for action in printed["free_running"]["actions"]} >= {"reduce", "gather"}
+    file = tmp_path / "costs.json"
+    file.write_text(json.dumps({"scenario": printed["scenario"]}))
+    for changes, expected in (
+        ((), found.cluster),
+        (("--processes", "4"), dataclasses.replace(found.cluster, processes=(0, 1, 2, 3))),
+        (("--replicas", "4"), Cluster.of(4, 2, 2, within=LinkSpeed(0.5, 100), between=LinkSpeed(1, 100))),
+    ):
+        printed = json.loads(run(capsys, "simulate", "--json", "--costs-from", str(file), *changes))
+        cluster = Scenario.from_dict(printed["scenario"]).cluster
+        assert cluster == dataclasses.replace(expected, shards_optimizer_state=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            "--processes 3",
+            "--processes: must divide the number of devices, 4 (2 replicas of 2 IPUs); got 3. Give a "
+            "divisor of it.",
+        ),
+        (
+            "--replicas 1 --share-optimizer-state",
+            "--share-optimizer-state: one replica shares it with no other. Give --replicas, or leave it "
+            "out.",
+        ),
+        ("--bandwidth 1,0", "--bandwidth: must be greater than 0; got '1,0'"),
+        (
+            "--latency 1,2,3",
+            "--latency: must be one number, or two (within a process, between processes); got 3.",
+        ),
+        (
+            "--sent-bytes 1,2",
+            "--sent-bytes: must be one number or 1, one per pair of neighbours; got 2. Give 1, or another "
+            "--stages.",
+        ),
+    ],
+    ids=str,
+)
+def test_what_a_cluster_cannot_be(capsys, options, message):
+    said = fail(capsys, *CLUSTER, *options.split())
+    assert said == f"ipu-pipeline simulate: error: argument {message}"
+
+
+def test_the_page_shows_all_replicas(capsys, tmp_path):
+    file = tmp_path / "page.html"
+    options = "--gradient-bytes 10 --latency 1 --bandwidth 1 --sent-bytes 1"
+    run(capsys, *CLUSTER, *options.split(), "--html", str(file))
+    text = file.read_text()
+    assert '"ipus":[0,1,2,3]' in text.replace(" ", "")
+    assert '"replicas":2' in text.replace(" ", "")
+    assert "averaging of gradients" in text
 
 
 # `schedule`.

@@ -29,12 +29,18 @@ def scenario(num_stages, num_micro_batches, schedule="grouped", *, of=None, **co
     return Scenario(Costs.of(num_stages, **costs), schedule, num_micro_batches, **(of or {}))
 
 
-def begins(timeline):
-    """`F0.1` is stage 0's forward of micro-batch 1, `U2` stage 2's update."""
+def begins(timeline, num_ipus=None):
+    """`F0.1` is stage 0's forward of micro-batch 1, `U2` stage 2's update.
+
+    With the number of IPUs of a replica, `U2/1` is that of replica 1; `R` reduces, and `G` gathers.
+    """
     found = {}
-    for kind, stage, micro_batch, _ipu, begin, end in timeline.intervals():
+    for kind, stage, micro_batch, ipu, begin, end in timeline.intervals():
         assert end >= begin
-        name = f"U{stage}" if micro_batch is None else f"{kind[0].upper()}{stage}.{micro_batch}"
+        name = f"{kind[0].upper()}{stage}" + ("" if micro_batch is None else f".{micro_batch}")
+        if micro_batch is None and num_ipus:
+            name += f"/{ipu // num_ipus}"
+        assert name not in found
         found[name] = begin
     return found
 
@@ -261,39 +267,69 @@ def tick(case, unit):
     Programs are served a tick at a time. With cores, which all programs together need no more of than one
     each, the ticks are as fine as that needs.
     """
-    costs, table = case.costs, case.timetable()
-    last = costs.num_stages - 1
-    order = [tuple(action) for action in table.order]
-    if case.training:
-        order += [("update", stage, 0) for stage in range(last + 1) if costs.update[stage]]
+    costs, table, cluster = case.costs, case.timetable(), case.cluster
+    last, replicas = costs.num_stages - 1, range(case.cluster.num_replicas)
+    is_joined = case.training and len(replicas) > 1
+    order = [(*action, replica) for action in table.order for replica in replicas]
+    firsts = [case.device_mapping.index(ipu) for ipu in case.ipus]
+    closing = {
+        "reduce": firsts if is_joined else [],
+        "update": [stage for stage in range(last + 1) if case.training and costs.update[stage]],
+        "gather": firsts if is_joined and cluster.shards_optimizer_state else [],
+    }
+    order += [(kind, stage, 0, r) for kind, stages in closing.items() for stage in stages for r in replicas]
+
+    def ring(ipu):
+        """Round by round, what each device sends in a reduce-scatter."""
+        num_bytes = sum(
+            own for stage, own in enumerate(costs.num_gradient_bytes) if case.device_mapping[stage] == ipu
+        )
+        row = {cluster.process_of(r * case.num_ipus + ipu) for r in replicas}
+        speed = cluster.within if len(row) == 1 else cluster.between
+        rounds = [speed.latency + num_bytes / len(replicas) / speed.bandwidth for _round in replicas[1:]]
+        return sum(rounds) if num_bytes else 0
 
     def length(action):
-        kind, stage, _chunk = action
+        kind, stage, _chunk, _replica = action
         if kind == "update":
-            return costs.update[stage]
+            return costs.update[stage] / (len(replicas) if cluster.shards_optimizer_state else 1)
+        if kind in ("reduce", "gather"):
+            return ring(case.device_mapping[stage]) * (1 if cluster.shards_optimizer_state else 2)
         if case.is_fused and stage == last:
             return (costs.forward[stage] + costs.backward[stage]) * (kind == F)
         return (costs.forward if kind == F else costs.backward)[stage]
 
     def needs(action):
-        kind, stage, chunk = action
+        kind, stage, chunk, replica = action
+        there = [one for one, ipu in enumerate(case.device_mapping) if ipu == case.device_mapping[stage]]
+        if kind == "reduce":
+            final = case.num_micro_batches - 1
+            return [(B, one, final, r) for one in there for r in replicas]
         if kind == "update":
-            return []
+            return [("reduce", there[0], 0, replica)] if is_joined else []
+        if kind == "gather":
+            return [("update", one, 0, r) for one in there if costs.update[one] for r in replicas] + [
+                ("reduce", there[0], 0, r) for r in replicas
+            ]
         step = 1 if kind == F else -1
         found = [
-            (kind, other, chunk)
+            (kind, other, chunk, replica)
             for other in range(last + 1)
             if case.levels[other] + step == case.levels[stage]
         ]
-        return found if kind == F else [*found, (F, stage, chunk)]
+        return found if kind == F else [*found, (F, stage, chunk, replica)]
 
-    started, number = {}, 0
+    def ipu_of(action):
+        return action[3] * case.num_ipus + case.device_mapping[action[1]]
+
+    started, numbers, known = {}, {}, set()
     for action in order:
-        number += length(action) > 0
-        started[action] = number * costs.host
-    queues = {
-        ipu: [a for a in order if case.device_mapping[a[1]] == ipu and length(a)] for ipu in case.ipus
-    }
+        process = cluster.process_of(ipu_of(action))
+        together = (process, *action[:3]) if isinstance(action[0], str) else (process, action)
+        numbers[process] = numbers.get(process, 0) + (length(action) > 0 and together not in known)
+        known.add(together)
+        started[action] = numbers[process] * costs.host
+    queues = {ipu: [a for a in order if ipu_of(a) == ipu and length(a)] for ipu in case.ipus_of_replicas}
     passing = [action for action in order if not length(action)]
     ends, begun, running, link_free = {}, {}, {}, {}
     arrivals = {}  # (action, stage that reads) -> time
@@ -301,20 +337,27 @@ def tick(case, unit):
     def arrived(action, reader, now):
         if action not in ends:
             return False
-        if action[1] == reader:
+        if isinstance(action[0], str) or action[1] == reader[1] or isinstance(reader[0], str):
             return ends[action] <= now
-        return (action, reader) in arrivals and arrivals[action, reader] <= now
+        return (action, reader[1]) in arrivals and arrivals[action, reader[1]] <= now
 
     def finish(action, now):
         ends[action] = now
-        kind, stage, _chunk = action
-        if kind == "update":
+        kind, stage, chunk, replica = action
+        if isinstance(kind, str):
             return
         for other in range(last + 1):
             if abs(case.levels[other] - case.levels[stage]) == 1:
                 time = costs.transfers.get((stage, other), 0)
-                begin = max(now, link_free.get((kind, stage, other), 0)) if time else now
-                link_free[kind, stage, other] = begin + time
+                ipus = {ipu_of(action), ipu_of((kind, other, chunk, replica))}
+                sent = costs.num_sent_bytes.get((stage, other), 0)
+                if sent and len(ipus) == 2:
+                    is_near = len({cluster.process_of(ipu) for ipu in ipus}) == 1
+                    speed = cluster.within if is_near else cluster.between
+                    time += speed.latency + sent / speed.bandwidth
+                link = (kind, stage, other, replica)
+                begin = max(now, link_free.get(link, 0)) if time else now
+                link_free[link] = begin + time
                 arrivals[action, other] = begin + time
 
     now = 0
@@ -322,7 +365,7 @@ def tick(case, unit):
         again = True
         while again:
             again = False
-            for action in [a for a in passing if all(arrived(n, a[1], now) for n in needs(a))]:
+            for action in [a for a in passing if all(arrived(n, a, now) for n in needs(a))]:
                 passing.remove(action)
                 begun[action] = now
                 finish(action, now)
@@ -330,7 +373,7 @@ def tick(case, unit):
         for ipu, queue in queues.items():
             if ipu not in running and queue:
                 action = queue[0]
-                is_ready = all(arrived(other, action[1], now) for other in needs(action))
+                is_ready = all(arrived(other, action, now) for other in needs(action))
                 if is_ready and started[action] <= now:
                     running[ipu] = [queue.pop(0), length(action)]
                     begun[action] = now
@@ -390,7 +433,7 @@ def assert_consistent(timeline, case):
     for own in by_ipu.values():
         for one, after in itertools.pairwise(own):
             assert one.end <= after.begin + 1e-9
-    whole = len(case.ipus) * timeline.step_time
+    whole = len(case.ipus_of_replicas) * timeline.step_time
     assert timeline.bubble.total == pytest.approx(whole - sum(timeline.work.values()), abs=1e-6)
     for cause, idle in timeline.bubble.by_cause().items():
         assert idle >= -1e-9, cause
@@ -406,7 +449,7 @@ def test_random_scenarios_against_ticks(seed):
     names = {F: "F", B: "B", "update": "U"}
     last = case.costs.num_stages - 1
     actual = begins(timeline)
-    for (kind, stage, chunk), begin in expected.items():
+    for (kind, stage, chunk, _replica), begin in expected.items():
         if kind == B and stage == last and case.is_fused:
             begin -= case.costs.backward[last]
         name = f"{names[kind]}{stage}" + ("" if kind == "update" else f".{chunk}")

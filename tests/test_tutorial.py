@@ -232,12 +232,6 @@ def test_arguments_of_pipeline():
         pipelining_ops.pipeline([abs], gradient_accumulation_count=1, continuous_weight_updates=True)
 
 
-def test_what_is_said_not_to_be_there():
-    import ipu_pipeline as ipu
-
-    assert not [name for name in ipu.optimizers.__all__ if "Replica" in name]
-
-
 def test_links_within_the_page():
     headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", TEXT, flags=re.DOTALL), re.MULTILINE)
     anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}

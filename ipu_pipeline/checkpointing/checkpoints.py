@@ -17,15 +17,17 @@ import os
 import shutil
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ipu_pipeline.checkpointing.orbax_logs import quiet_orbax
-from ipu_pipeline.checkpointing.snapshots import Snapshot, from_numpy, to_numpy
+from ipu_pipeline.checkpointing.arrays import ARRAYS, read_arrays, with_empty_ones, write_arrays
+from ipu_pipeline.checkpointing.snapshots import Snapshot
+from ipu_pipeline.checkpointing.together import do_each, do_first, is_first
 from ipu_pipeline.checkpointing.writable import check_writable
 from ipu_pipeline.engine.progress import between_bars
 from ipu_pipeline.errors import CheckpointError
+from ipu_pipeline.processes.ending import written_whole
 
 __all__ = [
     "DOCUMENT",
@@ -37,9 +39,8 @@ __all__ = [
 ]
 
 DOCUMENT = "checkpoint.json"
-_ARRAYS = "default"  # what Orbax's CheckpointManager calls its only item
 # What there is of a checkpoint without its document.
-_PARTS = {_ARRAYS, "_CHECKPOINT_METADATA", "commit_success.txt", f"{DOCUMENT}.being-written"}
+_PARTS = {ARRAYS, "_CHECKPOINT_METADATA", "commit_success.txt", f"{DOCUMENT}.being-written"}
 _numbers = itertools.count()
 _MAX_REPLACEMENTS = 10  # before a save gives up against processes that put the old checkpoint back
 _WRITTEN, _REPLACED = "being-written", "being-replaced"  # in the names of directories beside a checkpoint
@@ -67,31 +68,49 @@ def write_checkpoint(
       OSError, ValueError: it cannot be written. What was there stays.
     """
     target = _find_directory(path)
-    check_writable(target.parent, "save: a checkpoint")
-    import orbax.checkpoint as ocp
+    with written_whole(f"the checkpoint {target}"):
+        started = Path(do_first(lambda: str(_begin(target))))
+        old = _beside(target, _REPLACED)
+        try:
+            feeds = do_each(lambda: write_arrays(started, snapshot))
 
+            def end() -> None:
+                for name, content in (files or {}).items():
+                    (started / name).write_bytes(content)
+                _complete(started, {**snapshot.document(), "feeds": _furthest(feeds)})
+                _replace(target, started, old)
+
+            do_first(end)
+        finally:
+            if is_first():
+                shutil.rmtree(started, ignore_errors=True)
+                if not target.exists() and old.exists():
+                    old.rename(target)
+                shutil.rmtree(old, ignore_errors=True)
+
+
+def _begin(target: Path) -> Path:
+    """Makes the directory in which a checkpoint is written."""
+    check_writable(target.parent, "save: a checkpoint")
     target.parent.mkdir(parents=True, exist_ok=True)
     _recover(target)
     if target.exists() and not (target / DOCUMENT).exists():
         raise ValueError(f"save: {target} exists and is no checkpoint; it is not replaced.")
-    started, old = _beside(target, _WRITTEN), _beside(target, _REPLACED)
     for left in target.parent.glob(f".{target.name}.{_WRITTEN}-*"):
         shutil.rmtree(left, ignore_errors=True)
-    arrays = _storable(snapshot)
-    try:
-        started.mkdir()
-        if arrays:
-            with quiet_orbax(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-                checkpointer.save(started / _ARRAYS, args=ocp.args.PyTreeSave(arrays))
-        for name, content in (files or {}).items():
-            (started / name).write_bytes(content)
-        _complete(started, snapshot.document())
-        _replace(target, started, old)
-    finally:
-        shutil.rmtree(started, ignore_errors=True)
-        if not target.exists() and old.exists():
-            old.rename(target)
-        shutil.rmtree(old, ignore_errors=True)
+    started = _beside(target, _WRITTEN)
+    started.mkdir()
+    return started
+
+
+def _furthest(feeds: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Where data sets stand, by what each process says: only those that read one know."""
+    found: dict[tuple[str, ...], dict[str, Any]] = {}
+    for feed in itertools.chain(*feeds):
+        known = found.setdefault(tuple(feed["pipelines"]), feed)
+        if (feed["count"], feed["has_ended"]) > (known["count"], known["has_ended"]):
+            found[tuple(feed["pipelines"])] = feed
+    return list(found.values())
 
 
 def _replace(target: Path, started: Path, old: Path) -> None:
@@ -148,8 +167,6 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Snapshot:
       CheckpointError: there is none, it is not complete, a file of it is missing or damaged, or it has
         another format.
     """
-    import orbax.checkpoint as ocp
-
     directory = _find_directory(path)
     document = read_document(directory)
     for name, digest in document["files"].items():
@@ -166,11 +183,8 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Snapshot:
             )
     described = document["arrays"]
     try:
-        stored: dict[str, Any] = {}
-        if (directory / _ARRAYS).exists():
-            with quiet_orbax(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-                stored = checkpointer.restore(directory / _ARRAYS, args=ocp.args.PyTreeRestore())
-        return Snapshot.of(document, _with_empty_ones(described, stored))
+        stored = read_arrays(directory)
+        return Snapshot.of(document, with_empty_ones(described, stored))
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"The checkpoint {directory} cannot be read: {error}") from error
 
@@ -225,6 +239,19 @@ class CheckpointSeries:
         Raises:
           CheckpointError: there are complete checkpoints, and none can be read.
         """
+        found: tuple[int, Snapshot] | None = None
+
+        def read() -> int | None:
+            nonlocal found
+            found = self._read_latest(set_aside)
+            return None if found is None else found[0]
+
+        step = do_first(read)  # others hear of an error of it, instead of waiting
+        if is_first() or step is None:
+            return found
+        return step, read_checkpoint(self.path(step))
+
+    def _read_latest(self, set_aside: bool) -> tuple[int, Snapshot] | None:
         for _attempt in range(_MOST_READS):
             listed = self.steps()
             skipped: dict[int, CheckpointError] = {}
@@ -278,17 +305,22 @@ class CheckpointSeries:
           OSError, ValueError: it cannot be written.
         """
         path = self.path(step)
-        if (path / DOCUMENT).exists():
-            return path
-        if os.path.lexists(path):
-            self._set_aside(step)
-        for pattern in _LEFT_OVER:
-            for left in self.directory.glob(pattern):
-                shutil.rmtree(left, ignore_errors=True)
-        write_checkpoint(path, snapshot)
-        with between_bars():
-            _logger.info("The checkpoint of step %d is saved in %s.", step, path)
-        self.delete_old(step)
+
+        def prepare() -> bool:
+            if (path / DOCUMENT).exists():
+                return False
+            if os.path.lexists(path):
+                self._set_aside(step)
+            for pattern in _LEFT_OVER:
+                for left in self.directory.glob(pattern):
+                    shutil.rmtree(left, ignore_errors=True)
+            return True
+
+        if do_first(prepare):
+            write_checkpoint(path, snapshot)
+            with between_bars():
+                _logger.info("The checkpoint of step %d is saved in %s.", step, path)
+            do_first(lambda: self.delete_old(step))
         return path
 
     def delete_old(self, newest: int) -> None:
@@ -337,32 +369,6 @@ class CheckpointSeries:
         while os.path.lexists(other := path.with_name(f"unreadable-{step}-{number}")):
             number += 1
         path.rename(other)
-
-
-def _storable(snapshot: Snapshot) -> dict[str, Any]:
-    """The arrays as Orbax takes them: NumPy's, none of size 0, and no empty dict."""
-
-    def prune(tree: Any) -> Any:
-        if not isinstance(tree, dict):
-            return to_numpy(tree)
-        pruned = {key: prune(part) for key, part in tree.items()}
-        return {
-            key: part for key, part in pruned.items() if (part if isinstance(part, dict) else part.size > 0)
-        }
-
-    arrays: dict[str, Any] = prune(snapshot.arrays())
-    return arrays
-
-
-def _with_empty_ones(described: dict[str, Any], stored: dict[str, Any]) -> dict[str, Any]:
-    """The inverse of `_storable`: what is described as of size 0 is made anew."""
-    found: dict[str, Any] = {}
-    for key, part in described.items():
-        if isinstance(part, dict):
-            found[key] = _with_empty_ones(part, stored.get(key, {}))
-        else:
-            found[key] = from_numpy(stored.get(key), part)
-    return found
 
 
 def _find_directory(path: str | os.PathLike[str]) -> Path:

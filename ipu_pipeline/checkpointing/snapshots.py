@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ipu_pipeline.checkpointing.session_state import KeptGradients, KeptOptimizer, Record, SessionState
+from ipu_pipeline.engine.state import is_readable
 from ipu_pipeline.queues.positions import Position
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "describe_array",
     "find_differences",
     "from_numpy",
+    "is_own",
     "parse_array",
     "to_numpy",
 ]
@@ -48,7 +50,8 @@ class Snapshot:
     """What a session has, and where its data sets are.
 
     Attributes:
-      state: variables and optimizer states; NumPy arrays, or JAX arrays that nobody else holds.
+      state: variables and optimizer states; NumPy arrays, or JAX arrays that nobody else holds. In a
+        process that does not write one, its shape and dtype.
       seed: the session's.
       key_implementation: of its random keys.
       feeds: where the data sets stand.
@@ -80,6 +83,12 @@ class Snapshot:
             "accumulated": accumulated,
         }
 
+    def describe_feeds(self) -> list[dict[str, Any]]:
+        """Where the data sets stand, as JSON has it."""
+        return [
+            {"pipelines": list(feed.pipelines), **dataclasses.asdict(feed.position)} for feed in self.feeds
+        ]
+
     def document(self) -> dict[str, Any]:
         """Everything else, as JSON has it."""
         return {
@@ -89,10 +98,7 @@ class Snapshot:
             "key_implementation": self.key_implementation,
             "arrays": jax.tree.map(describe_array, self.arrays()),
             "pipelines": {name: _describe_record(record) for name, record in self.state.pipelines.items()},
-            "feeds": [
-                {"pipelines": list(feed.pipelines), **dataclasses.asdict(feed.position)}
-                for feed in self.feeds
-            ],
+            "feeds": self.describe_feeds(),
             "extra": self.extra,
         }
 
@@ -130,6 +136,11 @@ class Snapshot:
         )
 
 
+def is_own(value: Any) -> bool:
+    """Whether this process has an array and writes it; of several, one does."""
+    return not isinstance(value, jax.ShapeDtypeStruct) and is_readable(value)
+
+
 def describe_array(value: Any) -> str:
     """Dtype and shape, such as float32[3, 4]; of random keys their kind, such as "key threefry2x32[]"."""
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
@@ -158,7 +169,9 @@ def from_numpy(stored: Any, described: str) -> Any:
     if described.startswith(_KEY):
         kind = described.removeprefix(_KEY).partition("[")[0]
         return jax.random.wrap_key_data(jnp.asarray(stored), impl=kind)
-    return np.asarray(stored)
+    array = np.asarray(stored)
+    # NumPy's files do not know the dtypes that JAX adds, such as bfloat16, only their bytes.
+    return array.view(parse_array(described).dtype) if array.dtype.kind == "V" else array
 
 
 def find_differences(known: Mapping[str, str], wanted: Mapping[str, str]) -> list[str]:

@@ -122,7 +122,8 @@ def _as_lines(one: Study) -> list[str]:
     width = max(len(name) for name, _value in rows)
     return [
         "",
-        f"{facts.name} ({facts.kind}, {facts.schedule}, {analysis.num_micro_batches} micro-batches a step)",
+        f"{facts.name} ({facts.kind}, {facts.schedule}, {analysis.num_micro_batches} micro-batches a step"
+        + (f" of {facts.num_replicas} replicas)" if facts.num_replicas > 1 else ")"),
         *(f"  {name.ljust(width)}  {value}" for name, value in rows),
     ]
 

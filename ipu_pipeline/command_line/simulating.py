@@ -21,6 +21,7 @@ from ipu_pipeline.command_line.scenario_options import (
 from ipu_pipeline.command_line.tables import format_table, show
 from ipu_pipeline.engine.schedules import (
     Advice,
+    Cluster,
     Costs,
     Scenario,
     Simulation,
@@ -64,6 +65,42 @@ def add(commands: Any) -> None:
         help="of what a micro-batch sends; a list is per pair of neighbouring stages; by default 0",
     )
     parser.add_argument("--host-cost", type=number, metavar="T", help="to start a program; by default 0")
+    parser.add_argument(
+        "--sent-bytes",
+        type=numbers,
+        metavar="LIST",
+        help="what a micro-batch sends, given as --transfer-cost is; takes the links' time; by default 0",
+    )
+    parser.add_argument(
+        "--gradient-bytes",
+        type=numbers,
+        metavar="LIST",
+        help="of a stage, which replicas average once a step; by default 0",
+    )
+    parser.add_argument("--replicas", type=at_least_one, metavar="N", help="of the pipeline; by default 1")
+    parser.add_argument(
+        "--processes",
+        type=at_least_one,
+        metavar="N",
+        help="that have the devices of all replicas, equally many in a row; by default 1",
+    )
+    parser.add_argument(
+        "--latency",
+        type=numbers,
+        metavar="LIST",
+        help="of the links: one number, or within a process and between processes; by default 0",
+    )
+    parser.add_argument(
+        "--bandwidth",
+        type=_bandwidths,
+        metavar="LIST",
+        help="of the links, in bytes per unit of time, likewise; by default infinite",
+    )
+    parser.add_argument(
+        "--share-optimizer-state",
+        action="store_true",
+        help="each replica keeps and updates its share of the optimizer's state",
+    )
     parser.add_argument("--cores", type=_cores, metavar="N", help="that the IPUs share; by default none")
     parser.add_argument(
         "--chunk-size", type=at_least_one, metavar="N", help="micro-batches per program; by default 1"
@@ -90,6 +127,13 @@ def _cores(text: str) -> float:
     if not value:
         raise argparse.ArgumentTypeError(f"must be greater than 0; got {text!r}")
     return value
+
+
+def _bandwidths(text: str) -> list[float]:
+    values = numbers(text)
+    if not all(values):
+        raise argparse.ArgumentTypeError(f"must be greater than 0; got {text!r}")
+    return values
 
 
 def _run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
@@ -165,21 +209,61 @@ def _make_scenario(parser: argparse.ArgumentParser, parsed: argparse.Namespace) 
             chunk_size=chunk_size,
             cores=base.cores if parsed.cores is None else parsed.cores,
             memory=base.memory if mapping == base.device_mapping else None,  # by IPU
+            cluster=_make_cluster(parser, parsed, base.cluster, max(mapping) + 1),
         )
     except ValueError as error:
         parser.error(str(error))
 
 
+def _make_cluster(
+    parser: argparse.ArgumentParser, parsed: argparse.Namespace, base: Cluster, num_ipus: int
+) -> Cluster:
+    """A cluster with what is given in place of what another one has."""
+    num_replicas: int = parsed.replicas or base.num_replicas
+    num_processes: int = parsed.processes or base.num_processes
+    if num_replicas * num_ipus % num_processes:
+        parser.error(
+            f"argument --processes: must divide the number of devices, {num_replicas * num_ipus} "
+            f"({num_replicas} replicas of {num_ipus} IPUs); got {num_processes}. Give a divisor of it."
+        )
+    sharing = parsed.share_optimizer_state or base.shards_optimizer_state
+    if sharing and num_replicas == 1:
+        parser.error(
+            "argument --share-optimizer-state: one replica shares it with no other. Give --replicas, or "
+            "leave it out."
+        )
+    speeds = {}
+    for place, name in enumerate(("within", "between")):
+        speed = getattr(base, name)
+        for figure in ("latency", "bandwidth"):
+            given = getattr(parsed, figure)
+            if given is not None and len(given) > 2:
+                parser.error(
+                    f"argument --{figure}: must be one number, or two (within a process, between "
+                    f"processes); got {len(given)}."
+                )
+            if given is not None:
+                speed = dataclasses.replace(speed, **{figure: given[min(place, len(given) - 1)]})
+        speeds[name] = speed
+    if parsed.replicas or parsed.processes or num_replicas * num_ipus != len(base.processes):
+        processes = Cluster.of(num_replicas, num_ipus, num_processes).processes
+    else:
+        processes = base.processes
+    return Cluster(num_replicas, processes, **speeds, shards_optimizer_state=sharing)
+
+
 def _make_costs(parser: argparse.ArgumentParser, parsed: argparse.Namespace, base: Costs) -> Costs:
     """Costs with those that are given in place of others."""
     given: dict[str, Any] = {}
-    for name in ("forward", "backward", "update", "transfer"):
-        values = getattr(parsed, f"{name}_cost")
+    options = {f"{name}-cost": name for name in ("forward", "backward", "update", "transfer")}
+    options |= {f"{name}-bytes": f"num_{name}_bytes" for name in ("sent", "gradient")}
+    for option, name in options.items():
+        values = getattr(parsed, option.replace("-", "_"))
         if values is not None:
             length, of = base.num_stages, "stage"
-            if name == "transfer":
+            if name in ("transfer", "num_sent_bytes"):
                 length, of = base.num_stages - 1, "pair of neighbours"
-            given[name] = spread(parser, f"--{name}-cost", values, length, of)
+            given[name] = spread(parser, f"--{option}", values, length, of)
     if parsed.host_cost is not None:
         given["host"] = parsed.host_cost
     changed = Costs.of(base.num_stages, **{"forward": base.forward, **given})
@@ -223,6 +307,11 @@ def _title(scenario: Scenario) -> str:
         text += f", {scenario.chunk_size} micro-batches per program"
     if scenario.cores is not None:
         text += f", {scenario.cores:g} cores for all"
+    if scenario.cluster.num_replicas > 1:
+        text += f", {scenario.cluster.num_replicas} replicas"
+        text += " that share the optimizer state" * scenario.cluster.shards_optimizer_state
+    if scenario.cluster.num_processes > 1:
+        text += f", {scenario.cluster.num_processes} processes"
     return text
 
 
@@ -245,7 +334,8 @@ def _ipu_table(simulation: Simulation) -> str:
     headings = ["IPU", "stages", "work", "computes"] + ["holds at most", "at"] * bool(peaks)
     rows = []
     for ipu, work in timeline.work.items():
-        stages = [str(stage) for stage, own in enumerate(scenario.device_mapping) if own == ipu]
+        mapping = scenario.device_mapping
+        stages = [str(stage) for stage, own in enumerate(mapping) if own == ipu % scenario.num_ipus]
         row = [str(ipu), " ".join(stages), f"{work:.6g}", f"{timeline.utilisation_of_ipus[ipu]:.1%}"]
         if peaks:
             row += [f"{peaks[ipu].num_bytes:,} bytes", f"{peaks[ipu].time:.6g}"]
@@ -260,7 +350,7 @@ def _what_if_table(variants: Sequence[Variant]) -> str:
     headings += [] if variants[0].num_peak_bytes is None else ["holds at most"]
     rows = []
     for row in variants:
-        name = row.split or row.schedule
+        name = row.split or row.cluster or row.schedule
         cells = [name if row.change else f"{name}, as it is", str(row.num_micro_batches)]
         cells += [str(row.chunk_size)] * has_chunks
         cells += [f"{row.step_time:.6g}", f"{row.utilisation:.1%}", f"{row.gain:+.1%}"]

@@ -1,6 +1,6 @@
 """Exceptions that the engine and the front share."""
 
-__all__ = ["OutOfRangeError"]
+__all__ = ["OutOfRangeError", "ProcessError"]
 
 
 class OutOfRangeError(Exception):
@@ -8,3 +8,7 @@ class OutOfRangeError(Exception):
 
     Weight updates that were complete by then remain; the one that was being accumulated is dropped.
     """
+
+
+class ProcessError(RuntimeError):
+    """Another process of the run has ended, does not answer, or had an error; the message names it."""

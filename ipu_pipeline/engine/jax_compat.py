@@ -1,11 +1,12 @@
 """Names of JAX and jaxlib that are not public, each with a public fallback.
 
-Only this module uses such names, and `NAMES` lists them. A name is public if JAX's reference documentation
-describes it. `jax.extend.core`, on which the engine is built, is public in this sense; `jax.core` is not,
-nor is anything in jaxlib. The names are looked up once, when this module is imported. If one is missing,
-everything still works, only more slowly or with more memory: arrays are moved by `jax.device_put`, loops
-are not reduced to the outputs that are needed, equal programs are compiled one by one, what JAX traced for
-a program stays when the program is gone, and what is found in JAX's cache counts as compiled.
+Only this module and `jax_processes` use such names, and `NAMES` lists them. A name is public if JAX's
+reference documentation describes it. `jax.extend.core`, on which the engine is built, is public in this
+sense; `jax.core` is not, nor is anything in jaxlib. The names are looked up once, when this module is
+imported. If one is missing, everything still works, only more slowly or with more memory: arrays are moved
+by `jax.device_put`, loops are not reduced to the outputs that are needed, equal programs are compiled one
+by one, what JAX traced for a program stays when the program is gone, and what is found in JAX's cache
+counts as compiled.
 """
 
 from __future__ import annotations
@@ -31,10 +32,14 @@ __all__ = [
     "can_move_executables",
     "dce_rules",
     "end_derivatives",
+    "find",
     "fresh_trace",
     "is_device_array",
     "is_traced",
+    "lower_by_axis",
+    "make_array",
     "make_copy",
+    "make_own_transpose",
     "make_send",
     "notify_of_cache_hits",
     "read_executable",
@@ -45,10 +50,10 @@ __all__ = [
     "write_executable",
 ]
 
-NAMES: list[str] = []  # each as "module:name"; `_find` adds them
+NAMES: list[str] = []  # each as "module:name"; `find` adds them
 
 
-def _find(path: str) -> Any:
+def find(path: str) -> Any:
     """What a name stands for; None if there is no such name."""
     NAMES.append(path)
     module, _, names = path.partition(":")
@@ -63,7 +68,7 @@ def _find(path: str) -> Any:
 
 # The persistent compilation cache. Without the name, what was in it counts as compiled.
 
-_register_event_listener = _find("jax.monitoring:register_event_listener")
+_register_event_listener = find("jax.monitoring:register_event_listener")
 
 
 def notify_of_cache_hits(callback: Callable[[], None]) -> None:
@@ -79,12 +84,12 @@ def notify_of_cache_hits(callback: Callable[[], None]) -> None:
 
 # Moving arrays. jaxlib's functions are four to five times faster than `jax.device_put`.
 
-_ArrayCopySemantics = _find("jaxlib.xla_client:ArrayCopySemantics")
-_ArrayImpl = _find("jaxlib.xla_client:ArrayImpl")
-_DeviceList = _find("jaxlib.xla_client:DeviceList")
-_HostBufferSemantics = _find("jaxlib.xla_client:HostBufferSemantics")
-_batched_copy = _find("jaxlib.xla_client:batched_copy_array_to_devices_with_sharding")
-_batched_put = _find("jaxlib.xla_client:batched_device_put")
+_ArrayCopySemantics = find("jaxlib.xla_client:ArrayCopySemantics")
+_ArrayImpl = find("jaxlib.xla_client:ArrayImpl")
+_DeviceList = find("jaxlib.xla_client:DeviceList")
+_HostBufferSemantics = find("jaxlib.xla_client:HostBufferSemantics")
+_batched_copy = find("jaxlib.xla_client:batched_copy_array_to_devices_with_sharding")
+_batched_put = find("jaxlib.xla_client:batched_device_put")
 
 
 def is_device_array(value: Any) -> bool:
@@ -137,11 +142,26 @@ def make_send(device: Any, sharding: Any) -> Callable[[np.ndarray[Any, Any] | np
     return send
 
 
+def make_array(shape: Sequence[int], sharding: Any, parts: Sequence[Any]) -> Any:
+    """The array of a sharding, from what each of its devices has; nothing is copied or checked.
+
+    Args:
+      shape: of the whole.
+      sharding: of the devices of the parts, in their order.
+      parts: arrays with one device each.
+    """
+    first = parts[0]
+    if _ArrayImpl is None or not all(map(is_device_array, parts)):
+        return jax.make_array_from_single_device_arrays(tuple(shape), sharding, list(parts))
+    aval = _cached_shaped_array(tuple(shape), first.dtype)
+    return _ArrayImpl(aval, sharding, list(parts), committed=True, _skip_checks=True)
+
+
 # Tracing.
 
-_ShapedArray = _find("jax.core:ShapedArray")
-_Tracer = _find("jax.core:Tracer")
-_make_user_context = _find("jax:make_user_context")
+_ShapedArray = find("jax.core:ShapedArray")
+_Tracer = find("jax.core:Tracer")
+_make_user_context = find("jax:make_user_context")
 _trace_mark = None if _make_user_context is None else _make_user_context(None)
 
 
@@ -174,8 +194,8 @@ def is_traced(value: Any) -> bool:
 _trace_caches = [
     cache
     for cache in (
-        _find("jax._src.pjit:_infer_params_cached"),
-        _find("jax._src.interpreters.partial_eval:trace_to_jaxpr"),
+        find("jax._src.pjit:_infer_params_cached"),
+        find("jax._src.interpreters.partial_eval:trace_to_jaxpr"),
     )
     if hasattr(cache, "cache_keys") and hasattr(cache, "evict_weakref")
 ]
@@ -214,10 +234,10 @@ def fresh_trace() -> Iterator[None]:
 # Names of scopes in equations.
 
 _has_name_stacks = None not in [
-    _find("jax.extend.source_info_util:SourceInfo.name_stack"),
-    _find("jax.extend.source_info_util:SourceInfo.replace"),
-    _find("jax.extend.source_info_util:NameStack.stack"),
-    _find("jax.extend.source_info_util:NameStack.__add__"),
+    find("jax.extend.source_info_util:SourceInfo.name_stack"),
+    find("jax.extend.source_info_util:SourceInfo.replace"),
+    find("jax.extend.source_info_util:NameStack.stack"),
+    find("jax.extend.source_info_util:NameStack.__add__"),
 ]
 
 
@@ -257,12 +277,12 @@ def within_scopes(caller: Any, equation: Any) -> Any:
 
 # How an equation is reduced to some of its outputs, by primitive: (which, equation) -> (inputs, equation).
 dce_rules: Mapping[Any, Callable[[list[bool], Any], tuple[Any, Any]]] = (
-    _find("jax.interpreters.partial_eval:dce_rules") or {}
+    find("jax.interpreters.partial_eval:dce_rules") or {}
 )
 
 # Primitives that nothing is differentiated through.
 
-_derivatives = _find("jax.interpreters.ad:primitive_jvps")
+_derivatives = find("jax.interpreters.ad:primitive_jvps")
 
 
 def end_derivatives(primitive: Any) -> None:
@@ -276,6 +296,44 @@ def end_derivatives(primitive: Any) -> None:
         _derivatives[primitive] = derivative
 
 
+_register_lowering = find("jax.interpreters.mlir:register_lowering")
+_lower_function = find("jax.interpreters.mlir:lower_fun")
+_make_linear = find("jax.interpreters.ad:deflinear2")
+_batching_rules = find("jax.interpreters.batching:primitive_batchers")
+
+
+def lower_by_axis(
+    primitive: Any, axis: str, alone: Callable[..., Any], together: Callable[..., Any]
+) -> None:
+    """Has a primitive with one result mean one function, and another one where `shard_map` has an axis.
+
+    Without the names a program with the primitive does not compile, and JAX says so.
+    """
+
+    def lower(context: Any, *arguments: Any) -> Any:
+        axes = getattr(context.module_context.axis_context, "manual_axes", ())
+        function = together if axis in axes else alone
+        return _lower_function(function, multiple_results=False)(context, *arguments)
+
+    if _register_lowering is not None and _lower_function is not None:
+        # Each time anew: what is lowered once and called twice would be one collective for XLA.
+        _register_lowering(primitive, lower, cacheable=False)
+
+
+def make_own_transpose(primitive: Any) -> None:
+    """Lets a linear primitive that is its own transpose be differentiated, and mapped by elements."""
+
+    def differentiate(cotangent: Any, _operand: Any) -> list[Any]:
+        return [primitive.bind(cotangent)]
+
+    def batch(operands: Any, dimensions: Any) -> tuple[Any, Any]:
+        return primitive.bind(*operands), dimensions[0]
+
+    if _make_linear is not None and _batching_rules is not None:
+        _make_linear(primitive, differentiate)
+        _batching_rules[primitive] = batch
+
+
 def as_operand(value: Any) -> Any:
     """A value as an operand of such a primitive; without that name it takes one more operation."""
     is_smooth = jnp.issubdtype(value.dtype, jnp.inexact)
@@ -284,12 +342,12 @@ def as_operand(value: Any) -> Any:
 
 # Executables: loaded for other devices than they were compiled for, and JAX's persistent cache.
 
-_find_cache = _find("jax._src.compilation_cache:_get_cache")
-_reset_cache = _find("jax.experimental.compilation_cache.compilation_cache:reset_cache")
-_serialize = _find("jax.experimental.serialize_executable:serialize")
-_deserialize = _find("jaxlib.xla_client:Client.deserialize_executable")
-_CompileOptions = _find("jaxlib.xla_client:CompileOptions")
-_DeviceAssignment = _find("jaxlib.xla_client:DeviceAssignment")
+_find_cache = find("jax._src.compilation_cache:_get_cache")
+_reset_cache = find("jax.experimental.compilation_cache.compilation_cache:reset_cache")
+_serialize = find("jax.experimental.serialize_executable:serialize")
+_deserialize = find("jaxlib.xla_client:Client.deserialize_executable")
+_CompileOptions = find("jaxlib.xla_client:CompileOptions")
+_DeviceAssignment = find("jaxlib.xla_client:DeviceAssignment")
 
 
 def reset_persistent_cache() -> None:

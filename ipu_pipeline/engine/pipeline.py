@@ -17,20 +17,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_pipeline.engine import schedules, watching
+from ipu_pipeline.engine import fingerprints, schedules, watching
 from ipu_pipeline.engine.building import Built, Recipe, build
-from ipu_pipeline.engine.devices.compiler_options import check_compiles, plan_options
+from ipu_pipeline.engine.devices.compiler_options import CompilerOptions, check_compiles, plan_options
 from ipu_pipeline.engine.devices.feeds import PlacedMicroBatches, Take, take_nothing
+from ipu_pipeline.engine.devices.links import naming_peers
 from ipu_pipeline.engine.devices.offloading import parse_offload
 from ipu_pipeline.engine.devices.residence import Residence
-from ipu_pipeline.engine.devices.rows import make_rows
+from ipu_pipeline.engine.devices.rows import Row, make_rows
+from ipu_pipeline.engine.devices.sharding import parse_shard
 from ipu_pipeline.engine.errors import OutOfRangeError
 from ipu_pipeline.engine.execution.blocks.runner import BlockRunner
 from ipu_pipeline.engine.execution.contract import Pending, Request, Runner
 from ipu_pipeline.engine.execution.executor import Executor
+from ipu_pipeline.engine.execution.replicated import Replicated
 from ipu_pipeline.engine.execution.watched import rehearse
 from ipu_pipeline.engine.jaxprs.shapes import as_shape, check_like
-from ipu_pipeline.engine.pipeline_options import PipelineOptions, check_positive
+from ipu_pipeline.engine.pipeline_options import PipelineOptions, check_positive, check_replicas
 from ipu_pipeline.engine.planning.choosing import choose_dispatch_plan
 from ipu_pipeline.engine.planning.dispatch_plans import DispatchPlan, check_dispatch_plan
 from ipu_pipeline.engine.planning.memory import IpuMemory, StageMemory, plan_stages
@@ -114,20 +117,14 @@ class Pipeline:
                 f"{options.num_serialized} with the schedule {schedule!r} and device_mapping "
                 f"{list(mapping)}."
             )
-        self._compiler_options = plan_options(
-            len(mapping),
-            len(set(mapping)) == 1,
-            options.optimizer is not None,
-            options.forward_options,
-            options.backward_options,
-            options.update_options,
-            options.option_names,
-        )
         if options.dispatch_plan is not None:
             check_dispatch_plan(options.dispatch_plan, count, mapping)
         self._recipe = Recipe(functions, mapping, options)
+        self._num_replicas, self._has_identical_keys = options.num_replicas, False
+        self._compiler_options = self._plan_compiler_options()
         self._reduction = Reduction(options.reduction)
         self._offload = parse_offload(options.offload)
+        self._shard = parse_shard(options.shard)
         self._recompute = None if options.recompute is None else Recomputation(options.recompute)
         self._devices = options.devices
         self._chosen_plan: DispatchPlan | None = None
@@ -145,6 +142,18 @@ class Pipeline:
         known = 1 if count is None else count
         self.timetable(min(known, 64) if self.is_one_program else known)
 
+    def _plan_compiler_options(self) -> CompilerOptions:
+        options = self.options
+        return plan_options(
+            len(self.device_mapping),
+            self.is_one_program,
+            options.optimizer is not None,
+            options.forward_options,
+            options.backward_options,
+            options.update_options,
+            options.option_names,
+        )
+
     def timetable(self, num_micro_batches: int) -> schedules.Timetable:
         """The checked timetable of a step with so many micro-batches, or groups of `num_serialized`."""
         return self._make_timetable(num_micro_batches)
@@ -153,8 +162,13 @@ class Pipeline:
 
     @property
     def num_ipus(self) -> int:
-        """How many devices it needs."""
+        """How many devices each replica needs."""
         return max(self.device_mapping) + 1
+
+    @property
+    def num_replicas(self) -> int:
+        """How many copies of it run at the same time."""
+        return self._num_replicas
 
     @property
     def options(self) -> PipelineOptions:
@@ -168,8 +182,8 @@ class Pipeline:
 
     @property
     def is_one_program(self) -> bool:
-        """Whether all stages are on one device."""
-        return len(set(self.device_mapping)) == 1
+        """Whether all stages are on one device, and there is one replica."""
+        return len(set(self.device_mapping)) == 1 and self._num_replicas == 1
 
     @property
     def built(self) -> Built:
@@ -186,8 +200,7 @@ class Pipeline:
     @property
     def programs(self) -> tuple[StagePrograms, ...]:
         """The programs of each stage, as they were before XLA."""
-        assert self.built is not None
-        return self._programs
+        return self._programs or self.built.programs
 
     @property
     def updates(self) -> Updates | None:
@@ -388,6 +401,25 @@ class Pipeline:
         if self._built is not None:
             self._programs = self._built.make_programs(recompute)
 
+    def set_replicas(self, num_replicas: int, identical_keys: bool = False) -> None:
+        """Says how many replicas there are. If that is new, everything is compiled again.
+
+        Args:
+          num_replicas: see `PipelineOptions`.
+          identical_keys: whether all of them draw the random numbers that one alone would.
+
+        Raises:
+          ValueError: the number is not usable.
+        """
+        self._has_identical_keys = identical_keys
+        if isinstance(self._executor, Replicated):
+            self._executor.has_identical_keys = identical_keys
+        if num_replicas == self._num_replicas:
+            return
+        check_replicas(num_replicas, self.num_serialized)
+        self._num_replicas, self._executor, self._chosen_plan = num_replicas, None, None
+        self._compiler_options = self._plan_compiler_options()
+
     def prepare(self, devices: Sequence[Any] | None = None) -> Runner[Any]:
         """What runs the pipeline; made at the first call, which starts JAX's backend.
 
@@ -402,22 +434,24 @@ class Pipeline:
             return self._executor
         if devices is None:
             devices = jax.devices() if self._devices is None else self._devices
-        if len(devices) < self.num_ipus:
+        needed, number = self.num_ipus * self._num_replicas, self._num_replicas
+        if len(devices) < needed:
+            of_replicas = f" of {number} replicas" if number > 1 else ""
             raise ValueError(
-                f"The pipeline needs {self.num_ipus} devices, one per IPU of device_mapping, but there are "
-                f"{len(devices)}. On a CPU, before the first use of JAX, "
-                f'jax.config.update("jax_num_cpu_devices", {self.num_ipus}) makes more.'
+                f"The pipeline needs {needed} devices, one per IPU of device_mapping{of_replicas}, but "
+                f"there are {len(devices)}. On a CPU, before the first use of JAX, "
+                f'jax.config.update("jax_num_cpu_devices", {needed}) makes more.'
             )
-        rows = make_rows(devices, self.device_mapping)
+        rows = make_rows(devices, self.device_mapping, number)
         check_compiles(self._compiler_options, rows)
         if self._devices is None or [d.platform for d in self._devices] != [d.platform for d in devices]:
             self._chosen_plan = None
         self._devices = list(devices)
         self._placed = self._accumulators = None
-        residence = Residence(self.traced, self.updates, rows, self.plan_accumulators(), self._offload)
+        self._agree(devices[:needed])
         if self.is_one_program:
             self._executor = BlockRunner(
-                residence,
+                self._make_residence(rows),
                 self._programs,
                 self.collecting,
                 donate=self.options.donate,
@@ -426,24 +460,52 @@ class Pipeline:
                 has_fixed_room=self.num_micro_batches is None,
                 options=self._compiler_options.whole,
             )
+        elif number == 1:
+            self._executor = self._make_executor(rows)
         else:
-            plan = self.dispatch_plan
-            assert plan is not None
-            self._executor = Executor(
-                residence,
-                self._programs,
-                self._make_timetable,
-                self.options.donate,
-                self.collecting,
-                self._compiler_options,
-                plan,
+            size = self.num_ipus
+            columns = [
+                self._make_executor(make_rows(devices[replica * size :], self.device_mapping))
+                for replica in range(number)
+            ]
+            self._executor = replicated = Replicated(
+                self._make_residence(rows), columns, self.options.donate, self._compiler_options
             )
+            replicated.has_identical_keys = self._has_identical_keys
         return self._executor
+
+    def _agree(self, devices: Sequence[Any]) -> None:
+        """Sees that all processes of the run have the same pipeline."""
+        plan = None if self.is_one_program else self.dispatch_plan
+        timetable = self.timetable(self.num_micro_batches or 1)
+        fingerprints.agree(self.built, self.options, self.device_mapping, timetable, plan, devices)
+
+    def _make_residence(self, rows: Sequence[Row]) -> Residence:
+        return Residence(
+            self.traced, self.updates, rows, self.plan_accumulators(), self._offload, self._shard
+        )
+
+    def _make_executor(self, rows: Sequence[Row]) -> Executor:
+        plan = self.dispatch_plan
+        assert plan is not None
+        return Executor(
+            self._make_residence(rows),
+            self._programs,
+            self._make_timetable,
+            self.options.donate,
+            self.collecting,
+            self._compiler_options,
+            plan,
+        )
 
     def _has_devices(self, devices: Sequence[Any]) -> bool:
         known = self._devices
         assert known is not None
-        return all(ipu < len(devices) and devices[ipu] == known[ipu] for ipu in self.device_mapping)
+        size = self.num_ipus
+        needed = [
+            ipu + size * replica for ipu in self.device_mapping for replica in range(self._num_replicas)
+        ]
+        return all(number < len(devices) and devices[number] == known[number] for number in needed)
 
     def init(self, key: Any, micro_batch: Any, *inputs: Any) -> PipelineState:
         """The state at the start of training.
@@ -465,7 +527,8 @@ class Pipeline:
         executor = self.prepare()
         variables: dict[str, Any] = {}
         for name, spec in self.variables.items():  # one at a time: together they may not fit one device
-            variables |= executor.residence.place_variables({name: initial_value(spec, key)})
+            made = initial_value(spec, key) if executor.residence.has_variable(name) else spec
+            variables |= executor.residence.place_variables({name: made})
         return PipelineState(
             variables=variables,
             optimizer_state=self.init_optimizer_state(variables),
@@ -535,8 +598,8 @@ class Pipeline:
 
         Args:
           state: from `init` or the step before; with `donate` it must not be used afterwards.
-          micro_batches: yields pytrees of arrays, at least as many as the step has micro-batches; what is
-            left stays there. Or what `place_micro_batches` returned.
+          micro_batches: yields pytrees of arrays, at least as many as the step has micro-batches, of all
+            replicas; what is left stays there. Or what `place_micro_batches` returned.
           *inputs: pytrees of arrays that are constant during the step.
           num_micro_batches: if the pipeline was given None, how many.
 
@@ -548,7 +611,7 @@ class Pipeline:
           ValueError: a micro-batch or an input has another shape, dtype or structure than the first; or
             `num_micro_batches` is given twice, or not at all.
         """
-        every = self.updated_every(num_micro_batches)
+        every = self.updated_every(num_micro_batches) * self._num_replicas
         if isinstance(micro_batches, PlacedMicroBatches):
             return self._step(state, micro_batches.taker(self.prepare(), every), inputs, num_micro_batches)
         iterator = iter(micro_batches)
@@ -617,7 +680,7 @@ class Pipeline:
         return self.prepare().num_fetched(num_updates * every, every)
 
     def updated_every(self, num_micro_batches: int | None) -> int:
-        """How many micro-batches a step has, those of a group counted one by one."""
+        """How many micro-batches a step has in each replica, those of a group counted one by one."""
         known = self.num_micro_batches
         if (known is None) == (num_micro_batches is None):
             raise ValueError(
@@ -646,7 +709,7 @@ class Pipeline:
             raise ValueError("compile: the optimizer's state depends on the first step, which compiles.")
         runner = self.prepare()
         state = self.place(state)
-        accumulators = runner.residence.make_accumulators(self.built.accumulator_dtypes)
+        accumulators = runner.make_accumulators(self.built.accumulator_dtypes)
         inputs = [np.zeros(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(self.traced.inputs)]
         total = num_updates * every
         runner.compile(RunState(state, accumulators), Request(inputs, every, limit=total, total=total))
@@ -678,12 +741,13 @@ class Pipeline:
         runner = self.prepare()
         accumulators, self._accumulators = self._accumulators, None
         if accumulators is None:
-            accumulators = runner.residence.make_accumulators(self.built.accumulator_dtypes)
+            accumulators = runner.make_accumulators(self.built.accumulator_dtypes)
         request = Request(input_leaves, every, limit=num_updates * every, total=num_total * every)
         if (watcher := watching.current()) is not None:
             watcher.introduce(runner, self)
             rehearse(watcher, runner, RunState(state, accumulators), request)
-        pending: Pending = runner.fetch(RunState(state, accumulators), request, take)
+        with naming_peers():
+            pending: Pending = runner.fetch(RunState(state, accumulators), request, take)
         return pending
 
     def update(self, state: PipelineState, pending: Pending) -> Progress:
@@ -694,7 +758,8 @@ class Pipeline:
         """
         self._check_optimizer_state(state)
         # The accumulators went into what is pending.
-        progress = self.prepare().run(RunState(state, {}), pending)
+        with naming_peers():
+            progress = self.prepare().run(RunState(state, {}), pending)
         self._accumulators = progress.state.accumulators
         self._placed = weakref.ref(progress.state.pipeline)
         return progress

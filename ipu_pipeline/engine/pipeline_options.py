@@ -11,6 +11,7 @@ import numpy as np
 from ipu_pipeline.engine import schedules
 from ipu_pipeline.engine.devices.compiler_options import Options
 from ipu_pipeline.engine.devices.offloading import Offload
+from ipu_pipeline.engine.devices.sharding import Shard
 from ipu_pipeline.engine.planning.dispatch_plans import DispatchPlan
 from ipu_pipeline.engine.programs.accumulation import Reduction
 from ipu_pipeline.engine.programs.gradient_maps import GradientMap, GradientTarget
@@ -19,7 +20,7 @@ from ipu_pipeline.engine.tracing import frames, stage_lists
 from ipu_pipeline.engine.tracing.captures import Captures
 from ipu_pipeline.engine.updates import optimizer_tracing
 
-__all__ = ["PipelineOptions", "check_positive"]
+__all__ = ["PipelineOptions", "check_positive", "check_replicas"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -79,6 +80,15 @@ class PipelineOptions:
       dispatch_plan: over several devices, how many micro-batches a program handles. None: chosen so that
         a step is short, for the schedule "grouped" (see `Pipeline.dispatch_plan`). With all stages on one
         device everything is one program, and a plan is an error.
+      num_replicas: how many copies of the pipeline run at the same time, each with micro-batches and
+        devices of its own: micro-batch k of replica r is number k * num_replicas + r of what `step` is
+        given, and IPU i of it device r * (IPUs of a replica) + i. Gradients, accumulated in each, are
+        averaged over the replicas once per weight update. So are floating-point variables that stages
+        assign; of others the first replica's count, and of outputs that the optimizer reads. Values that
+        are collected have an axis of size num_replicas in front, if that is above 1. Random keys differ
+        between replicas. Not with `num_serialized` above 1.
+      shard: any of "optimizer_state" and "weights" (see `Shard`), of which each replica then has a part, as
+        far as sizes can be divided by the number of replicas.
       max_chunked_bytes: what is chosen may not make a stage hold more than this between forwards and
         backwards by handling several micro-batches at once.
     """
@@ -101,6 +111,8 @@ class PipelineOptions:
     offload: Collection[str | Offload] = ()
     accumulator_dtype: Any = None
     num_serialized: int = 1
+    num_replicas: int = 1
+    shard: Collection[str | Shard] = ()
     collect_outputs: bool | Callable[[Any], Sequence[bool]] = True
     collect_losses: bool = True
     sum_collected: bool = False
@@ -122,12 +134,23 @@ class PipelineOptions:
         if self.num_micro_batches is not None:
             check_positive("num_micro_batches", self.num_micro_batches)
         check_positive("num_serialized", self.num_serialized)
+        check_replicas(self.num_replicas, self.num_serialized)
         if isinstance(self.trained, str):
             raise ValueError(
                 f"trained must be a collection of full names; got the string {self.trained!r}."
             )
         if (self.loss is None) != (self.optimizer is None):
             raise ValueError("loss and optimizer go together: give both to train, none for forwards only.")
+
+
+def check_replicas(num_replicas: Any, num_serialized: int) -> None:
+    """Raises a ValueError if a pipeline cannot have so many replicas."""
+    check_positive("num_replicas", num_replicas)
+    if num_replicas > 1 and num_serialized > 1:
+        raise ValueError(
+            f"num_replicas must be 1 with num_serialized above 1; got {num_replicas} and {num_serialized}. "
+            "A replica takes its micro-batches one by one."
+        )
 
 
 def check_positive(argument: str, value: Any) -> None:

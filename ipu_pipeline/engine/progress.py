@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ipu_pipeline.engine import jax_compat
+from ipu_pipeline.engine import jax_compat, peers
 
 __all__ = ["Compilation", "between_bars", "compiling", "is_shown_on", "watched_by"]
 
@@ -147,11 +147,12 @@ def compiling(total: int) -> Iterator[Compilation]:
     compilation = Compilation(total, observer)
     token = _current.set(compilation)
     try:
-        if observer is None and is_shown_on(sys.stderr):
-            with _showing(compilation):
+        with peers.occupied("compiling"):
+            if observer is None and is_shown_on(sys.stderr):
+                with _showing(compilation):
+                    yield compilation
+            else:
                 yield compilation
-        else:
-            yield compilation
     finally:
         _current.reset(token)
     compilation.log()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -93,6 +93,21 @@ def _compile_gradients(traced: TracedPipeline, trained: tuple[str, ...]) -> Call
     return jax.jit(call)
 
 
+class Accumulated(NamedTuple):
+    """What the micro-batches of a replica give: variables, gradients, and per micro-batch the rest."""
+
+    variables: dict[str, Any]
+    accumulated: Gradients
+    outputs: list[list[Any]]
+    losses: list[Any]
+
+
+def _mean(parts: Sequence[Any]) -> Any:
+    """Over replicas, of floating-point numbers; else that of the first."""
+    is_floating = jnp.issubdtype(parts[0].dtype, jnp.floating)
+    return parts[0] if len(parts) == 1 or not is_floating else sum(parts[1:], parts[0]) / len(parts)
+
+
 def step(
     traced: TracedPipeline,
     state: PipelineState,
@@ -102,6 +117,7 @@ def step(
     reduction: str | Reduction = "sum",
     trained: Sequence[str] | None = None,
     accumulator_dtypes: Mapping[str, Any] | None = None,
+    num_replicas: int = 1,
 ) -> tuple[PipelineState, StepOutputs]:
     """The counterpart of `Pipeline.step`, on whatever device the arrays are on.
 
@@ -115,6 +131,7 @@ def step(
       trained: as given to the pipeline.
       accumulator_dtypes: dtype of each trained variable's accumulator, by full name; None: the variables'
         own. The optimizer runs in the wider of the two.
+      num_replicas: as given to the pipeline; the micro-batches are those of all replicas.
 
     Returns:
       The new state and the outputs.
@@ -125,43 +142,68 @@ def step(
     specs = {name: traced.variables[name] for name in trained}
     dtypes = {name: spec.dtype for name, spec in specs.items()}
     dtypes |= {name: np.dtype(dtype) for name, dtype in (accumulator_dtypes or {}).items()}
-    accumulated = {name: jnp.zeros(spec.shape, dtypes[name]) for name, spec in specs.items()}
     loss_scale = None
     if isinstance(state.optimizer_state, LossScaleState):
         loss_scale = state.optimizer_state.scale
     elif isinstance(optimizer, LossScaled):
         loss_scale = jnp.float32(optimizer.initial_scale)
-    all_outputs: list[list[Any]] = []
-    losses: list[Any] = []
-    running = state
-    for index, micro_batch in enumerate(micro_batches):
-        differentiated = tuple(trained) if optimizer is not None else ()
-        execution_count: Any = keys.as_int32(state.execution_count)  # as any other traced value
-        stateless = dataclasses.replace(
-            running, optimizer_state=None, update_count=0, execution_count=execution_count
+
+    def accumulate(replica: int) -> Accumulated:
+        running, accumulated = (
+            state,
+            {name: jnp.zeros(spec.shape, dtypes[name]) for name, spec in specs.items()},
         )
-        loss, grads, outputs, variables = _compile_gradients(traced, differentiated)(
-            stateless, micro_batch, index, inputs, loss_scale
-        )
-        running = dataclasses.replace(running, variables=variables)
-        all_outputs.append(outputs)
-        losses.append(loss)
-        for name, gradient in grads.items():
-            before = accumulated[name]
-            if reduction is Reduction.RUNNING_MEAN:
-                wide = count_dtype(before.dtype)
-                before, gradient = before.astype(wide), gradient.astype(wide)
-                after = before + (gradient - before) / (index + 1)
-            else:
-                after = before + gradient.astype(before.dtype)
-            accumulated[name] = after.astype(dtypes[name])
+        if num_replicas > 1:
+            running = dataclasses.replace(state, key=jax.random.fold_in(state.key, np.uint32(replica)))
+        all_outputs, losses = [], []
+        for index, micro_batch in enumerate(micro_batches[replica::num_replicas]):
+            differentiated = tuple(trained) if optimizer is not None else ()
+            execution_count: Any = keys.as_int32(state.execution_count)  # as any other traced value
+            stateless = dataclasses.replace(
+                running, optimizer_state=None, update_count=0, execution_count=execution_count
+            )
+            loss, grads, outputs, variables = _compile_gradients(traced, differentiated)(
+                stateless, micro_batch, index, inputs, loss_scale
+            )
+            running = dataclasses.replace(running, variables=variables)
+            all_outputs.append(outputs)
+            losses.append(loss)
+            for name, gradient in grads.items():
+                before = accumulated[name]
+                if reduction is Reduction.RUNNING_MEAN:
+                    wide = count_dtype(before.dtype)
+                    before, gradient = before.astype(wide), gradient.astype(wide)
+                    after = before + (gradient - before) / (index + 1)
+                else:
+                    after = before + gradient.astype(before.dtype)
+                accumulated[name] = after.astype(dtypes[name])
+        return Accumulated(dict(running.variables), accumulated, all_outputs, losses)
+
+    parts = [accumulate(replica) for replica in range(num_replicas)]
+    first = parts[0]
+    assigned = {spec.name for stage in traced.stages for spec in stage.assigned}
+    variables = {
+        name: _mean([part.variables[name] for part in parts]) if name in assigned else value
+        for name, value in first.variables.items()
+    }
+    accumulated = {name: _mean([part.accumulated[name] for part in parts]) for name in specs}
+    all_outputs = first.outputs
+    running = dataclasses.replace(state, variables=variables)
 
     def unflatten(leaves: Sequence[Any]) -> Any:
         return traced.output_tree.unflatten(leaves[: traced.output_tree.num_leaves])
 
+    if num_replicas == 1:
+        together = list(zip(first.outputs, first.losses, strict=True))
+    else:
+        outputs_of = zip(*(part.outputs for part in parts), strict=True)
+        losses_of = zip(*(part.losses for part in parts), strict=True)
+        together = [
+            ([jnp.stack(leaves) for leaves in zip(*some, strict=True)], jnp.stack(losses))
+            for some, losses in zip(outputs_of, losses_of, strict=True)
+        ]
     collected = [
-        Collected(outputs, None if optimizer is None else loss, None)
-        for outputs, loss in zip(all_outputs, losses, strict=True)
+        Collected(outputs, None if optimizer is None else loss, None) for outputs, loss in together
     ]
     step_outputs = StepOutputs(collected, unflatten)
     running = dataclasses.replace(running, execution_count=int(state.execution_count) + 1)
@@ -169,7 +211,7 @@ def step(
         return running, step_outputs
     if reduction is Reduction.MEAN:
         accumulated = {
-            name: value.astype(count_dtype(value.dtype)) / len(micro_batches)
+            name: value.astype(count_dtype(value.dtype)) / len(first.losses)
             for name, value in accumulated.items()
         }
 

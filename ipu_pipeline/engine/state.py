@@ -9,7 +9,14 @@ from typing import Any
 
 import jax
 
-__all__ = ["Collected", "Handed", "PipelineState", "Progress", "RunState", "StepOutputs"]
+__all__ = ["Collected", "Handed", "PipelineState", "Progress", "RunState", "StepOutputs", "is_readable"]
+
+
+def is_readable(array: Any) -> bool:
+    """Whether this process has all of an array, which may be on devices of several."""
+    if getattr(array, "is_fully_addressable", True):
+        return True
+    return bool(array.is_fully_replicated and array.addressable_shards)
 
 
 @jax.tree_util.register_dataclass
@@ -48,10 +55,17 @@ class StepOutputs:
     unflatten: Callable[[list[Any]], Any] | None
     read_metrics: Callable[[], dict[str, Any]] = dict
 
+    @property
+    def is_here(self) -> bool:
+        """Whether this process has what was collected: the one of the last stage does, of several."""
+        return all(
+            map(is_readable, jax.tree.leaves([(part.outputs, part.loss) for part in self.collected]))
+        )
+
     @functools.cached_property
     def outputs(self) -> list[Any]:
-        """What the last stage returned, one entry per micro-batch."""
-        if self.unflatten is None:
+        """What the last stage returned, one entry per micro-batch; none in processes without that stage."""
+        if self.unflatten is None or not self.is_here:
             return []
         found: list[Any] = []
         for part in self.collected:
@@ -64,8 +78,10 @@ class StepOutputs:
 
     @functools.cached_property
     def losses(self) -> list[Any]:
-        """The loss of each micro-batch, scalars; empty without training."""
+        """The loss of each micro-batch, scalars; empty without training, and likewise."""
         found: list[Any] = []
+        if not self.is_here:
+            return found
         for part in self.collected:
             if part.loss is not None:
                 found += [part.loss] if part.size is None else _unstack(part.loss, part.size)

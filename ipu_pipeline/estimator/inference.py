@@ -6,6 +6,7 @@ element, and the results for these are dropped.
 
 from __future__ import annotations
 
+import json
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -14,11 +15,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from ipu_pipeline.engine import peers
 from ipu_pipeline.estimator.programs import EstimatorProgram, apply_to
 from ipu_pipeline.estimator.runs import Runs
 from ipu_pipeline.ipu_session_run_hooks import SessionRunHook
 from ipu_pipeline.queues.positions import DataPass
 from ipu_pipeline.queues.synthetic import uses_synthetic_data
+from ipu_pipeline.session.running import reads_data
 from ipu_pipeline.session.session import Session
 
 __all__ = ["Inference", "PaddedData"]
@@ -103,13 +106,14 @@ class Inference:
         self._global_step = global_step
         self._done = 0
         self._is_stopped = False
+        self._reads: bool | None = None  # whether this process reads the data; None: not known yet
 
     def stop(self) -> None:
         """Ends `predictions` after what it yielded last."""
         self._is_stopped = True
 
     def evaluate(self, steps: int | None, iterations_per_loop: int) -> dict[str, float]:
-        """The means of the metrics over so many micro-batches, or over all.
+        """The means of the metrics over so many micro-batches of each replica, or over all.
 
         Raises:
           KeyError, TypeError: of what `eval_metrics_fn` returns.
@@ -155,23 +159,35 @@ class Inference:
         self, steps: int | None, iterations_per_loop: int, loss_of: Callable[[Any], float]
     ) -> Iterator[tuple[int, Any]]:
         """Yields, for each run, the number of micro-batches, and outputs stacked over them."""
-        per_update = self._made.spec.micro_batches_per_update
+        num_replicas = self._made.num_replicas
+        per_update = self._made.spec.micro_batches_per_update * num_replicas
         with self._runs.started():
-            while steps is None or self._done < steps:
-                left = self._data.num_left(self._done, iterations_per_loop)
+            while steps is None or self._done < steps * num_replicas:
+                left = self._agree(self._data.num_left, iterations_per_loop * num_replicas)
                 if left == 0:
                     break
                 run = self._runs.run(
                     self._global_step,
                     -(-left // per_update),
                     loss_of,
-                    num_real=lambda count: self._data.num_real(self._done, count),
+                    num_real=lambda count: self._agree(self._data.num_real, count),
                 )
                 count = len(jax.tree.leaves(run.outputs)[0])
                 self._done += count
                 yield count, run.outputs
                 if run.context.stop_requested or self._is_stopped:
                     break
+
+    def _agree(self, count: Callable[[int, int], int], wanted: int) -> int:
+        """What a method of the data counts from here on; of several processes, in those that read it."""
+        others = peers.current()
+        if others is None:
+            return count(self._done, wanted)
+        if self._reads is None:
+            self._reads = reads_data(self._made.program)
+        own = count(self._done, wanted) if self._reads else None
+        told = [json.loads(text) for text in others.exchange("the data of an estimator", json.dumps(own))]
+        return min(number for number in told if number is not None)
 
     def _name_metrics(self) -> dict[str, float]:
         """The metrics where nothing comes back: none is a number."""

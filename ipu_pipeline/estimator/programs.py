@@ -21,6 +21,7 @@ from ipu_pipeline.ipu_session_run_hooks import (
     collecting_logs,
 )
 from ipu_pipeline.program.program import Program
+from ipu_pipeline.program.replication import asking_for
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
 from ipu_pipeline.queues.outfeed import IPUOutfeedQueue
 
@@ -91,8 +92,9 @@ class IPUPipelineEstimatorSpec:
             `eval_metrics_fn`, and in prediction they are one array [examples, ...], or a dict of such.
           gradient_accumulation_count: micro-batches per weight update; in evaluation and prediction, how
             many overlap.
-          eval_metrics_fn: takes the last stage's outputs as NumPy arrays, stacked over micro-batches on a
-            new first axis, and returns a dict of numbers or arrays, of which means are taken, with "loss".
+          eval_metrics_fn: takes the last stage's outputs as NumPy arrays, stacked over micro-batches (of
+            all replicas, in the order of the data) on a new first axis, and returns a dict of numbers or
+            arrays, of which means are taken, with "loss".
           optimizer_function: see `pipelining_ops.pipeline`. With an `IPULoggingTensorHook` it is traced
             once more.
           device_mapping: see there.
@@ -150,7 +152,7 @@ class IPUPipelineEstimatorSpec:
 
     @property
     def micro_batches_per_update(self) -> int:
-        """How many elements of the data set a weight update, or an execution of the pipeline, takes."""
+        """How many elements a replica takes in a weight update, or in an execution of the pipeline."""
         serialized: int = self.pipeline_op_kwargs.get("batch_serialization_iterations", 1)
         return self.gradient_accumulation_count * serialized
 
@@ -176,6 +178,7 @@ class EstimatorProgram:
       outfeed: its queue: of training, sums of losses per weight update; of evaluation and prediction, what
         the last stage returns.
       hooks_that_log: those that get values from its stages.
+      num_replicas: how many replicas of the pipeline run.
     """
 
     mode: ModeKeys
@@ -184,6 +187,7 @@ class EstimatorProgram:
     infeed: IPUInfeedQueue
     outfeed: IPUOutfeedQueue
     hooks_that_log: tuple[IPULoggingTensorHook, ...]
+    num_replicas: int
 
     @property
     def name(self) -> str:
@@ -192,9 +196,9 @@ class EstimatorProgram:
 
     @property
     def num_examples(self) -> int:
-        """Examples in a micro-batch: the first axis of the first array that has one."""
+        """Examples in a step: in a micro-batch the first axis of the first array that has one."""
         leaves = jax.tree.leaves(self.infeed.element)
-        return next((leaf.shape[0] for leaf in leaves if leaf.ndim > 0), 1)
+        return self.num_replicas * next((leaf.shape[0] for leaf in leaves if leaf.ndim > 0), 1)
 
 
 def check_model_fn(model_fn: Any) -> None:
@@ -241,7 +245,8 @@ def build_estimator_program(
 
     Raises:
       TypeError: the `model_fn` returns no specification.
-      ValueError: `iterations_per_loop` or `num_shards` does not fit.
+      ValueError: `iterations_per_loop` or `num_shards` does not fit; or there are to be several replicas,
+        and no optimizer averages gradients over them.
       Others: of `pipelining_ops.pipeline`.
     """
     spec = _call(model_fn, mode, params, config)
@@ -289,9 +294,13 @@ def build_estimator_program(
             **options,
         )
 
-    with scopes.ipu_scope(f"/device:IPU:{run_config.ordinal}"):
+    num_replicas = run_config.num_replicas
+    with (
+        scopes.ipu_scope(f"/device:IPU:{run_config.ordinal}"),
+        asking_for(num_replicas, run_config.num_shards),
+    ):
         program = ipu_compiler.compile(model)
-    return EstimatorProgram(mode, program, spec, infeed, outfeed, hooks)
+    return EstimatorProgram(mode, program, spec, infeed, outfeed, hooks, num_replicas)
 
 
 def _with_logs(

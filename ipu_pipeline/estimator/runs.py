@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from ipu_pipeline.engine.devices.everywhere import share_stacks
 from ipu_pipeline.errors import OutOfRangeError
 from ipu_pipeline.estimator.programs import EstimatorProgram, ModeKeys
 from ipu_pipeline.ipu_session_run_hooks import (
@@ -28,7 +29,8 @@ class Run:
     """One `Session.run` of an estimator's program.
 
     Attributes:
-      outputs: what its outfeed has, without logs, stacked over micro-batches, or over weight updates.
+      outputs: what its outfeed has, without logs, stacked over micro-batches in the order of the data, or
+        over weight updates and, of each, the replicas.
       num_updates: weight updates, or executions, that it did.
       context: as hooks left it.
       data_end: the error with which the data ended in the run, if they did.
@@ -77,7 +79,7 @@ class Runs:
         """Runs once; at the end of the data, as far as they go.
 
         Args:
-          global_step: micro-batches before.
+          global_step: steps before.
           max_updates: how many updates, or executions, at most.
           loss_of: from what the outfeed has to the loss that hooks ask for.
           should_stop: asked after each update.
@@ -100,7 +102,10 @@ class Runs:
             raise data_end
         if made.mode is ModeKeys.TRAIN:
             context.global_step += num_updates * made.spec.micro_batches_per_update
-        outputs = self.session.run(made.outfeed.dequeue())
+        outputs = jax.tree.map(self._join_replicas, self.session.run(made.outfeed.dequeue()))
+        if made.mode is not ModeKeys.TRAIN:  # all processes see the results
+            leaves, tree = jax.tree.flatten(outputs)
+            outputs = jax.tree.unflatten(tree, share_stacks(leaves))
         count = num_real(len(jax.tree.leaves(outputs)[0]))
         outputs = jax.tree.map(lambda stack: stack[:count], outputs)
         if made.hooks_that_log:
@@ -112,6 +117,12 @@ class Runs:
             results = None if wanted is None else self._fetch(wanted, loss, context.global_step)
             hook.after_run(context, SessionRunValues(results))
         return Run(outputs, num_updates, context, data_end)
+
+    def _join_replicas(self, stack: Any) -> Any:
+        """What an outfeed has, with one axis for micro-batches and replicas, in the order of the data."""
+        if self.made.num_replicas == 1:
+            return stack
+        return stack.reshape(stack.shape[0] * stack.shape[1], *stack.shape[2:])
 
     def _fetch(self, wanted: Any, loss: float, global_step: int) -> Any:
         if not isinstance(wanted, SessionRunArgs):

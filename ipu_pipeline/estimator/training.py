@@ -16,6 +16,7 @@ import numpy as np
 from tqdm import tqdm
 
 from ipu_pipeline.checkpointing.checkpoints import DOCUMENT, CheckpointSeries
+from ipu_pipeline.checkpointing.together import do_first, is_any
 from ipu_pipeline.engine.progress import between_bars, is_shown_on
 from ipu_pipeline.errors import CheckpointError, OutOfRangeError
 from ipu_pipeline.estimator.programs import EstimatorProgram
@@ -48,6 +49,11 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, tuple):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _is_stopped(request: StopRequest) -> bool:
+    """Whether a signal has come, to any process; asked by all of them at the same places."""
+    return is_any(request.is_made(), "stopping by a signal")
 
 
 class _Since:
@@ -139,7 +145,7 @@ class Training:
         self._begun_at = self._saved_at = time.monotonic()
 
     def run_until(self, final_step: int) -> None:
-        """Trains until a number of micro-batches, or until the data end, a hook stops it or a signal comes.
+        """Trains until a number of steps, or until the data end, a hook stops it or a signal comes.
 
         Whatever ends it, completed weight updates are saved; but not if a hook raises FloatingPointError,
         and the loss is no finite number.
@@ -149,11 +155,12 @@ class Training:
           SystemExit: SIGINT or SIGTERM came; the state after the running weight update is saved.
         """
         _logger.info(
-            "Training from step %d to %d: %d micro-batches per weight update, up to %d per run.",
+            "Training from step %d to %d: %d micro-batches per weight update, up to %d per run%s.",
             self._first_step,
             final_step,
             self._made.spec.micro_batches_per_update,
             self._config.ipu_run_config.iterations_per_loop,
+            f", in each of {self._made.num_replicas} replicas" if self._made.num_replicas > 1 else "",
         )
         with stopping_on_signals() as request:
             try:
@@ -195,7 +202,7 @@ class Training:
     def _loop(self, final_step: int, request: StopRequest, bar: tqdm | None) -> None:
         per_update = self._made.spec.micro_batches_per_update
         is_first = True
-        while self._step < final_step and not request.is_made():
+        while self._step < final_step and not _is_stopped(request):
             wanted = -(-(final_step - self._step) // per_update)
             every = self._config.save_checkpoints_steps
             if every is not None:
@@ -203,7 +210,9 @@ class Training:
                 wanted = min(wanted, -(-(due - self._step) // per_update))
             before = self._session.execution_count(self._made.name)
             try:
-                run = self._runs.run(self._step, wanted, self._mean_loss, request.is_made)
+                # All processes stop after the same update.
+                stops = functools.partial(_is_stopped, request)
+                run = self._runs.run(self._step, wanted, self._mean_loss, stops)
             except OutOfRangeError as error:
                 if is_first and self._begins_anew:  # the call before ended where the data do
                     self._begins_anew = False
@@ -227,7 +236,7 @@ class Training:
                 self._end_with_data(run.data_end)
                 return
             self._save_if_due()
-            if run.context.stop_requested:
+            if is_any(run.context.stop_requested, "stopping by a hook"):
                 return
 
     def _end_with_data(self, error: OutOfRangeError) -> None:
@@ -248,12 +257,13 @@ class Training:
 
     def _sum_losses(self, outputs: Any) -> tuple[float, int]:
         """The sum of the losses of a run, and of how many micro-batches."""
-        per_update = self._made.spec.micro_batches_per_update
+        per_update = self._made.spec.micro_batches_per_update  # of each replica
         sums = outputs
         if self._made.hooks_that_log:  # a loss per micro-batch, to be summed as the pipeline would
             dtype = self._made.spec.loss_accumulator_dtype or outputs.dtype
-            sums = np.sum(outputs.reshape(-1, per_update), axis=1, dtype=dtype)
-        return float(np.sum(np.asarray(sums, np.float64))), len(sums) * per_update
+            replicas = outputs.reshape(-1, per_update, self._made.num_replicas)
+            sums = np.sum(replicas, axis=1, dtype=dtype)
+        return float(np.sum(np.asarray(sums, np.float64))), sums.size * per_update
 
     def _report(self, is_due: bool) -> None:
         """Logs, and writes scalars, whichever is due.
@@ -285,7 +295,8 @@ class Training:
             is_due = self._step // every > self._saved_step // every
         else:
             assert seconds is not None
-            is_due = time.monotonic() - self._saved_at >= seconds
+            is_own = time.monotonic() - self._saved_at >= seconds
+            is_due = is_any(is_own, "saving after a time")
         if is_due:
             self._save()
 
@@ -322,7 +333,7 @@ class Training:
             if (self._series.path(self._step) / DOCUMENT).exists():
                 # That of an earlier training is about its own data, unless these are the same ones.
                 if self._step > self._first_step or (self._is_same_data and not is_error):
-                    self._series.amend(self._step, self._extra())
+                    do_first(lambda: self._series.amend(self._step, self._extra()))
             else:
                 self._series.save(self._step, self._session.take_snapshot(extra=self._extra()))
         except Exception as error:

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ipu_pipeline import config, engine
 from ipu_pipeline.engine.tracing.variables import assign, get_variable
 from ipu_pipeline.layers.base import (
     Layer,
@@ -98,7 +99,13 @@ class BatchNormalization(_Normalization):
 
     Otherwise by the moving ones. The variance that goes into `moving_variance` is the biased one, which
     also normalizes, as in Keras 3. (TensorFlow 1's fused kernel, for inputs of rank 4, took the unbiased
-    one.) Both moving statistics are at least float32, whatever dtypes the layer has: in bfloat16 a step of
+    one.)
+
+    Each replica has statistics of its own micro-batches. Where they are synchronized, they are those of
+    micro-batch k of all replicas together, as if these were one. Either way the moving ones become their
+    means over replicas at each weight update.
+
+    Both moving statistics are at least float32, whatever dtypes the layer has: in bfloat16 a step of
     a hundredth would mostly be rounded away.
     """
 
@@ -116,6 +123,7 @@ class BatchNormalization(_Normalization):
         moving_mean_initializer: Any = "zeros",
         moving_variance_initializer: Any = "ones",
         *,
+        synchronized: bool | None = None,
         name: str | None = None,
         dtype: Any = None,
         param_dtype: Any = None,
@@ -132,6 +140,9 @@ class BatchNormalization(_Normalization):
           gamma_initializer: of `gamma`, [features].
           moving_mean_initializer: of `moving_mean`, [features], which is not trained.
           moving_variance_initializer: of `moving_variance`, [features], which is not trained.
+          synchronized: whether replicas share the statistics by which they normalize in training. None: as
+            `IPUConfig.norms.experimental.distributed_batch_norm_replica_group_size` says when the program
+            is compiled, by default not.
           name: the scope of its variables.
           dtype: of the outputs; None: see `mixed_precision`, by default float32.
           param_dtype: of `beta` and `gamma`, and if it is at least float32, of the moving statistics; None:
@@ -147,6 +158,9 @@ class BatchNormalization(_Normalization):
             raise ValueError(f"BatchNormalization: momentum must be from 0 to 1; got {momentum!r}.")
         self.axis = _check_axis("BatchNormalization", axis)
         self.momentum = float(momentum)
+        if synchronized is not None:
+            check_flag("BatchNormalization", "synchronized", synchronized)
+        self.synchronized = synchronized
         self._moving_mean_initializer = find_initializer(moving_mean_initializer)
         self._moving_variance_initializer = find_initializer(moving_variance_initializer)
 
@@ -157,9 +171,9 @@ class BatchNormalization(_Normalization):
         mean = self._moving("moving_mean", inputs.shape[axes[0]], self._moving_mean_initializer)
         variance = self._moving("moving_variance", inputs.shape[axes[0]], self._moving_variance_initializer)
         if self._is_training(training):
-            others = tuple(axis for axis in range(inputs.ndim) if axis not in axes)
             moving_mean, moving_variance = mean, variance
-            mean, variance = jnp.mean(inputs, others), jnp.var(inputs, others)
+            is_shared = config.norm_group_size() > 1 if self.synchronized is None else self.synchronized
+            mean, variance = _moments(inputs, axes[0], is_shared)
             self._move("moving_mean", moving_mean, mean)
             self._move("moving_variance", moving_variance, variance)
         mean, variance = mean.astype(inputs.dtype), variance.astype(inputs.dtype)
@@ -292,6 +306,18 @@ class GroupNormalization(_Normalization):
         variance = jnp.var(grouped, others, keepdims=True)
         normalized = self._normalize(grouped, mean, variance).reshape(inputs.shape)
         return self._scale_and_center(normalized, axes)
+
+
+def _moments(inputs: jax.Array, axis: int, is_shared: bool) -> tuple[jax.Array, jax.Array]:
+    """Mean and variance for each index of an axis, of this replica's inputs or of those of all replicas."""
+    others = tuple(other for other in range(inputs.ndim) if other != axis)
+    mean = jnp.mean(inputs, others)
+    if not is_shared:
+        return mean, jnp.var(inputs, others)
+    number = engine.replica_count().astype(inputs.dtype)  # all have inputs of the same size
+    mean = engine.cross_replica_sum(mean) / number
+    squares = jnp.square(inputs - _along((axis,), inputs, mean))
+    return mean, engine.cross_replica_sum(jnp.mean(squares, others)) / number
 
 
 def _check_axis(layer: str, axis: Any) -> int:

@@ -3,10 +3,16 @@
 from ipu_pipeline.engine.updates.reporting import with_metrics
 from ipu_pipeline.optimizers.accumulating import GradientAccumulationOptimizerV2
 from ipu_pipeline.optimizers.averaging import with_averaged_weights
+from ipu_pipeline.optimizers.cross_replica import (
+    CrossReplicaGradientAccumulationOptimizerV2,
+    CrossReplicaOptimizer,
+)
 from ipu_pipeline.optimizers.gradients import MapGradientOptimizer, OutfeedOptimizer, OutfeedOptimizerMode
 from ipu_pipeline.optimizers.scaling import LossScalingOptimizer
 
 __all__ = [
+    "CrossReplicaGradientAccumulationOptimizerV2",
+    "CrossReplicaOptimizer",
     "GradientAccumulationOptimizerV2",
     "LossScalingOptimizer",
     "MapGradientOptimizer",

@@ -62,6 +62,7 @@ class Unwrapped:
       accumulation: None: it does not accumulate.
       watched: what the gradients of micro-batches are enqueued to.
       has_outfeeds: whether gradients are enqueued at all.
+      averages_replicas: whether gradients are averaged over replicas.
     """
 
     innermost: optax.GradientTransformation
@@ -70,6 +71,7 @@ class Unwrapped:
     accumulation: Accumulation | None = None
     watched: tuple[Watched, ...] = ()
     has_outfeeds: bool = False
+    averages_replicas: bool = False
 
     @functools.cached_property
     def transformation(self) -> optax.GradientTransformation:
@@ -172,6 +174,7 @@ class Optimizer(abc.ABC):
             gradient_map=unwrapped.gradient_map,
             accumulator_dtypes=dtypes,
             offloads_state=accumulation.offloads_state,
+            averages_replicas=unwrapped.averages_replicas,
         )
         record_training_step(recorder, step, loss, captures.values)
         return Operation(step_name)
@@ -189,7 +192,7 @@ def unwrap(opt: Any) -> Unwrapped:
     """Looks through a nest of optimizers.
 
     Raises:
-      ValueError: two of them accumulate, or scale the loss.
+      ValueError: two of them accumulate, scale the loss or average over replicas.
     """
     return opt.wrap(unwrap(opt.wrapped)) if isinstance(opt, Optimizer) else Unwrapped(opt)
 

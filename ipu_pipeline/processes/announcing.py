@@ -27,7 +27,7 @@ from ipu_pipeline.engine.execution.contract import Runner
 from ipu_pipeline.engine.loops.loop import Loop
 from ipu_pipeline.engine.pipeline import Pipeline
 from ipu_pipeline.engine.planning.memory import IpuMemory
-from ipu_pipeline.processes import board, interrupts
+from ipu_pipeline.processes import board, interrupts, launched
 
 __all__ = ["SWITCH_VARIABLE", "Run", "running"]
 
@@ -270,6 +270,8 @@ def running(
     Returns:
       What counts.
     """
+    last = model.body.shards[-1] if isinstance(model, Loop) else model.device_mapping[-1]
+    launched.tell_results(devices[last].process_index)
     if os.environ.get(SWITCH_VARIABLE) == "0":
         return _unannounced
     announcer, key = _announcer, (id(owner), name, model.updates is not None)

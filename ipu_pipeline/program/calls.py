@@ -10,7 +10,7 @@ import functools
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -29,6 +29,7 @@ from ipu_pipeline.engine.tracing.frames import Enqueued
 from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.graph.placeholders import Placeholder
 from ipu_pipeline.program.loss_weights import is_weight
+from ipu_pipeline.program.replication import Replication
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
 from ipu_pipeline.queues.outfeed import IPUOutfeedQueue
 from ipu_pipeline.reports.placement_report import CallPlacement
@@ -47,7 +48,21 @@ __all__ = [
 
 _MAX_INT32 = 2**31 - 1
 
-Outfed: TypeAlias = tuple[IPUOutfeedQueue, Any, tuple[jax.ShapeDtypeStruct, ...]]
+
+class Outfed(NamedTuple):
+    """A queue that a pipeline or loop enqueues to.
+
+    Attributes:
+      queue: the queue.
+      tree: the structure of an element.
+      avals: shapes and dtypes of its leaves, in a replica.
+      is_of_replicas: whether each replica enqueues; not in a weight update, which is the same in all.
+    """
+
+    queue: IPUOutfeedQueue
+    tree: Any
+    avals: tuple[jax.ShapeDtypeStruct, ...]
+    is_of_replicas: bool = True
 
 
 class _Call(abc.ABC):
@@ -106,6 +121,7 @@ class PipelineCall(_Call):
       has_count_operand: whether the first operand is the number of micro-batches per weight update.
       recompute: what stages keep where recomputation is allowed.
       asks_for_recomputation: whether the user said so, and would expect it.
+      replication: how many replicas it has, and where.
     """
 
     name: str
@@ -118,6 +134,7 @@ class PipelineCall(_Call):
     has_count_operand: bool
     recompute: Recomputation
     asks_for_recomputation: bool
+    replication: Replication
 
     @property
     def runner(self) -> Pipeline:
@@ -131,12 +148,12 @@ class PipelineCall(_Call):
 
     @property
     def outfeeds(self) -> list[Outfed]:
-        """The queues that it enqueues to, with the structure of an element, and its shapes and dtypes."""
+        """The queues that it enqueues to."""
         found: list[Outfed] = []
         if self.outfeed_queue is not None:
-            found.append((self.outfeed_queue, self.outfeed_tree, self.pipeline.collecting.avals))
-        for entry, _leaves in (*self._enqueued, *self._updated):
-            found.append((entry.target, entry.tree, entry.avals))
+            found.append(Outfed(self.outfeed_queue, self.outfeed_tree, self.pipeline.collecting.avals))
+        found += [Outfed(entry.target, entry.tree, entry.avals) for entry, _leaves in self._enqueued]
+        found += [Outfed(entry.target, entry.tree, entry.avals, False) for entry, _leaves in self._updated]
         return found
 
     @functools.cached_property
@@ -175,6 +192,17 @@ class PipelineCall(_Call):
             )
         return count
 
+    def find_num_replicas(self) -> int:
+        """How many replicas it has on the devices that are selected.
+
+        Raises:
+          ValueError: these do not fit, or its outfeeds still have elements of another number of replicas.
+        """
+        number = self.replication.settle(self.name, self.trains)
+        for outfed in self.outfeeds:
+            outfed.queue.expect_replicas(number if outfed.is_of_replicas else 1)
+        return number
+
     def find_recomputation(self) -> Recomputation | None:
         """What stages keep, by the configured system. Warns if the user's mode has no effect."""
         if config.allows_recomputation():
@@ -205,6 +233,7 @@ class PipelineCall(_Call):
             unit="micro-batch",
             sent=(*shared, *sent),
             dispatch="" if plan is None else str(plan),
+            replicas=self.replication.name_devices(),
         )
 
     def summary(self) -> PipelineSummary:
@@ -234,12 +263,14 @@ class LoopCall(_Call):
       count: how many iterations; None if an operand says so, or a condition.
       has_count_operand: whether the first operand does.
       infeed_queue: its feed.
+      replication: which replicas it would have.
     """
 
     loop: Loop
     count: int | None
     has_count_operand: bool
     infeed_queue: IPUInfeedQueue | None
+    replication: Replication
 
     @property
     def runner(self) -> Loop:
@@ -271,10 +302,17 @@ class LoopCall(_Call):
         )
         return f"{training.num_mini_batches} mini-batches, {training.reduction.name} of {described}"
 
+    def check_replicas(self) -> None:
+        """Raises a NotImplementedError if there would be several replicas; see `PipelineCall`."""
+        self.replication.refuse(self.name)
+        for outfed in self.outfeeds:
+            outfed.queue.expect_replicas(1)
+
     @property
     def outfeeds(self) -> list[Outfed]:
-        """The queues that it enqueues to, with the structure of an element, and its shapes and dtypes."""
-        return [(entry.target, entry.tree, entry.avals) for entry, _places in self.loop.body.enqueued]
+        """The queues that it enqueues to."""
+        enqueued = self.loop.body.enqueued
+        return [Outfed(entry.target, entry.tree, entry.avals) for entry, _places in enqueued]
 
     def placement(self) -> CallPlacement:
         """What went where."""
@@ -338,8 +376,9 @@ class ProgramBuilder:
           ValueError: it enqueues to the outfeed of another one, or twice to one; or it has the name of
             another one and another structure of optimizer state.
         """
-        queues = [queue for other in self.calls for queue, _tree, _avals in other.outfeeds]
-        for queue, _tree, _avals in call.outfeeds:
+        queues = [outfed.queue for other in self.calls for outfed in other.outfeeds]
+        for outfed in call.outfeeds:
+            queue = outfed.queue
             if any(queue is known for known in queues):
                 raise ValueError(
                     "An IPUOutfeedQueue can be enqueued to only once in a program; give each pipeline, "

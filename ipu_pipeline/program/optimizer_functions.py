@@ -99,8 +99,8 @@ class OptimizerFunctionOutput:
         if unwrapped.accumulation is not None:
             raise ValueError(
                 "OptimizerFunctionOutput: opt is a GradientAccumulationOptimizerV2, but a pipeline "
-                "accumulates by itself. Give its inner optimizer, and set gradient_accumulation_count and "
-                "reduction_method."
+                "accumulates by itself. Give its inner optimizer, in a CrossReplicaOptimizer for several "
+                "replicas, and set gradient_accumulation_count and reduction_method."
             )
 
     @property
@@ -121,6 +121,7 @@ class LossAndTransformation:
         self._var_list: Sequence[str] | None = None
         self._gradient_map: GradientMap | None = None
         self._gradient_targets: Sequence[GradientTarget] = ()
+        self._averages_replicas = False
 
     def loss(self, *args: Any, **kwargs: Any) -> Any:
         """The loss, from what the last stage returns."""
@@ -128,6 +129,7 @@ class LossAndTransformation:
         self._var_list = output.var_list
         unwrapped = unwrap(output.opt)
         self._gradient_map = unwrapped.gradient_map
+        self._averages_replicas = unwrapped.averages_replicas
         self._gradient_targets = [
             GradientTarget(watched.queue, functools.partial(_choose, watched.variable_names))
             for watched in unwrapped.watched
@@ -162,6 +164,11 @@ class LossAndTransformation:
     def gradient_targets(self) -> Sequence[GradientTarget]:
         """What each micro-batch's gradients are enqueued to, once the loss has been traced."""
         return self._gradient_targets
+
+    @property
+    def averages_replicas(self) -> bool:
+        """Whether gradients are averaged over replicas, once the loss has been traced."""
+        return self._averages_replicas
 
     def _call(self, *args: Any, **kwargs: Any) -> OptimizerFunctionOutput:
         check_signature(

@@ -41,6 +41,7 @@ __all__ = [
     "check_recomputation",
     "check_recomputation_checkpoints",
     "check_replication",
+    "check_sharding",
 ]
 
 _MAX_INT32 = 2**31 - 1
@@ -176,18 +177,30 @@ def check_accumulator_dtype(wanted: Any) -> Any:
     return check_float_dtype(wanted, argument)
 
 
-def check_replication(is_inference: bool, **arguments: Any) -> None:
-    """Checks what is spread over replicas, and warns: a program has one replica."""
+def check_replication(is_inference: bool, **arguments: Any) -> list[str]:
+    """The names of the arguments that are True; warns of what inference has none of."""
+    chosen = []
     for argument, value in arguments.items():
         if value is not None and not isinstance(value, (bool, np.bool_)):
             raise TypeError(f"{argument} must be True or False; got {value!r}.")
-        if value:
-            reason = "this pipeline is in inference" if is_inference else "there is one replica"
-            if argument == "replicated_weight_sharding":
-                reason = "there is one replica"
+        if value and is_inference and argument != "replicated_weight_sharding":
             warnings.warn(
-                f"{argument} will have no effect since {reason}: nothing is sharded.", stacklevel=3
+                f"{argument} will have no effect since this pipeline is in inference: nothing is sharded.",
+                stacklevel=3,
             )
+        elif value:
+            chosen.append(argument)
+    return chosen
+
+
+def check_sharding(call: PipelineCall) -> None:
+    """Warns of arguments that would spread something over replicas, where there can be only one."""
+    if call.replication.may_be_several:
+        return  # the number of replicas is known at run: `PipelineCall.find_num_replicas`
+    for argument in call.replication.sharded:
+        warnings.warn(
+            f"{argument} will have no effect since there is one replica: nothing is sharded.", stacklevel=3
+        )
 
 
 def check_recomputation(mode: Any, is_inference: bool) -> Recomputation:

@@ -272,11 +272,12 @@ def build_program(
         return markers(equation, atoms, inline)
 
     flat = jaxprs.flatten(closed_jaxpr, rule)
-    outfed = [entry for call in builder.calls for entry in call.outfeeds]
-    for queue, element_tree, element_avals in outfed:
-        queue.check(element_tree, element_avals)
-    for queue, element_tree, element_avals in outfed:
-        queue.bind(element_tree, element_avals)
+    outfeeds = [(call.replication, outfed) for call in builder.calls for outfed in call.outfeeds]
+    for _replication, outfed in outfeeds:
+        outfed.queue.check(outfed.tree, outfed.avals)
+    for replication, outfed in outfeeds:
+        count = replication.count if outfed.is_of_replicas else None
+        outfed.queue.bind(outfed.tree, outfed.avals, count)
     tree, is_operation = result
     outputs = iter(flat.outputs)
     num_given = len(inputs)

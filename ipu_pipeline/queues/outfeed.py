@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import enum
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ipu_pipeline.engine.state import is_readable
 from ipu_pipeline.engine.tracing import frames
 from ipu_pipeline.engine.tracing.enqueuing import enqueue
 from ipu_pipeline.graph.operations import Operation
@@ -105,8 +106,11 @@ class IPUOutfeedQueue:
         self._mode = outfeed_mode
         self._buffer_depth = buffer_depth
         self._structure: tuple[Any, tuple[jax.ShapeDtypeStruct, ...]] | None = None
+        self._count_replicas: Callable[[], int] | None = None  # of the program that was compiled last
+        self._num_replicas: int | None = None  # of what ran last
         self._on_device: collections.deque[_Part] = collections.deque()
         self._on_host: list[_Part] = []
+        self._is_elsewhere = False  # what is enqueued is in another process
         self._read: list[_Part] = []  # by a run that has not returned yet
 
     @property
@@ -131,9 +135,50 @@ class IPUOutfeedQueue:
                 f"{self._structure} and {structure}. Give each its own queue."
             )
 
-    def bind(self, tree: Any, avals: Sequence[jax.ShapeDtypeStruct]) -> None:
-        """Called when a program that enqueues has been compiled; see `check`."""
+    def bind(
+        self,
+        tree: Any,
+        avals: Sequence[jax.ShapeDtypeStruct],
+        count_replicas: Callable[[], int] | None = None,
+    ) -> None:
+        """Called when a program that enqueues has been compiled; see `check`.
+
+        Args:
+          tree: the structure of an element.
+          avals: shapes and dtypes of its leaves, in a replica.
+          count_replicas: how many there will be, by the devices that are selected when it is called; None:
+            an element is not of replicas.
+        """
         self._structure = (tree, tuple(avals))
+        self._count_replicas = count_replicas
+        if self._is_empty:
+            self._num_replicas = None
+
+    def expect_replicas(self, number: int) -> None:
+        """Called before a program runs: how many replicas enqueue.
+
+        Raises:
+          ValueError: there are elements of another number of replicas, with which they cannot be stacked.
+        """
+        is_kept = self._mode is IPUOutfeedMode.ALL and not self._is_empty
+        if is_kept and self._num_replicas not in (None, number):
+            raise ValueError(
+                f"An outfeed has elements of {self._num_replicas} replica(s) that were not dequeued, and "
+                f"the program that is to run has {number}. Dequeue before."
+            )
+        self._num_replicas = number
+
+    @property
+    def _is_empty(self) -> bool:
+        return not (self._on_device or self._on_host)
+
+    @property
+    def _replica_axis(self) -> tuple[int, ...]:
+        """The axis that each leaf has in front of an element's shape: none for one replica."""
+        number = self._num_replicas
+        if number is None:
+            number = 1 if self._count_replicas is None else self._count_replicas()
+        return (number,) if number > 1 else ()
 
     def extend(self, leaves: Sequence[Any], size: int | None) -> None:
         """Enqueues one element, or several in a row, which may still be computed; does not wait for them.
@@ -143,6 +188,9 @@ class IPUOutfeedQueue:
           size: None for one element, else how many.
         """
         if size == 0:
+            return
+        if not all(map(is_readable, leaves)):  # another process has it
+            self._is_elsewhere = True
             return
         if self._mode is IPUOutfeedMode.LAST:
             self._on_device.clear()
@@ -206,8 +254,9 @@ class IPUOutfeedQueue:
         Returns:
           The operation. Run, it returns the element's structure, with a list for a tuple: in mode ALL
           each leaf has a new first axis, over the elements since the last dequeue, which has size 0 if
-          there were none; in mode LAST it is the last element. With synthetic data nothing comes back:
-          there are none, and in mode LAST zeros.
+          there were none; in mode LAST it is the last element. With several replicas an element has one
+          value of each: the next axis is theirs (in mode LAST the first one). With synthetic data nothing
+          comes back: there are none, and in mode LAST zeros.
         """
         if wait_for_completion:
             warnings.warn(
@@ -230,8 +279,10 @@ class IPUOutfeedQueue:
         tree, avals = self._structure
         parts = [*self._on_host, *self._on_device]
         if self._mode is IPUOutfeedMode.LAST:
-            if not parts and uses_synthetic_data():
-                return self._unflatten(tree, [np.zeros(aval.shape, aval.dtype) for aval in avals])
+            if not parts and (uses_synthetic_data() or self._is_elsewhere):
+                shapes = [(*self._replica_axis, *aval.shape) for aval in avals]
+                zeros = [np.zeros(shape, a.dtype) for shape, a in zip(shapes, avals, strict=True)]
+                return self._unflatten(tree, zeros)
             if not parts:
                 raise ValueError("The outfeed is in mode LAST and nothing has been enqueued yet.")
             arrays = [leaf[-1] for leaf in parts[-1].on_host().stacked()]
@@ -240,7 +291,7 @@ class IPUOutfeedQueue:
             arrays = [
                 np.concatenate([stack[place] for stack in stacks])
                 if stacks
-                else np.empty((0, *aval.shape), aval.dtype)
+                else np.empty((0, *self._replica_axis, *aval.shape), aval.dtype)
                 for place, aval in enumerate(avals)
             ]
         return self._unflatten(tree, arrays)

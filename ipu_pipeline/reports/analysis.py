@@ -118,10 +118,10 @@ class PipelineAnalysis:
       utilisation: the mean of its IPUs'.
       balanced_utilisation: what it would be if all stages took equally long and nothing else took time;
         None if there is no formula for it.
-      ipus: those that it has stages on.
+      ipus: those that it has stages on, of all replicas.
       stages: all of them.
       links: between stages, by source and target.
-      num_micro_batches: in a step, as they were seen.
+      num_micro_batches: in a step of all replicas, as they were seen.
       micro_batches_per_second: while steps run.
       samples_per_second: likewise; None if it is not known how many samples a micro-batch has.
       limiting_ipu: the busiest IPU.
@@ -197,10 +197,12 @@ def _analyse(index: int, facts: PipelineFacts, events: Sequence[Event]) -> Pipel
     ipus = _find_use(facts, typical, by_step)
     stages = _find_stages(facts, typical, by_step)
     numbers = [step.num_micro_batches for step in typical]
-    num_micro_batches = round(statistics.median(numbers)) if numbers else facts.num_micro_batches
+    num_micro_batches = facts.num_micro_batches * facts.num_replicas
+    if numbers:
+        num_micro_batches = round(statistics.median(numbers))
     speed = num_micro_batches / step_time * 1e6 if step_time else 0.0
     limiting = max(ipus, key=lambda use: (use.busy, -use.ipu)).ipu
-    here = [stages[stage.index] for stage in facts.stages if stage.ipu == limiting]
+    here = [stages[index] for index in facts.stages_on(limiting)]
     actions = [event for event in events if event.kind in _LAST_ACTIONS]
     gaps = [max(0.0, after.begin - before.end) for before, after in itertools.pairwise(steps)]
     return PipelineAnalysis(
@@ -260,7 +262,7 @@ def _find_use(
             updates[ipu].append(busy_time(event for event in events if event.kind is EventKind.UPDATE))
     return tuple(
         IpuUse(ipu, *(_median(values[ipu]) or 0.0 for values in (shares, busy, updates)))
-        for ipu in sorted({stage.ipu for stage in facts.stages})
+        for ipu in facts.ipus
     )
 
 
@@ -298,10 +300,8 @@ def _find_links(facts: PipelineFacts, events: Sequence[Event]) -> tuple[LinkUse,
     found: dict[tuple[int, int], list[Event]] = defaultdict(list)
     for event in events:
         source = event.stage
-        if event.kind is EventKind.TRANSFER and source is not None:
-            there = [
-                (abs(stage.index - source), stage.index) for stage in facts.stages if stage.ipu == event.ipu
-            ]
+        if event.kind is EventKind.TRANSFER and source is not None and event.ipu is not None:
+            there = [(abs(index - source), index) for index in facts.stages_on(event.ipu)]
             if there:
                 found[source, min(there)[1]].append(event)
     return tuple(
@@ -318,8 +318,8 @@ def _find_links(facts: PipelineFacts, events: Sequence[Event]) -> tuple[LinkUse,
 def balanced_utilisation(facts: PipelineFacts, num_micro_batches: int) -> float | None:
     """The utilisation of a pipeline whose stages all take equally long, if nothing else takes time.
 
-    With M micro-batches (or chunks of them) and N levels, each on IPUs of its own, it is M / (M + N - 1)
-    under Grouped and Interleaved, and 1 / N under Sequential.
+    With M micro-batches (or chunks of them) in a replica and N levels, each on IPUs of its own, it is
+    M / (M + N - 1) under Grouped and Interleaved, and 1 / N under Sequential.
 
     Source: the bubble of Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters",
     2021, which is (N - 1) / M of the rest.
@@ -338,7 +338,7 @@ def balanced_utilisation(facts: PipelineFacts, num_micro_batches: int) -> float 
         return 1.0 / num_levels
     if facts.schedule not in ("grouped", "interleaved"):
         return None
-    number = max(1, num_micro_batches // facts.chunk_size)
+    number = max(1, num_micro_batches // (facts.chunk_size * facts.num_replicas))
     return number / (number + num_levels - 1)
 
 

@@ -16,7 +16,8 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
-from ipu_pipeline.engine import watching
+from ipu_pipeline.engine import peers, watching
+from ipu_pipeline.engine.errors import ProcessError
 from ipu_pipeline.reports.chrome_trace import to_chrome_trace
 from ipu_pipeline.reports.describing import describe_devices, describe_pipeline
 from ipu_pipeline.reports.device_profile import DeviceProfile, DeviceProfiler
@@ -25,6 +26,7 @@ from ipu_pipeline.reports.matching import match
 from ipu_pipeline.reports.page import write_page
 from ipu_pipeline.reports.profile import Profile
 from ipu_pipeline.reports.recorder import Recorder
+from ipu_pipeline.reports.several_processes import exchange, merge
 
 __all__ = ["REPORTS", "Capture", "capture", "start_automatic_report"]
 
@@ -42,7 +44,7 @@ class Capture:
     """A trace that is recorded, see `capture`.
 
     Attributes:
-      directory: where the reports are, or will be.
+      directory: where the reports are, or will be; of several processes, in the first one.
       profile: what was recorded; None until the end, and if nothing ran.
     """
 
@@ -71,20 +73,38 @@ class Capture:
                 self._recorder.wait()
                 self._noted = self._profiler.stop()
 
-    def finish(self) -> None:
-        """Ends the recording, and writes the reports."""
+    def finish(self, *, is_whole: bool = True) -> None:
+        """Ends the recording, and writes the reports: of several processes the first one those of all.
+
+        Args:
+          is_whole: whether the others come here, too. If not, this one writes what it has recorded.
+        """
         self._end_recording()
-        recorder = self._recorder
-        if not recorder.launched:
+        recorder, origin = self._recorder, 0.0
+        if recorder.launched:
+            self.profile, origin = _make_profile(recorder, self._noted, self._max_actions)
+        self._noted = DeviceProfile((), ())
+        recorder.forget()
+        told = peers.current()
+        if told is not None:
+            try:
+                if not is_whole:
+                    raise ProcessError("it ended with an error")
+                self.profile = merge(exchange(told, self.profile, origin))
+            except ProcessError as error:
+                self.directory /= f"process_{told.index}"
+                check_directory(self.directory, REPORTS)
+                _logger.warning("The trace has only what process %d recorded: %s", told.index, error)
+            else:
+                if told.index:  # the first process writes
+                    return
+        if self.profile is None:
             warnings.warn(
                 f"reports.capture: nothing was run, so there is no report in {str(self.directory)!r}. Run "
                 "a pipeline or a loop within it.",
                 stacklevel=2,
             )
             return
-        self.profile = _make_profile(recorder, self._noted, self._max_actions)
-        self._noted = DeviceProfile((), ())
-        recorder.forget()
         texts = {"profile.json": self.profile.to_json(), "trace.json": to_chrome_trace(self.profile)}
         write_reports(self.directory, texts)
         self._write_page(self.profile)
@@ -144,12 +164,13 @@ def capture(directory: str | os.PathLike[str], *, max_actions: int = MAX_ACTIONS
             yield captured
     except BaseException:
         with contextlib.suppress(Exception):  # the error itself says more
-            captured.finish()
+            captured.finish(is_whole=False)
         raise
     captured.finish()
 
 
-def _make_profile(recorder: Recorder, noted: DeviceProfile, max_actions: int) -> Profile:
+def _make_profile(recorder: Recorder, noted: DeviceProfile, max_actions: int) -> tuple[Profile, float]:
+    """The trace, and when its times begin, in nanoseconds since the epoch."""
     matched = match(recorder, noted)
     pipelines = [
         describe_pipeline(
@@ -168,7 +189,7 @@ def _make_profile(recorder: Recorder, noted: DeviceProfile, max_actions: int) ->
             f"Of {len(recorder.launched)} programs {matched.num_lost} are missing: the devices' profiler "
             "did not note them."
         )
-    return Profile(
+    profile = Profile(
         program=shlex.join(sys.argv),
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         versions={name: metadata.version(name) for name in _PACKAGES},
@@ -180,6 +201,7 @@ def _make_profile(recorder: Recorder, noted: DeviceProfile, max_actions: int) ->
         num_dropped=recorder.num_dropped,
         notes=tuple(notes),
     )
+    return profile, matched.origin
 
 
 _has_read_environment = False

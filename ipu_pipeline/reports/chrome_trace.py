@@ -23,10 +23,10 @@ def to_chrome_trace(profile: Profile) -> str:
     """The text of `trace.json`: a process for the IPUs, with a track for each, and one for the host."""
     ipus: dict[int, list[Event]] = defaultdict(list)
     transfers: dict[int, list[Event]] = defaultdict(list)
-    host: list[Event] = []
+    hosts: dict[int, list[Event]] = defaultdict(list)
     for event in profile.events:
         if event.ipu is None:
-            host.append(event)
+            hosts[event.process].append(event)
         elif event.kind is EventKind.TRANSFER:
             transfers[event.ipu].append(event)
         else:
@@ -36,9 +36,11 @@ def to_chrome_trace(profile: Profile) -> str:
         _name("process_name", 2, 0, "Transfers, by the IPU that receives"),
         _name("process_name", 3, 0, "Host"),
     ]
-    for process, tracks in ((1, ipus), (2, transfers), (3, {0: host})):
+    for process, tracks in ((1, ipus), (2, transfers), (3, hosts or {0: []})):
         for number, events in sorted(tracks.items()):
-            title = "Host" if process == 3 else f"IPU {number}"
+            title = f"IPU {number}"
+            if process == 3:
+                title = f"Host of process {number}" if set(hosts) - {0} else "Host"
             for lane, some in enumerate(_lanes(events)):
                 thread = number * _LANES + lane
                 written.append(_name("thread_name", process, thread, title))

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from ipu_pipeline.engine.execution.executor import Executor
+from ipu_pipeline.engine.execution.blocks.runner import BlockRunner
 from ipu_pipeline.engine.jaxprs.shapes import num_bytes
 from ipu_pipeline.engine.pipeline import Pipeline
 from ipu_pipeline.engine.planning.crossings import find_flows
@@ -26,6 +26,7 @@ from ipu_pipeline.reports.profile import (
     StageFacts,
 )
 from ipu_pipeline.reports.recorder import Introduced
+from ipu_pipeline.reports.sharing import number_devices
 from ipu_pipeline.reports.summaries import summarize
 
 __all__ = ["describe_devices", "describe_layers", "describe_pipeline"]
@@ -33,9 +34,8 @@ __all__ = ["describe_devices", "describe_layers", "describe_pipeline"]
 
 def describe_devices(introduced: Sequence[Introduced]) -> tuple[DeviceFacts, ...]:
     """The devices of some pipelines, by IPU."""
-    rows = {row for one in introduced for row in one.runner.residence.rows}
-    found = {(row.ipu, device) for row in rows for device in row.devices}
-    facts = {DeviceFacts(ipu, device.id, device.device_kind, device.platform) for ipu, device in found}
+    found = {(ipu, device) for one in introduced for device, ipu in number_devices(one.runner).items()}
+    facts = {DeviceFacts(ipu, d.id, d.device_kind, d.platform, d.process_index) for ipu, d in found}
     return tuple(sorted(facts, key=lambda device: (device.ipu, device.id)))
 
 
@@ -98,7 +98,7 @@ def describe_pipeline(one: Introduced, launches: Sequence[Launch]) -> PipelineFa
         num_micro_batches=count,
         num_serialized=shares.num_serialized,
         chunk_size=chunk_size,
-        is_one_program=not isinstance(runner, Executor),
+        is_one_program=isinstance(runner, BlockRunner),
         micro_batch_size=_find_batch_size(traced.element),
         stages=tuple(stages),
         edges=tuple(
@@ -109,11 +109,12 @@ def describe_pipeline(one: Introduced, launches: Sequence[Launch]) -> PipelineFa
             FlowFacts(**flow._asdict()) for flow in find_flows(traced, runner.programs, shares.ipus)
         ),
         memory=tuple(planned),
+        num_replicas=shares.num_replicas,
     )
 
 
 def _count_micro_batches(launches: Sequence[Launch]) -> int:
-    """Micro-batches per step, as they were seen."""
+    """Micro-batches per step of each replica, as they were seen."""
     everies = [launch.every for launch in launches if launch.kind == LaunchKind.BLOCK]
     numbers = [launch.first + launch.count for launch in launches if launch.kind != LaunchKind.BLOCK]
     return max([*everies, *numbers], default=1)

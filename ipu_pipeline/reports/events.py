@@ -46,6 +46,7 @@ class Event:
         the estimated operations of the events that share the program.
       is_bounded: of a transfer, whether its end was not seen: it is the latest that it can have been.
       name: of a program that is no stage's.
+      process: the process whose host or device it was.
     """
 
     kind: EventKind
@@ -62,6 +63,7 @@ class Event:
     is_shared: bool = False
     is_bounded: bool = False
     name: str = ""
+    process: int = 0
 
     @property
     def length(self) -> float:

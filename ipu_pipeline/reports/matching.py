@@ -12,10 +12,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from ipu_pipeline.engine.devices.elsewhere import is_here
 from ipu_pipeline.engine.watching import Launch
 from ipu_pipeline.reports.device_profile import DeviceProfile, ProgramRun, group_runs
 from ipu_pipeline.reports.events import Event, EventKind
 from ipu_pipeline.reports.recorder import Launched, Recorder
+from ipu_pipeline.reports.sharing import number_devices
 
 __all__ = ["Matched", "match"]
 
@@ -34,10 +36,12 @@ class Matched:
     Attributes:
       events: in the order of their begins.
       num_lost: programs that the host started, and whose runs the devices' profiler did not note.
+      origin: when the times of the events begin, in nanoseconds since the epoch.
     """
 
     events: tuple[Event, ...]
     num_lost: int
+    origin: float
 
 
 def match(recorder: Recorder, profile: DeviceProfile) -> Matched:
@@ -64,7 +68,8 @@ def match(recorder: Recorder, profile: DeviceProfile) -> Matched:
         assert place is not None
         for run in runs:
             begin, end = since(run.begin), since(run.end)
-            events += recorder.introduced[place].shares.divide(launched.launch, place, number, begin, end)
+            shares, ipu = recorder.introduced[place].shares, ipus[run.device]
+            events += shares.divide(launched.launch, ipu, place, number, begin, end)
     for run in strangers:
         if run.device in ipus and since(run.begin) >= 0:
             events.append(
@@ -84,13 +89,14 @@ def match(recorder: Recorder, profile: DeviceProfile) -> Matched:
                 num_bytes=one.num_bytes,
             )
         )
-    return Matched(tuple(sorted(events, key=lambda event: (event.begin, event.end))), num_lost)
+    return Matched(tuple(sorted(events, key=lambda event: (event.begin, event.end))), num_lost, origin)
 
 
 def _number_devices(recorder: Recorder) -> dict[int, int]:
     """The IPU of each device, by the device's id."""
-    rows = {row for one in recorder.introduced for row in one.runner.residence.rows}
-    return {device.id: row.ipu for row in rows for device in row.devices}
+    return {
+        device.id: ipu for one in recorder.introduced for device, ipu in number_devices(one.runner).items()
+    }
 
 
 def _find_runs(
@@ -103,7 +109,7 @@ def _find_runs(
         function = id(launched.function)
         if function not in modules:
             modules[function] = _module_of(launched)
-        for device in launched.launch.devices:
+        for device in filter(is_here, launched.launch.devices):
             wanted[device.id, modules[function]][function].append(launched)
     noted: dict[tuple[int, str], list[list[ProgramRun]]] = defaultdict(list)
     for runs in group_runs(profile.runs):
@@ -121,7 +127,9 @@ def _find_runs(
                 strangers += runs
             for launched, run in zip(together, runs[max(0, len(runs) - len(together)) :], strict=False):
                 found[launched].append(run)
-    num_lost = sum(len(runs) < len(launched.launch.devices) for launched, runs in found.items())
+    num_lost = sum(
+        len(runs) < sum(map(is_here, launched.launch.devices)) for launched, runs in found.items()
+    )
     return found, strangers, num_lost
 
 
@@ -192,18 +200,20 @@ def _transfers(
             taken[place] = True
             begin, end = copies[place]
         launch = moved.launch
+        number, source = recorder.find(launch.runner), ipus[launch.devices[0].id]
+        assert number is not None
         events.append(
             Event(
                 EventKind.TRANSFER,
                 since(begin),
                 since(end),
                 ipus[moved.device],
-                recorder.find(launch.runner),
+                number,
                 launch.stage,
-                launch.first,
+                recorder.introduced[number].shares.element(launch.first, source),
                 launch.step,
                 num_bytes=moved.num_bytes,
-                source=ipus[launch.devices[0].id],
+                source=source,
                 is_bounded=is_bounded,
             )
         )

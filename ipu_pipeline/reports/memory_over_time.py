@@ -15,6 +15,7 @@ On one IPU, all stages are one program: what they hold is among its temporaries.
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -185,7 +186,19 @@ def profile_memory_over_time(profile: Profile, pipeline: int) -> tuple[MemoryOve
         for event in profile.events
         if event.pipeline == pipeline and (event.stage is None or 0 <= event.stage < len(stages))
     ]
-    return lay_out_memory(stages, facts.memory, flows, events)
+    if facts.num_replicas == 1:
+        return lay_out_memory(stages, facts.memory, flows, events)
+    made: list[MemoryOverTime] = []
+    for replica in range(facts.num_replicas):
+        first = replica * facts.num_ipus
+        own = [
+            dataclasses.replace(event, ipu=event.ipu - first)
+            for event in events
+            if event.ipu is not None and event.ipu // facts.num_ipus == replica
+        ]
+        held = lay_out_memory(stages, facts.memory, flows, own)
+        made += [dataclasses.replace(one, ipu=one.ipu + first) for one in held]
+    return tuple(made)
 
 
 def lay_out_memory(

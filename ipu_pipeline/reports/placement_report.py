@@ -21,6 +21,7 @@ class CallPlacement:
       unit: per what: "micro-batch", or of a loop "iteration".
       sent: what crosses per weight update.
       dispatch: over several IPUs, how many micro-batches a program handles, and why.
+      replicas: the JAX devices of each replica, by IPU; empty for one replica.
     """
 
     name: str
@@ -29,6 +30,7 @@ class CallPlacement:
     unit: str
     sent: tuple[Sent, ...] = ()
     dispatch: str = ""
+    replicas: tuple[tuple[str, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,9 @@ class Placement:
         rows = [("stage", "IPU", "device", "operations", "bytes of variables", "variables")]
         for part in call.parts:
             first, *others = part.variables or ("none",)
-            device = self.devices[part.ipu] if part.ipu < len(self.devices) else "not selected yet"
+            known = call.replicas or (self.devices,)
+            devices = [replica[part.ipu] for replica in known if part.ipu < len(replica)]
+            device = ", ".join(devices) or "not selected yet"
             numbers = (str(part.num_operations), f"{part.num_variable_bytes:,}")
             rows.append((str(part.index), str(part.ipu), device, *numbers, first))
             rows += [("", "", "", "", "", name) for name in others]
@@ -68,7 +72,8 @@ class Placement:
             for edge in call.edges
         ]
         crossing = align(edges) if call.edges else ["  nothing crosses"]
-        lines = [call.name, *align(rows), f"per {call.unit}:", *crossing]
+        name = f"{call.name}, in {len(call.replicas)} replicas" if call.replicas else call.name
+        lines = [name, *align(rows), f"per {call.unit}:", *crossing]
         if call.sent:
             sent = [("from", "to", "bytes", "what", "read by")]
             sent += [

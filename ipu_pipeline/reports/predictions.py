@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from ipu_pipeline.engine.schedules import (
     Advice,
+    Cluster,
     Costs,
     Layer,
     Memory,
@@ -36,6 +37,7 @@ _MAX_ACTIONS = 200_000  # of a step that is simulated
 _MAX_SIMULATED = 500_000  # actions of all counts, and of all splits: some seconds
 _MOST_SPLITS = 6  # that are told
 _MICROSECONDS = 1e6
+_TOGETHER = {"reduce": "averaging of gradients", "gather": "gathering of what was updated"}
 
 
 @dataclass(frozen=True)
@@ -71,9 +73,10 @@ def make_scenario(facts: PipelineFacts, analysis: PipelineAnalysis) -> Scenario 
         return None
     update = [0.0] * len(forward)
     for use in analysis.ipus:
-        first = next(stage.index for stage in facts.stages if stage.ipu == use.ipu)
-        update[first] = use.update / _MICROSECONDS
-    divides = analysis.num_micro_batches % facts.chunk_size == 0
+        first = facts.stages_on(use.ipu)[0]
+        update[first] = max(update[first], use.update / _MICROSECONDS)
+    count = analysis.num_micro_batches // facts.num_replicas
+    divides = count % facts.chunk_size == 0
     last = facts.stages[-1].level
     return Scenario(
         Costs.of(
@@ -89,13 +92,14 @@ def make_scenario(facts: PipelineFacts, analysis: PipelineAnalysis) -> Scenario 
             is_fused=facts.stages[-1].is_fused and [stage.level for stage in facts.stages].count(last) == 1,
         ),
         schedule=facts.schedule,
-        num_micro_batches=max(1, analysis.num_micro_batches),
+        num_micro_batches=max(1, count),
         device_mapping=tuple(stage.ipu for stage in facts.stages),
         levels=tuple(stage.level for stage in facts.stages),
         training=facts.kind == "training",
         chunk_size=facts.chunk_size if divides else 1,
         memory=_make_memory(facts),
         micro_batch_size=facts.micro_batch_size or 1,
+        cluster=Cluster(facts.num_replicas),
     )
 
 
@@ -227,33 +231,29 @@ def timeline_events(
       pipeline: its number.
       links: (sending stage, receiving stage, bytes).
     """
-    events = [
-        Event(
-            EventKind(kind),
-            begin * _MICROSECONDS,
-            end * _MICROSECONDS,
-            ipu,
-            pipeline,
-            None if kind == "update" else stage,
-            micro_batch,
-        )
-        for kind, stage, micro_batch, ipu, begin, end in timeline.intervals()
-        if end > begin
-    ]
+    ipus, num_replicas = [stage.ipu for stage in facts.stages], facts.num_replicas
+    events = []
+    for kind, stage, micro_batch, ipu, begin, end in timeline.intervals():
+        span = (begin * _MICROSECONDS, end * _MICROSECONDS, ipu)
+        if end > begin and kind in _TOGETHER:
+            events.append(Event(EventKind.OTHER, *span, name=_TOGETHER[kind]))
+        elif end > begin:
+            of = None if kind == "update" else stage
+            events.append(Event(EventKind(kind), *span, pipeline, of, micro_batch))
     sizes = {(source, target): size for source, target, size in links}
-    ipus = [stage.ipu for stage in facts.stages]
-    events += [
-        Event(
-            EventKind.TRANSFER,
-            sending.begin * _MICROSECONDS,
-            sending.end * _MICROSECONDS,
-            ipus[sending.target],
-            pipeline,
-            sending.source,
-            sending.micro_batch,
-            num_bytes=round(sizes.get((sending.source, sending.target), 0)),
-            source=ipus[sending.source],
+    for sending in timeline.transfers():
+        first = sending.micro_batch % num_replicas * facts.num_ipus
+        events.append(
+            Event(
+                EventKind.TRANSFER,
+                sending.begin * _MICROSECONDS,
+                sending.end * _MICROSECONDS,
+                first + ipus[sending.target],
+                pipeline,
+                sending.source,
+                sending.micro_batch,
+                num_bytes=round(sizes.get((sending.source, sending.target), 0)),
+                source=first + ipus[sending.source],
+            )
         )
-        for sending in timeline.transfers()
-    ]
     return events

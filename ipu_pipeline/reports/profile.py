@@ -27,12 +27,12 @@ __all__ = [
     "read_profile",
 ]
 
-FORMAT, VERSION = "ipu_pipeline profile", 1
+FORMAT, VERSION = "ipu_pipeline profile", 2  # 1 had no replicas and processes
 
 # Of an event in the file: the names of its fields.
 _COLUMNS = (
     "kind", "begin", "end", "ipu", "pipeline", "stage", "micro_batch", "step", "num_bytes", "source",
-    "program", "is_shared", "is_bounded", "name",
+    "program", "is_shared", "is_bounded", "name", "process",
 )  # fmt: skip
 _DECIMALS = 3  # of microseconds: nanoseconds
 
@@ -46,12 +46,14 @@ class DeviceFacts:
       id: JAX's.
       kind: what JAX calls the kind, such as "cpu".
       platform: JAX's.
+      process: the number of the process whose it is.
     """
 
     ipu: int
     id: int
     kind: str
     platform: str
+    process: int = 0
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,7 @@ class PipelineFacts:
       name: its name.
       kind: "training", "inference" or "loop".
       schedule: the name of the schedule, or of the user's function.
-      num_micro_batches: per step, as they were seen; of a loop 1.
+      num_micro_batches: per step of each replica, as they were seen; of a loop 1.
       num_serialized: how many of them a stage handles before the next one starts.
       chunk_size: micro-batches per program.
       is_one_program: whether all stages are on one device.
@@ -162,7 +164,10 @@ class PipelineFacts:
       stages: its stages.
       edges: what goes from IPU to IPU, those with anything on them.
       flows: what goes from stage to stage, also on one IPU.
-      memory: what the IPUs take by the plan; empty where that could not be found.
+      memory: what the IPUs of each replica take by the plan; empty where that could not be found.
+      num_replicas: how many there are; a file without it has one. IPUs are those of the first replica here;
+        in events IPU i of replica r is r times `num_ipus` plus i, and micro-batches are the elements of all
+        replicas: the k-th one of replica r is number k times `num_replicas` plus r.
     """
 
     name: str
@@ -177,6 +182,22 @@ class PipelineFacts:
     edges: tuple[EdgeFacts, ...]
     flows: tuple[FlowFacts, ...]
     memory: tuple[IpuMemory, ...]
+    num_replicas: int = 1
+
+    @property
+    def num_ipus(self) -> int:
+        """How many IPUs a replica has, with those that have no stage."""
+        return max(stage.ipu for stage in self.stages) + 1
+
+    @property
+    def ipus(self) -> tuple[int, ...]:
+        """The IPUs with stages, in all replicas."""
+        own = sorted({stage.ipu for stage in self.stages})
+        return tuple(replica * self.num_ipus + ipu for replica in range(self.num_replicas) for ipu in own)
+
+    def stages_on(self, ipu: int) -> list[int]:
+        """The stages on an IPU of any replica."""
+        return [stage.index for stage in self.stages if stage.ipu == ipu % self.num_ipus]
 
     @property
     def trains(self) -> bool:

@@ -18,7 +18,7 @@ from ipu_pipeline.engine.jaxprs.costs import count_equations
 from ipu_pipeline.engine.watching import Launch, LaunchKind
 from ipu_pipeline.reports.events import Event, EventKind
 
-__all__ = ["Shares", "find_shares"]
+__all__ = ["Shares", "find_shares", "number_devices"]
 
 _BACKWARD_PER_FORWARD = 2.0  # of a stage whose operations cannot be counted: two products for each one
 _PER_TRAINED = 10.0  # operations of a weight update for each element, as of functions element by element
@@ -46,6 +46,7 @@ class Shares:
       is_fused: whether the last stage's forward and backward are one program.
       num_serialized: of a block, micro-batches that a stage handles before the next one starts.
       is_loop: whether micro-batches are iterations, which are counted on.
+      num_replicas: how many there are. Their micro-batches are numbered as the elements that they are.
     """
 
     ipus: tuple[int, ...]
@@ -55,14 +56,25 @@ class Shares:
     is_fused: bool
     num_serialized: int
     is_loop: bool
+    num_replicas: int = 1
+
+    @property
+    def num_ipus(self) -> int:
+        """How many IPUs a replica has, with those that have no stage."""
+        return max(self.ipus) + 1
+
+    def element(self, number: int, ipu: int) -> int:
+        """The number of a replica's micro-batch among those of all replicas, by an IPU of it."""
+        return number * self.num_replicas + ipu // self.num_ipus
 
     def divide(
-        self, launch: Launch, pipeline: int, program: int, begin: float, end: float
+        self, launch: Launch, ipu: int, pipeline: int, program: int, begin: float, end: float
     ) -> Iterator[Event]:
         """The events of a program's run.
 
         Args:
           launch: the program.
+          ipu: where it ran.
           pipeline: the number of the pipeline.
           program: the number of the run.
           begin: of the run, in microseconds.
@@ -78,10 +90,10 @@ class Shares:
                 part.kind,
                 first,
                 begin + (end - begin) * min(1.0, reached / total),
-                self.ipus[launch.stage],
+                ipu,
                 pipeline,
                 part.stage,
-                part.micro_batch,
+                None if part.micro_batch is None else self.element(part.micro_batch, ipu),
                 part.step,
                 program=program,
                 is_shared=len(parts) > 1,
@@ -131,6 +143,15 @@ class Shares:
         return number, launch.step + step
 
 
+def number_devices(runner: Runner[Any]) -> dict[Any, int]:
+    """The IPU of each device of a runner: those of the second replica come after those of the first."""
+    rows = runner.residence.rows
+    num_ipus = max(row.ipu for row in rows) + 1
+    return {
+        device: replica * num_ipus + row.ipu for row in rows for replica, device in enumerate(row.devices)
+    }
+
+
 def find_shares(runner: Runner[Any]) -> Shares:
     """What the actions of a runner take, by the operations of its programs."""
     residence, programs = runner.residence, runner.programs
@@ -156,4 +177,5 @@ def find_shares(runner: Runner[Any]) -> Shares:
         is_fused,
         runner.program.num_serialized if isinstance(runner, BlockRunner) else 1,
         runner.iterated is not None,
+        len(residence.rows[0].devices),
     )

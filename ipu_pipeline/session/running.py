@@ -16,8 +16,10 @@ import jax
 import numpy as np
 from jax.extend import core as jex_core
 
-from ipu_pipeline import config
+from ipu_pipeline import config, utils
 from ipu_pipeline.engine import watching
+from ipu_pipeline.engine.devices.elsewhere import is_here
+from ipu_pipeline.engine.devices.everywhere import read_everywhere
 from ipu_pipeline.engine.devices.feeds import Take, take_nothing
 from ipu_pipeline.engine.devices.rows import make_rows, put_host_copies
 from ipu_pipeline.engine.execution.contract import Request, Runner
@@ -30,7 +32,7 @@ from ipu_pipeline.queues.synthetic import make_synthetic, uses_synthetic_data
 from ipu_pipeline.session.resuming import Resumption
 from ipu_pipeline.session.store import Store
 
-__all__ = ["Limit", "check_feeds", "run_program"]
+__all__ = ["Limit", "check_feeds", "reads_data", "run_program"]
 
 _BLIND_ITERATIONS = 64  # of a while_loop without a feed, before the host looks at its condition
 
@@ -73,11 +75,11 @@ def run_program(
     for infeed in program.infeeds:
         infeed.check_initialized()
     devices = config.devices_for(program.ipu_device, program.num_ipus)
-    row = make_rows(devices, (0,))[0]
+    row = make_rows([next(filter(is_here, devices), None) or jax.local_devices()[0]], (0,))[0]
     for step in program.steps:
         if not isinstance(step, CallStep):
-            for var, spec in step.reads.items():
-                values[var] = store.variable(spec)
+            read = read_everywhere([store.variable(spec) for spec in step.reads.values()])
+            values.update(zip(step.reads, read, strict=True))
             arguments = put_host_copies([values[v] for v in step.arguments], row)
             values.update(zip(step.results, step.function(*arguments), strict=True))
             continue
@@ -118,14 +120,15 @@ def _run_pipeline(
     if call.trains:
         pipeline.set_recomputation(call.find_recomputation())
     resumption.before_run(call)
-    runner = pipeline.prepare(devices)
+    runner, devices = _prepare(call, devices)
+    num_replicas = pipeline.num_replicas
     _introduce(call, runner)
     take: Take = take_nothing
     is_synthetic = uses_synthetic_data()
     if call.infeed_queue is not None and is_synthetic:
         fed = jax.tree.leaves(pipeline.traced.element)
-        take = make_synthetic(runner, fed, pipeline.updated_every(count))
-    elif call.infeed_queue is not None:
+        take = make_synthetic(runner, fed, pipeline.updated_every(count) * num_replicas)
+    elif call.infeed_queue is not None and runner.takes_elements:
         num_fetched = pipeline.num_fetched(call.repeat_count, count)
         take = call.infeed_queue.connect(runner.place_element, num_fetched)
     state = pipeline.place(store.make_pipeline_state(call))
@@ -149,15 +152,30 @@ def _run_pipeline(
                 done += num_done
                 store.keep(call, state)
                 if not is_synthetic:
-                    if call.infeed_queue is not None:
+                    if call.infeed_queue is not None and runner.takes_elements:
                         call.infeed_queue.mark()
                     call.hand_out(progress)
                 last = state.update_count if call.trains else state.execution_count
                 store.metrics.add(call, num_done, int(last), progress)
-                told.done(num_done * micro_batches * pipeline.num_serialized, int(last))
+                told.done(num_done * pipeline.updated_every(count) * num_replicas, int(last))
             if limit.should_stop is not None and limit.should_stop():
                 break
         jax.block_until_ready((state.variables, state.optimizer_state))
+
+
+def _prepare(call: PipelineCall, devices: Sequence[Any]) -> tuple[Runner[Any], Sequence[Any]]:
+    """What runs a pipeline, and the devices that it takes of those that are selected."""
+    num_replicas = call.find_num_replicas()
+    call.pipeline.set_replicas(num_replicas, utils.replicas_are_identical())
+    devices = call.replication.choose_devices(devices, num_replicas)
+    return call.pipeline.prepare(devices), devices
+
+
+def reads_data(program: Program) -> bool:
+    """Whether this process gives a pipeline of the program micro-batches; of several, some do not."""
+    devices = config.devices_for(program.ipu_device, program.num_ipus)
+    calls = [call for call in program.calls if isinstance(call, PipelineCall)]
+    return any(_prepare(call, devices)[0].takes_elements for call in calls)
 
 
 def _run_loop(
@@ -171,6 +189,7 @@ def _run_loop(
     count = call.count
     if call.has_count_operand:
         count, operands = max(0, int(operands[0])), operands[1:]
+    call.check_replicas()
     num_captured = len(body.captured)
     constant, changing = loop.split_carried(operands[num_captured:])
     inputs = [*operands[:num_captured], *constant]

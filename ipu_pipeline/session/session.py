@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 import jax
@@ -15,6 +14,7 @@ import numpy as np
 from ipu_pipeline import config, utils
 from ipu_pipeline.checkpointing import checkpoints
 from ipu_pipeline.checkpointing.snapshots import Snapshot
+from ipu_pipeline.engine.devices.everywhere import only_if_written_here, read_everywhere
 from ipu_pipeline.engine.devices.rows import keep
 from ipu_pipeline.engine.watching import read_outfeed
 from ipu_pipeline.graph.operations import InitializerOperation
@@ -72,12 +72,7 @@ class Session:
         """The session itself."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Closes the session."""
         self.close()
 
@@ -105,11 +100,12 @@ class Session:
 
     @property
     def variables(self) -> dict[str, np.ndarray[Any, Any]]:
-        """Copies of all variables, by full name."""
+        """Copies of all variables, by full name. Of several processes, all must read them."""
         store = self._store
         with store.lock:
-            found = sorted(store.state.variables.items())
-            return {name: np.array(value) for name, value in found if not is_weight(name)}
+            names = sorted(name for name in store.state.variables if not is_weight(name))
+            values = read_everywhere([store.state.variables[name] for name in names])
+            return {name: np.array(value) for name, value in zip(names, values, strict=True)}
 
     def most_updates(self) -> int:
         """How many weight updates the pipeline or loop with the most has done."""
@@ -124,7 +120,7 @@ class Session:
         """
         store = self._store
         with store.lock:
-            return np.array(store.state.variables[name])
+            return np.array(*read_everywhere([store.state.variables[name]]))
 
     def execution_count(self, name: str = "Pipeline") -> int:
         """How often the pipelines of this name have run: weight updates, or executions in inference."""
@@ -313,9 +309,9 @@ class Session:
             state = self._store.state
             own = {name: value for name, value in state.variables.items() if not is_weight(name)}
             state = dataclasses.replace(state, variables=own)
-            if is_kept:
-                leaves, tree = jax.tree.flatten(state.arrays)
-                state = state.with_arrays(jax.tree.unflatten(tree, keep(leaves)))
+            leaves, tree = jax.tree.flatten(state.arrays)
+            leaves = list(map(only_if_written_here, leaves))
+            state = state.with_arrays(jax.tree.unflatten(tree, keep(leaves) if is_kept else leaves))
             implementation = jax.random.key_impl(self._store.key)
             feeds = self._resumption.feeds
             return Snapshot(state, self._store.seed, str(implementation), feeds, dict(extra or {}))
@@ -428,6 +424,7 @@ class Session:
         if not config.is_selected():
             known = compiled_programs()
             config.select_automatically([(program.ipu_device, program.num_ipus) for program in known])
+        self._store.agree_on_seed()
 
     def _run_operation(self, operation: Any) -> Any:
         if isinstance(operation, InitializerOperation):

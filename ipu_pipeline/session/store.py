@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ipu_pipeline.checkpointing.session_state import KeptGradients, KeptOptimizer, Record, SessionState
+from ipu_pipeline.engine import peers
 from ipu_pipeline.engine.state import PipelineState, RunState
 from ipu_pipeline.engine.tracing.specs import VariableSpec, initial_value
 from ipu_pipeline.graph.placeholders import cast_exactly
@@ -52,10 +53,25 @@ class Store:
         self.metrics = MetricLog()
         self._lent: str | None = None  # whose values the weights are, see `lending`
         self._key: Any = None
+        self._agreed: int | None = None  # the seed that all processes have
         self._key_implementation = key_implementation
         self._unclaimed: set[str] = (
             set()
         )  # full names that were loaded, and that no program is known to have
+
+    def agree_on_seed(self) -> None:
+        """Sees that all processes of the run, if there are others, have the same seed; all of them call it.
+
+        Raises:
+          ValueError: they have not.
+          ProcessError: another process has ended, or does not go on.
+        """
+        others = peers.current()
+        if others is not None and self._agreed != self.seed:
+            others.agree(
+                "session", {"the seed": str(self.seed), "random keys": str(self._key_implementation)}
+            )
+            self._agreed = self.seed
 
     def reset_seed(self, seed: int) -> None:
         """Takes another seed, for random numbers and for variables that do not exist yet."""

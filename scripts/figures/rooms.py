@@ -40,8 +40,9 @@ FLOORS = (
     _beside("ground", "tables", "Plain tables for terminals"),
     _beside(
         "engine: ground",
-        "engine.errors engine.state engine.jax_compat engine.progress engine.watching",
-        "Errors, state, private names of JAX, progress, who watches",
+        "engine.errors engine.state engine.jax_compat engine.jax_processes engine.progress engine.watching "
+        "engine.peers",
+        "Errors, state, private names of JAX, progress, who watches, other processes",
     ),
     _folder("engine/jaxprs"),
     _folder("engine/schedules"),
@@ -54,13 +55,15 @@ FLOORS = (
     _folder("engine/loops"),
     _beside(
         "engine: roof",
-        "engine.pipeline_options engine.building engine.pipeline engine.measuring engine.reference engine",
+        "engine.pipeline_options engine.building engine.fingerprints engine.pipeline engine.measuring "
+        "engine.reference engine",
         "The public call, Pipeline, and the plain loop that all is compared with",
     ),
     _folder("processes"),
     _beside(
         "front: ground",
-        "errors config_categories config utils gradient_accumulation scopes ipu_run_config",
+        "errors config_categories executable_cache config distributed utils gradient_accumulation scopes "
+        "ipu_run_config",
         "What is configured, and where operations go",
     ),
     _folder("reports"),
@@ -77,7 +80,7 @@ FLOORS = (
     _beside(
         "TF1 modules",
         "loops pipelining_ops ipu_compiler ipu_infeed_queue ipu_outfeed_queue normalization_ops nn_ops "
-        "embedding_ops rand_ops functional_ops ops",
+        "embedding_ops rand_ops functional_ops ops cross_replica_ops replication_ops popdist",
         "Graphcore's names",
     ),
     _folder("estimator"),

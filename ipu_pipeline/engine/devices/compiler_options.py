@@ -162,9 +162,9 @@ def check_compiles(options: CompilerOptions, rows: Sequence[Row]) -> None:
     for given, stage in options.given:
         for name, value in given.options.items():
             key = (rows[stage].devices[0].platform, name, type(value), value)
-            if key not in known:
+            if key not in known and rows[stage].is_here:
                 known[key] = _compile_trivial({name: value}, rows[stage])
-            error = known[key]
+            error = known.get(key)
             if error is not None:
                 faults.append(f"{given}: the compiler option {name} with the value {value!r}: {error}")
     if faults:

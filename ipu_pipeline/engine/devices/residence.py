@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import collections
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
+from ipu_pipeline.engine.devices import action_log
+from ipu_pipeline.engine.devices.links import Tag, links
 from ipu_pipeline.engine.devices.offloading import Offload
 from ipu_pipeline.engine.devices.rows import Row, put, put_host_copies
+from ipu_pipeline.engine.devices.sharding import Shard, gather_on, is_apart, sharding_of, share_out
 from ipu_pipeline.engine.tracing.traced import TracedPipeline
 from ipu_pipeline.engine.updates.accumulators import Accumulator, AccumulatorPlan, variable_of
 from ipu_pipeline.engine.updates.cutting import UpdateProgram, Updates
@@ -21,6 +27,8 @@ __all__ = ["NO_LOSS_SCALE", "Residence"]
 
 NO_LOSS_SCALE = np.float32(1)
 _MAX_CONSTANTS = 4096  # per row; loops count their iterations without end
+# Processes -> numbers of what lives in these; all of them make it in the same order.
+_numbers: collections.defaultdict[tuple[int, ...], Iterator[int]] = collections.defaultdict(itertools.count)
 
 
 class Residence:
@@ -33,6 +41,7 @@ class Residence:
         rows: Sequence[Row],
         accumulator_plan: AccumulatorPlan,
         offload: Collection[Offload] = (),
+        shard: Collection[Shard] = (),
     ) -> None:
         """Jits the programs that make optimizer state; XLA compiles each at its first call.
 
@@ -42,6 +51,7 @@ class Residence:
           rows: where its stages live.
           accumulator_plan: its accumulators.
           offload: what lies in host memory.
+          shard: what the replicas share out.
         """
         self.offloads_state = Offload.WEIGHT_UPDATE_VARIABLES in offload
         self.offloads_accumulators = Offload.GRADIENT_ACCUMULATION_BUFFERS in offload
@@ -49,6 +59,14 @@ class Residence:
         self.offloaded: frozenset[str] = frozenset()  # full names of variables
         if Offload.WEIGHTS in offload:
             self.offloaded = frozenset(n for n, spec in traced.variables.items() if spec.trainable)
+        has_replicas = len(rows[0].devices) > 1
+        self.shards_state = has_replicas and Shard.OPTIMIZER_STATE in shard
+        self.sharded: frozenset[str] = frozenset()  # full names of variables
+        if has_replicas and Shard.WEIGHTS in shard:
+            assigned = {spec.name for stage in traced.stages for spec in stage.assigned}
+            whole = assigned | traced.shared()
+            known = traced.variables.items()
+            self.sharded = frozenset(n for n, spec in known if spec.trainable and n not in whole)
         self.accumulator_plan = accumulator_plan
         self.traced = traced
         self.updates = updates
@@ -57,7 +75,38 @@ class Residence:
         self._keys: dict[int, tuple[Any, Any]] = {}  # IPU -> the last random key, and the same there
         self._init_functions: list[Callable[..., list[Any]]] = []
         if updates is not None:
-            self._init_functions = [jax.jit(program.function) for program in updates.inits]
+            self._init_functions = [
+                self.rows[program.stage].program(
+                    jax.jit(program.function, **self.rows[program.stage].results)
+                )
+                for program in updates.inits
+            ]
+        self.has_peers = any(row.has_peers for row in self.rows)
+        self._name = (
+            f"pipeline {next(_numbers[self.rows[0].processes])} of processes {self.rows[0].processes}"
+        )
+        self._step = 0
+
+    # Several processes.
+
+    def has_variable(self, name: str) -> bool:
+        """Whether a variable is on a device of this process."""
+        return self.rows[self.traced.owners[name]].is_here
+
+    def begin_step(self) -> None:
+        """Begins what `tag` counts as a step; all processes do so at the same places."""
+        if self._step == 0 and any(row.is_here for row in self.rows):
+            links().warm(self.rows[0].processes)
+        self._step += 1
+
+    def tag(self, edge: str, number: int = 0) -> Tag | None:
+        """What a transfer between processes is; None if there are no others.
+
+        Args:
+          edge: from what to what, within the pipeline.
+          number: within the edge and step.
+        """
+        return Tag(f"{self._name}, {edge}", self._step, number) if self.has_peers else None
 
     def place_variables(self, variables: Mapping[str, Any]) -> dict[str, Any]:
         """Those of the variables that the pipeline has, each on its home's row.
@@ -65,6 +114,8 @@ class Residence:
         They share no memory with NumPy arrays that are given.
         """
         placed: dict[str, Any] = {}
+        if self.has_peers:
+            self.begin_step()
         for index, row in enumerate(self.rows):
             for is_offloaded in (False, True):
                 names = [
@@ -73,15 +124,85 @@ class Residence:
                     if home == index and name in variables and (name in self.offloaded) is is_offloaded
                 ]
                 arrays = [variables[name] for name in names]
-                placed.update(zip(names, put_host_copies(arrays, row, is_offloaded), strict=True))
+                tag = self.tag(f"variables of stage {index} ({is_offloaded})")
+                shardings = [self._sharding_of_variable(name) for name in names]
+                arrays = self._place_as(arrays, row, shardings, is_offloaded, tag)
+                placed.update(zip(names, arrays, strict=True))
         return placed
+
+    def _place_as(
+        self,
+        arrays: Sequence[Any],
+        row: Row,
+        shardings: Sequence[NamedSharding],
+        is_offloaded: bool,
+        tag: Tag | None,
+    ) -> list[Any]:
+        """Arrays on a row, shared out as they are to be; those that are so stay the same objects."""
+        kind = str((row.host if is_offloaded else row.replicated).memory_kind)
+        wanted = [sharding.with_memory_kind(kind) for sharding in shardings]
+        found = list(arrays)
+        away = [
+            place
+            for place, (array, sharding) in enumerate(zip(arrays, wanted, strict=True))
+            if not (isinstance(array, jax.Array) and array.sharding == sharding)
+        ]
+        moved = put_host_copies([found[place] for place in away], row, is_offloaded, tag)
+        moved = share_out(moved, [wanted[place] for place in away], row)
+        for place, array in zip(away, moved, strict=True):
+            found[place] = array
+        return found
+
+    def _sharding_of_variable(self, name: str) -> NamedSharding:
+        row = self.rows[self.traced.owners[name]]
+        if name not in self.sharded:
+            return row.replicated
+        return sharding_of(row, self.traced.variables[name].shape)
+
+    def _sharding_of_leaf(self, number: int) -> NamedSharding:
+        assert self.updates is not None
+        leaf = self.updates.state_leaves[number]
+        row = self.rows[leaf.stage]
+        return sharding_of(row, leaf.aval.shape) if self.shards_state else row.replicated
+
+    def part_of_variable(self, name: str) -> jax.ShapeDtypeStruct:
+        """Shape and dtype of what each replica has of a variable."""
+        spec = self.traced.variables[name]
+        shape = self._sharding_of_variable(name).shard_shape(spec.shape)
+        return jax.ShapeDtypeStruct(shape, spec.dtype)
+
+    def part_of_leaf(self, number: int) -> jax.ShapeDtypeStruct:
+        """Shape and dtype of what each replica has of a leaf of the optimizer's state."""
+        assert self.updates is not None
+        aval = self.updates.state_leaves[number].aval
+        return jax.ShapeDtypeStruct(self._sharding_of_leaf(number).shard_shape(aval.shape), aval.dtype)
+
+    @property
+    def shards_anything(self) -> bool:
+        """Whether replicas share out anything."""
+        return self.shards_state or bool(self.sharded)
+
+    def sharding_in_update(self, value: UpdateValue, row: Row) -> NamedSharding:
+        """How what an update reads and makes lies on the row of the program."""
+        if self.shards_anything:
+            if value.kind == UpdateKind.PARAMETER:
+                own = self._sharding_of_variable(value.key)
+            elif value.kind == UpdateKind.STATE:
+                own = self._sharding_of_leaf(value.key)
+            else:
+                return row.replicated
+            if own.mesh == row.replicated.mesh:
+                return own
+        return row.replicated
 
     def place_accumulators(self, accumulators: Mapping[str, Any]) -> dict[str, Any]:
         """Accumulators by key, each on its row."""
         placed = {}
+        if self.has_peers:
+            self.begin_step()
         for key, value in accumulators.items():
-            row = self.rows[self._accumulator(key).stage]
-            (placed[key],) = put_host_copies([value], row, self.offloads_accumulators)
+            row, tag = self.rows[self._accumulator(key).stage], self.tag(f"accumulator {key}")
+            (placed[key],) = put_host_copies([value], row, self.offloads_accumulators, tag)
         return placed
 
     def make_accumulators(
@@ -112,9 +233,17 @@ class Residence:
         """The leaves of the optimizer's state, each on its stage's row."""
         updates = self.updates
         assert updates is not None
+        if self.has_peers:
+            self.begin_step()
         return [
-            put_host_copies([leaf], self.rows[known.stage], self.offloads_state)[0]
-            for known, leaf in zip(updates.state_leaves, leaves, strict=True)
+            self._place_as(
+                [leaf],
+                self.rows[known.stage],
+                [self._sharding_of_leaf(number)],
+                self.offloads_state,
+                self.tag("optimizer state", number),
+            )[0]
+            for number, (known, leaf) in enumerate(zip(updates.state_leaves, leaves, strict=True))
         ]
 
     def loss_scale(self, state_leaves: Sequence[Any] | None) -> Any:
@@ -162,6 +291,9 @@ class Residence:
           environment: what they read; what they make is entered there.
         """
         copies: dict[tuple[UpdateValue, int], Any] = {}  # on another IPU than the value's own
+        log = action_log.current() if self.has_peers else None
+        if self.has_peers:
+            self.begin_step()
         for program, function in zip(programs, functions, strict=True):
             row = self.rows[program.stage]
             found = [
@@ -170,14 +302,61 @@ class Residence:
                 else copies.get((value, row.ipu), environment[value])
                 for value in program.arguments
             ]
-            arguments = put(found, row)
+            if self.shards_anything:
+                found, arguments = self._find_shared_out(program, found, row)
+            else:
+                arguments = put(found, row, tag=self.tag(program.name))
             for value, before, after in zip(program.arguments, found, arguments, strict=True):
                 if after is not before:
                     copies[value, row.ipu] = after
-            for value, result in zip(program.results, function(*arguments), strict=True):
+            results = function(*arguments)
+            if log is not None and row.is_here:
+                action = action_log.Action("weight update", program.stage, int(environment.updates))
+                awaited = [array for array, old in zip(arguments, found, strict=True) if array is not old]
+                log.note(action, results, awaited)
+            for value, result in zip(program.results, results, strict=True):
                 if self.offloads_anything and self.is_offloaded(value):
-                    (result,) = put([result], row, offloaded=True)
+                    kind = row.host.memory_kind
+                    result = (
+                        jax.device_put(result, result.sharding.with_memory_kind(kind))
+                        if (self.shards_anything and row.is_here)
+                        else put([result], row, offloaded=True)[0]
+                    )
                 environment[value] = result
+
+    def results_of(self, program: UpdateProgram) -> dict[str, Any]:
+        """Arguments of `jax.jit` that say where the results of an update's program lie."""
+        row = self.rows[program.stage]
+        if not self.shards_anything:
+            return row.results
+        return {"out_shardings": [self.sharding_in_update(value, row) for value in program.results]}
+
+    def _find_shared_out(
+        self, program: UpdateProgram, found: Sequence[Any], row: Row
+    ) -> tuple[list[Any], list[Any]]:
+        """What a program reads, whole where it lies on another row; and that as the program takes it."""
+        whole = [
+            gather_on([array], self._row_of(array))[0]
+            if is_apart(array) and array.sharding.mesh != row.replicated.mesh
+            else array
+            for array in found
+        ]
+        apart = [place for place, array in enumerate(whole) if is_apart(array)]
+        rest = [place for place in range(len(whole)) if place not in apart]
+        arguments = list(whole)
+        placed = put([whole[place] for place in rest], row, tag=self.tag(program.name))
+        for place, array in zip(rest, placed, strict=True):
+            arguments[place] = array
+        kind = row.replicated.memory_kind
+        for place in apart:
+            if whole[place].sharding.memory_kind != kind and row.is_here:
+                wanted = whole[place].sharding.with_memory_kind(kind)
+                arguments[place] = jax.device_put(whole[place], wanted)
+        return whole, arguments
+
+    def _row_of(self, array: Any) -> Row:
+        mesh = array.sharding.mesh
+        return next(row for row in self.rows if row.replicated.mesh == mesh)
 
     @property
     def offloads_in_micro_batches(self) -> bool:

@@ -19,10 +19,12 @@ import jax
 import numpy as np
 
 from ipu_pipeline.engine.devices.compiler_options import CompilerOptions, Options
+from ipu_pipeline.engine.devices.elsewhere import NotRun
 from ipu_pipeline.engine.devices.residence import Residence
 from ipu_pipeline.engine.devices.rows import Row
 from ipu_pipeline.engine.execution.dispatches import Plan
 from ipu_pipeline.engine.execution.executables import Executable, is_portable
+from ipu_pipeline.engine.execution.templates import Joint
 from ipu_pipeline.engine.execution.weight_updates import WeightUpdate
 from ipu_pipeline.engine.programs.chunks import ChunkForm
 from ipu_pipeline.engine.progress import Compilation, compiling
@@ -30,7 +32,7 @@ from ipu_pipeline.engine.schedules.actions import ActionKind
 from ipu_pipeline.engine.updates.environment import UpdateCounts, UpdateEnvironment
 from ipu_pipeline.engine.updates.optimizer_tracing import UpdateKind
 
-__all__ = ["compile_ahead"]
+__all__ = ["Column", "compile_ahead"]
 
 
 class _Lowered(NamedTuple):
@@ -50,6 +52,7 @@ class _Programs:
         self._is_shared = is_shared
         self._started: list[tuple[Future[Any], list[_Lowered]]] = []  # each, and the same elsewhere
         self._known: dict[Any, list[_Lowered]] = {}
+        self._joint: set[Joint] = set()
 
     def start(
         self,
@@ -78,6 +81,19 @@ class _Programs:
                 same.append(lowered)
                 return
         self._started.append((self.threads.submit(self._compile, lowered), same))
+
+    def start_joint(self, joint: Joint, arguments: Sequence[Any], options: Options) -> None:
+        """Starts to compile a program for all replicas at once, unless a column of theirs did.
+
+        Args:
+          joint: the program.
+          arguments: what one replica will call it with, or their shapes.
+          options: XLA's.
+        """
+        if joint not in self._joint and joint.row.is_here:
+            self._joint.add(joint)
+            structs = [_struct(value.shape, value.dtype, joint.row) for value in arguments]
+            self.start(joint.jitted, structs, joint.row, options, lambda _loaded: None)
 
     def _compile(self, program: _Lowered) -> Any:
         with self._told.program():
@@ -129,11 +145,26 @@ def note_temporaries(temporary_bytes: dict[int, int], row: Row, compiled: Any) -
         temporary_bytes[row.ipu] = max(known, int(analysis.temp_size_in_bytes))
 
 
+class Column(NamedTuple):
+    """The micro-batches of a replica, before their programs are compiled.
+
+    Attributes:
+      plan: the programs.
+      prepared: of each, the arguments that stay the same during a step, None for others.
+      accumulators: by key.
+      residence: where state lives.
+      gathered: full names of the variables that are gathered for each program.
+    """
+
+    plan: Plan
+    prepared: Sequence[Sequence[Any]]
+    accumulators: Mapping[str, Any]
+    residence: Residence
+    gathered: frozenset[str] = frozenset()
+
+
 def compile_ahead(
-    plan: Plan,
-    prepared: Sequence[Sequence[Any]],
-    accumulators: Mapping[str, Any],
-    residence: Residence,
+    columns: Sequence[Column],
     weight_update: WeightUpdate,
     chunk: ChunkForm,
     options: CompilerOptions,
@@ -142,11 +173,8 @@ def compile_ahead(
     """Compiles what a step dispatches, and its weight update.
 
     Args:
-      plan: the programs of micro-batches.
-      prepared: of each, the arguments that stay the same during a step, None for others.
-      accumulators: by key.
-      residence: where state lives.
-      weight_update: what follows the micro-batches.
+      columns: the micro-batches of each replica.
+      weight_update: what follows them.
       chunk: how many micro-batches a program handles.
       options: XLA's, per program.
       is_shared: whether programs that are the same on several devices may be compiled once.
@@ -154,28 +182,28 @@ def compile_ahead(
     Returns:
       The most temporary memory that a program takes, by IPU.
     """
-    num_updates = 0 if residence.updates is None else len(residence.updates.updates)
-    with compiling(len(plan.templates) + num_updates) as told:
+    updates = weight_update.residence.updates
+    rows = [template.row for column in columns for template in column.plan.templates.values()]
+    if updates is not None:
+        rows += [weight_update.residence.rows[program.stage] for program in updates.updates]
+    with compiling(sum(row.is_here for row in rows)) as told:
         programs = _Programs(is_shared, told)
         try:
-            results = _start_templates(plan, prepared, accumulators, residence, chunk, options, programs)
-            if residence.updates is not None:
-                _start_updates(residence, accumulators, weight_update, results, options.update, programs)
+            for column in columns:
+                results = _start_templates(column, chunk, options, programs)
+            if updates is not None:
+                accumulators = columns[0].accumulators
+                _start_updates(accumulators, weight_update, results, options.update, programs)
             return programs.finish()
         finally:  # after an error or an interrupt, what has not begun is not waited for
             programs.threads.shutdown(wait=False, cancel_futures=True)
 
 
 def _start_templates(
-    plan: Plan,
-    prepared: Sequence[Sequence[Any]],
-    accumulators: Mapping[str, Any],
-    residence: Residence,
-    chunk: ChunkForm,
-    options: CompilerOptions,
-    programs: _Programs,
+    column: Column, chunk: ChunkForm, options: CompilerOptions, programs: _Programs
 ) -> list[Any]:
     """Starts the programs of micro-batches. Returns what the last stage returns, for one micro-batch."""
+    plan, prepared, accumulators, residence, _gathered = column
     traced = residence.traced
     element = jax.tree.leaves(traced.element)
     slots: list[Any] = [None] * plan.num_slots
@@ -187,7 +215,7 @@ def _start_templates(
         for place, key in enumerate(template.accumulators):
             arguments[place] = _struct(accumulators[key].shape, accumulators[key].dtype, row)
         for place, name in template.variables:
-            if name in residence.offloaded:
+            if name in residence.offloaded or name in column.gathered:
                 spec = traced.variables[name]
                 arguments[place] = _struct(spec.shape, spec.dtype, row)
         for place, slot in template.loads:
@@ -197,8 +225,13 @@ def _start_templates(
         is_forward = template.kind is ActionKind.FORWARD
         own = (options.of_forward if is_forward else options.of_backward)(template.stage)
         install = functools.partial(setattr, template, "function")
-        programs.start(template.jitted, arguments, row, own, install)
         results = jax.eval_shape(template.jitted, *arguments)
+        if template.joint is not None:
+            programs.start_joint(template.joint, arguments, own)
+        elif row.is_here:
+            programs.start(template.jitted, arguments, row, own, install)
+        else:
+            template.function = NotRun(template.jitted, row.replicated, results)
         moved = [
             (place, slot)
             for _row, places, to in template.transfers
@@ -210,13 +243,13 @@ def _start_templates(
 
 
 def _start_updates(
-    residence: Residence,
     accumulators: Mapping[str, Any],
     weight_update: WeightUpdate,
     outputs: Sequence[Any],
     options: Options,
     programs: _Programs,
 ) -> None:
+    residence = weight_update.residence
     updates = residence.updates
     assert updates is not None
     leaves = [leaf.aval for leaf in updates.state_leaves]
@@ -226,9 +259,15 @@ def _start_updates(
     )
     for number, (program, jitted) in enumerate(zip(updates.updates, weight_update.jitted, strict=True)):
         row = residence.rows[program.stage]
-        arguments = [_struct(known[value].shape, known[value].dtype, row) for value in program.arguments]
+        arguments = [
+            jax.ShapeDtypeStruct(
+                known[value].shape, known[value].dtype, sharding=residence.sharding_in_update(value, row)
+            )
+            for value in program.arguments
+        ]
         install = functools.partial(weight_update.functions.__setitem__, number)
-        programs.start(jitted, arguments, row, options, install)
+        if row.is_here:
+            programs.start(jitted, arguments, row, options, install)
         for value, result in zip(program.results, jax.eval_shape(jitted, *arguments), strict=True):
             if value.kind == UpdateKind.SENT:
                 known[value] = result

@@ -111,6 +111,11 @@ class Runner(abc.ABC, Generic[PendingT]):
         )
         self.waits_for_python = self.has_callbacks
 
+    @property
+    def takes_elements(self) -> bool:
+        """Whether this process gives it micro-batches: of several, those whose stages read some do."""
+        return True
+
     @abc.abstractmethod
     def place_element(self, leaves: Sequence[Any]) -> Any:
         """Makes a micro-batch what `fetch` takes. Of a loop, the leaves behind the carried ones.
@@ -134,6 +139,12 @@ class Runner(abc.ABC, Generic[PendingT]):
     @abc.abstractmethod
     def num_waiting(self, total: int, every: int) -> int:
         """How many micro-batches are on the devices before their turn; arguments as of `num_fetched`."""
+
+    def make_accumulators(
+        self, dtypes: Mapping[str, Any], known: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Accumulators as `RunState` has them; see `Residence.make_accumulators`."""
+        return self.residence.make_accumulators(dtypes, known)
 
     @abc.abstractmethod
     def compile(self, state: RunState, request: Request) -> None:
@@ -194,7 +205,7 @@ class Runner(abc.ABC, Generic[PendingT]):
           num_accumulated: of how many micro-batches they are.
         """
         is_trained = self.residence.updates is not None
-        made = self.residence.make_accumulators(dtypes, accumulators) if is_trained else {}
+        made = self.make_accumulators(dtypes, accumulators) if is_trained else {}
         return RunState(self.place_state(state), made, num_accumulated)
 
     def place_state(self, state: PipelineState) -> PipelineState:

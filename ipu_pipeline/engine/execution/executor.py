@@ -14,14 +14,18 @@ import jax
 import jax.numpy as jnp
 
 from ipu_pipeline.engine import watching
+from ipu_pipeline.engine.devices import action_log
 from ipu_pipeline.engine.devices.compiler_options import NO_OPTIONS, CompilerOptions
+from ipu_pipeline.engine.devices.elsewhere import absent
 from ipu_pipeline.engine.devices.feeds import Element, Feed, Take, gather
 from ipu_pipeline.engine.devices.residence import Residence
 from ipu_pipeline.engine.devices.rows import Row, copy_to, put, put_host_copies
 from ipu_pipeline.engine.execution import watched
-from ipu_pipeline.engine.execution.compiling import compile_ahead
+from ipu_pipeline.engine.execution.agreeing import take_everywhere
+from ipu_pipeline.engine.execution.compiling import Column, compile_ahead
 from ipu_pipeline.engine.execution.contract import Iterated, Request, Runner
 from ipu_pipeline.engine.execution.dispatches import Dispatch, make_plan
+from ipu_pipeline.engine.execution.dispatching import Accumulated, Dispatching, Gather, Together, finish
 from ipu_pipeline.engine.execution.templates import Template
 from ipu_pipeline.engine.execution.weight_updates import WeightUpdate
 from ipu_pipeline.engine.planning.dispatch_plans import ONE_BY_ONE, DispatchPlan
@@ -40,30 +44,6 @@ _MAX_ORDERS = 8  # of dispatches that are kept, where the number of micro-batche
 
 # Told, after each dispatch, its template, its chunk, and the slots of all chunks.
 Observer: TypeAlias = "Callable[[Template, int, Sequence[Sequence[Any] | None]], None]"
-
-
-@dataclass(frozen=True, eq=False)
-class Accumulated:
-    """What micro-batches give before a weight update.
-
-    Attributes:
-      first_outputs: the leaves of what the last stage returned for the first one; None where the optimizer
-        does not read them.
-      last_outputs: likewise for the last one.
-      carried: of a loop, what the next iteration takes.
-      collected: what was to be collected, per micro-batch or chunk; or one entry, the sums.
-      enqueued: what stages enqueued, per micro-batch or chunk.
-      assigned: new values of the variables that stages assign, by full name.
-      accumulators: by key; empty without training.
-    """
-
-    first_outputs: list[Any]
-    last_outputs: list[Any]
-    carried: list[Any]
-    collected: list[Collected]
-    enqueued: list[Handed]
-    assigned: dict[str, Any]
-    accumulators: dict[str, Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,6 +69,8 @@ class Executor(Runner[PendingStep]):
     Attributes:
       plan: its programs, and what they exchange.
       observer: told what is held after each dispatch; None for nobody.
+      gathered: full names of variables that it does not have, and asks for before each program.
+      told_as: the runner that a watcher knows; another one if this one runs only a part.
     """
 
     def __init__(
@@ -116,6 +98,8 @@ class Executor(Runner[PendingStep]):
         """
         super().__init__(residence, programs, iterated)
         self.observer: Observer | None = None
+        self.told_as: Runner[Any] = self
+        self.gathered: frozenset[str] = frozenset()
         self._collecting = collecting
         traced = residence.traced
         self._chunk = ChunkForm(dispatch_plan.chunk_size)
@@ -146,10 +130,19 @@ class Executor(Runner[PendingStep]):
             for template in self.plan.templates.values()
             for _place, name in template.assigned
         }
+        self._received = {  # slots of values that other processes send
+            slot
+            for template in self.plan.templates.values()
+            for target, _places, slots in template.transfers
+            for slot in slots
+            if target.is_here and not template.row.is_here
+        }
         last_row = self.plan.last_forward.row
-        self._zero_sums = jax.jit(
-            lambda: [jnp.zeros(aval.shape, aval.dtype) for aval in collecting.avals],
-            out_shardings=last_row.replicated,
+        self._zero_sums = last_row.program(
+            jax.jit(
+                lambda: [jnp.zeros(aval.shape, aval.dtype) for aval in collecting.avals],
+                out_shardings=last_row.replicated,
+            )
         )
         if iterated is None:  # of a pipeline, `fetch` waits for what stages call
             self.waits_for_python = residence.updates is not None and residence.updates.has_callbacks
@@ -179,9 +172,14 @@ class Executor(Runner[PendingStep]):
         return self._feed.place_ahead(elements, size, size) if self.plan.feed_slots else list(elements)
 
     def num_fetched(self, total: int, every: int) -> int:
-        """Four chunks, as the host takes several before devices are busy; of a loop one iteration."""
-        del total, every
-        return 4 * self._chunk.size if self.iterated is None else 1
+        """Four chunks, as the host takes several before devices are busy; of a loop one iteration.
+
+        Where there are several processes, all of a step, which are there before it begins (`agreeing`).
+        """
+        del total
+        if self.iterated is not None:
+            return 1
+        return max(4 * self._chunk.size, every if self.residence.has_peers else 0)
 
     def num_waiting(self, total: int, every: int) -> int:
         """Those that are fetched ahead."""
@@ -189,16 +187,50 @@ class Executor(Runner[PendingStep]):
 
     def fetch(self, state: RunState, request: Request, take: Take) -> PendingStep:
         """Runs the micro-batches of an update; of a loop, only gets that of an iteration."""
-
-        def next_chunk() -> Sequence[Any]:
-            elements = gather(take, self._chunk.size, self._chunk.size)
-            return self._feed.place(elements) if self.plan.feed_slots else []
-
         if self.iterated is not None:
             elements = take(1)
             return PendingStep(request, 1, None, self._feed.place(elements) if self._is_fed else [])
-        accumulated = self._accumulate(state, request, next_chunk, request.every)
-        return PendingStep(request, request.every, accumulated, ())
+        if not self._is_compiled:
+            self.compile(state, request)
+        return PendingStep(request, request.every, finish(self.accumulating(state, request, take)), ())
+
+    def accumulating(self, state: RunState, request: Request, take: Take) -> Dispatching:
+        """Runs the micro-batches of an update, and stops after each dispatch; arguments as of `fetch`."""
+        residence, readers = self.residence, [feed_slot.row for feed_slot in self.plan.feed_slots]
+        if residence.has_peers:
+            residence.begin_step()
+            take = take_everywhere(residence, readers, take, request.every)
+
+        def next_chunk() -> Sequence[Any]:
+            if readers and not self.is_fed_here:
+                return self._not_fed()
+            elements = gather(take, self.chunk_size, self.chunk_size)
+            return self._feed.place(elements) if readers else []
+
+        return self._accumulate(state, request, next_chunk, request.every)
+
+    @property
+    def chunk_size(self) -> int:
+        """How many micro-batches a program handles."""
+        return self._chunk.size
+
+    @functools.cached_property
+    def is_fed_here(self) -> bool:
+        """Whether this process puts micro-batches on devices."""
+        return any(feed_slot.row.is_here for feed_slot in self.plan.feed_slots)
+
+    @property
+    def takes_elements(self) -> bool:
+        """Whether this process has a stage that reads micro-batches; or there is nothing to read."""
+        return not self.plan.feed_slots or self.is_fed_here
+
+    def _not_fed(self) -> list[Any]:
+        """What stands for the leaves of a micro-batch or chunk in a process that has none of them."""
+        element = jax.tree.leaves(self.residence.traced.element)
+        return [
+            absent((*self._chunk.axes, *element[leaf].shape), element[leaf].dtype, row.replicated)
+            for leaf, row, _slot in self.plan.feed_slots
+        ]
 
     @property
     def _is_fed(self) -> bool:
@@ -208,7 +240,26 @@ class Executor(Runner[PendingStep]):
     def compile(self, state: RunState, request: Request) -> None:
         """Compiles the programs of all stages, and those of the weight update."""
         if not self._is_compiled:
-            self._compile(self._prepare(state, request.inputs)[0], state.accumulators)
+            column = self.as_column(state, request)
+            self.note_compiled(
+                compile_ahead(
+                    [column], self._weight_update, self._chunk, self._options, not self.has_callbacks
+                )
+            )
+
+    def as_column(self, state: RunState, request: Request) -> Column:
+        """What is to be compiled for its micro-batches; arguments as of `compile`."""
+        return Column(
+            self.plan,
+            self._prepare(state, request.inputs)[0],
+            state.accumulators,
+            self.residence,
+            self.gathered,
+        )
+
+    def note_compiled(self, temporary_bytes: dict[int, int]) -> None:
+        """Takes what the programs of each IPU take at most besides arguments and results."""
+        self.temporary_bytes, self._is_compiled = temporary_bytes, True
 
     def run(self, state: RunState, pending: PendingStep) -> Progress:
         """Runs the weight update, and of a loop the iteration before."""
@@ -218,7 +269,9 @@ class Executor(Runner[PendingStep]):
             fed = iter(pending.chunk)
             num_carried = len(request.carried)
             chunk = [next(carried if slot.leaf < num_carried else fed) for slot in self.plan.feed_slots]
-            accumulated = self._accumulate(state, request, lambda: chunk, pending.count)
+            if not self._is_compiled:
+                self.compile(state, request)
+            accumulated = finish(self._accumulate(state, request, lambda: chunk, pending.count))
         state = self.with_optimizer(state, accumulated.first_outputs)
         before = state.pipeline
         leaves = jax.tree.leaves(before.optimizer_state)
@@ -267,8 +320,10 @@ class Executor(Runner[PendingStep]):
         request: Request,
         next_chunk: Callable[[], Sequence[Any]],
         count: int,
-    ) -> Accumulated:
-        """Runs micro-batches by the schedule. It takes the memory of the accumulators.
+    ) -> Dispatching:
+        """Runs micro-batches by the schedule, and stops after each dispatch.
+
+        It takes the memory of the accumulators.
 
         Args:
           state: before them.
@@ -285,8 +340,6 @@ class Executor(Runner[PendingStep]):
         prepared, placed_inputs = self._prepare(state, request.inputs)
         chunk_size = self._chunk.size
         num_chunks = count // chunk_size
-        if not self._is_compiled:
-            self._compile(prepared, accumulators)
         values: list[Any] = [None] * num_chunks
         first_outputs: list[Any] = []
         last_outputs: list[Any] = []
@@ -302,12 +355,13 @@ class Executor(Runner[PendingStep]):
         num_outputs = len(residence.traced.outputs)
         read_first, read_last = self._weight_update.read
         last_forward = self.plan.last_forward
+        has_peers, tag = residence.has_peers, None
         feed_slots = [feed_slot.slot for feed_slot in self.plan.feed_slots]
         num_slots = self.plan.num_slots
         first_number, num_accumulated = request.iteration, state.num_accumulated
-        watcher, step = watching.current(), 0
+        watcher, step = watching.current(), int(as_int32(state.pipeline.execution_count))
+        log = action_log.current() if has_peers else None
         if watcher is not None:
-            step = int(as_int32(state.pipeline.execution_count))
             next_chunk = watched.watched_feed(watcher, step, chunk_size, next_chunk)
         for template, chunk in self._order(num_chunks):
             slots = values[chunk]
@@ -326,14 +380,28 @@ class Executor(Runner[PendingStep]):
                 arguments[place] = constant(first_number + chunk * chunk_size, row)
             for place in template.accumulated:
                 arguments[place] = constant(num_accumulated + chunk * chunk_size, row)
-            if offloads:
+            if self.gathered and (asked := [n for _p, n in template.variables if n in self.gathered]):
+                weights = iter((yield Gather(template.stage, asked)) or ())
+                for place, name in template.variables:
+                    if name in self.gathered:
+                        arguments[place] = next(weights)
+            if offloads and row.is_here:
                 self._load(template, arguments, variables)
-            if watcher is None:
+            if template.joint is not None:
+                sent = yield Together(template, arguments, step, first_number + chunk * chunk_size)
+                assert sent is not None
+                results = sent
+            elif watcher is None or not row.is_here:
                 results = template.function(*arguments)
             else:
                 first = first_number + chunk * chunk_size
-                launch = watched.launch_of(self, template, step, first, chunk_size)
+                launch = watched.launch_of(self.told_as, template, step, first, chunk_size)
                 results = watcher.run(launch, template.function, arguments)
+            if log is not None and row.is_here:
+                kind, first = template.kind.name.lower(), first_number + chunk * chunk_size
+                action = action_log.Action(kind, template.stage, step, first, chunk_size)
+                awaited = [slots[slot] for _place, slot in template.loads if slot in self._received]
+                log.note(action, results, awaited)
             for name, result in zip(names, results, strict=False):
                 accumulators[name] = result
             if residence.offloads_accumulators and names:
@@ -348,10 +416,14 @@ class Executor(Runner[PendingStep]):
             for place, slot in template.stores:
                 slots[slot] = results[place]
             for target, moved, targets in template.transfers:
-                copies = copy_to([results[place] for place in moved], target)
+                if has_peers:
+                    tag = residence.tag(
+                        f"{template.kind.name} of stage {template.stage} to {target.ipu}", chunk
+                    )
+                copies = copy_to([results[place] for place in moved], target, tag)
                 for slot, array in zip(targets, copies, strict=True):
                     slots[slot] = array
-                if watcher is not None:
+                if watcher is not None and row.is_here and template.joint is None:
                     watcher.moved(launch, target.devices, copies)
             if template is last_forward:
                 leaves = self._find_collected(slots, placed_inputs)
@@ -362,7 +434,7 @@ class Executor(Runner[PendingStep]):
                     carried = [leaves[place] for place in self._carried_places]
                 wanted = self._wanted(leaves)
                 if collecting.is_summed:
-                    sums = _add(sums, wanted)
+                    sums = _add(sums, wanted) if row.is_here else sums
                 else:
                     collected.append(collecting.collect(wanted, self._chunk.num_stacked))
             if residence.offloads_activations and template.kept:
@@ -371,6 +443,7 @@ class Executor(Runner[PendingStep]):
                 slots[slot] = None
             if self.observer is not None:
                 self.observer(template, chunk, values)
+            yield None
         if collecting.is_summed:
             collected = [collecting.collect(sums, None)]
         if self.has_callbacks:
@@ -378,19 +451,6 @@ class Executor(Runner[PendingStep]):
             jax.block_until_ready((made, last_outputs, enqueued, assigned, accumulators))
         handed = [Handed(list(leaves), self._chunk.num_stacked) for leaves in zip(*enqueued, strict=True)]
         return Accumulated(first_outputs, last_outputs, carried, collected, handed, assigned, accumulators)
-
-    def _compile(self, prepared: list[list[Any]], accumulators: Mapping[str, Any]) -> None:
-        self.temporary_bytes = compile_ahead(
-            self.plan,
-            prepared,
-            accumulators,
-            self.residence,
-            self._weight_update,
-            self._chunk,
-            self._options,
-            is_shared=not self.has_callbacks,
-        )
-        self._is_compiled = True
 
     def _order(self, num_chunks: int) -> list[Dispatch]:
         known = self._dispatches.get(num_chunks)
@@ -404,7 +464,7 @@ class Executor(Runner[PendingStep]):
     def _load(self, template: Template, arguments: list[Any], variables: Mapping[str, Any]) -> None:
         """Puts those of a program's arguments that are in host memory on its row."""
         for place, name in template.variables:
-            if name in self.residence.offloaded:
+            if name in self.residence.offloaded and name not in self.gathered:
                 arguments[place] = variables[name]
         places = [place for place, value in enumerate(arguments) if value is not None]
         loaded = put([arguments[place] for place in places], template.row)
@@ -421,17 +481,23 @@ class Executor(Runner[PendingStep]):
     def _only(self, leaves: Sequence[Any], places: Collection[int], number: int) -> list[Any]:
         """The leaves of one micro-batch of a chunk, None in other places."""
         only: list[Any] = [None] * len(leaves)
+        row = self.plan.last_forward.row
         for place in places:
             is_stacked = self.plan.collected[place][0] == "slot"
+            if is_stacked and not row.is_here:
+                shape = leaves[place].shape[len(self._chunk.axes) :]
+                only[place] = absent(shape, leaves[place].dtype, row.replicated)
+                continue
             only[place] = self._chunk.pick(leaves[place], number) if is_stacked else leaves[place]
         return only
 
     def _wanted(self, leaves: Sequence[Any]) -> list[Any]:
         """The leaves that are collected, of a chunk stacked."""
+        spread = self.plan.last_forward.row.program(self._chunk.spread)
         places = [*self._collecting.places, *([-1] if self._collecting.has_loss else [])]
         is_stacked = [self.plan.collected[place][0] == "slot" for place in places]
         return [
-            leaves[place] if is_own else self._chunk.spread(leaves[place])
+            leaves[place] if is_own else spread(leaves[place])
             for place, is_own in zip(places, is_stacked, strict=True)
         ]
 
@@ -452,22 +518,31 @@ class Executor(Runner[PendingStep]):
           Per template its arguments, None where they differ by micro-batch; and the inputs by row and
           position, where they are needed.
         """
-        pipeline = state.pipeline
+        pipeline, tag = state.pipeline, self.residence.tag
         loss_scale = self.find_loss_scale(state)
+        if self.residence.has_peers:
+            self.residence.begin_step()
         templates = self.plan.templates.values()
         wanted = {(t.row, position): None for t in templates for _place, position in t.inputs}
         last_row = self.plan.last_forward.row
         wanted.update(
             {(last_row, position): None for kind, position in self.plan.collected if kind == "input"}
         )
-        placed = {(row, position): put_host_copies([inputs[position]], row)[0] for row, position in wanted}
+        placed = {
+            (row, position): put_host_copies(
+                [inputs[position]], row, tag=tag(f"input {position} to {row.ipu}")
+            )[0]
+            for row, position in wanted
+        }
         prepared = []
         for template in templates:
             row = template.row
             arguments: list[Any] = [None] * template.num_arguments
-            here = [(p, name) for p, name in template.variables if name not in self.residence.offloaded]
+            lacking = self.residence.offloaded | self.gathered
+            here = [(p, name) for p, name in template.variables if name not in lacking]
             # A shared variable is copied from its home once per step.
-            read = put([pipeline.variables[name] for _place, name in here], row)
+            shared = tag("variables of others", template.index)
+            read = put([pipeline.variables[name] for _place, name in here], row, tag=shared)
             for (place, _name), value in zip(here, read, strict=True):
                 arguments[place] = value
             for place, position in template.inputs:
@@ -475,7 +550,7 @@ class Executor(Runner[PendingStep]):
             for place in template.keys:
                 arguments[place] = self.residence.place_key(pipeline.key, row)
             for place in template.loss_scales:
-                (arguments[place],) = put([loss_scale], row)
+                (arguments[place],) = put([loss_scale], row, tag=tag("loss scale", template.index))
             for place in template.execution_counts:
                 (arguments[place],) = put([as_int32(pipeline.execution_count)], row)
             for place in template.update_counts:

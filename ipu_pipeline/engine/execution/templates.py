@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 
 from ipu_pipeline.engine.devices.compiler_options import Options
-from ipu_pipeline.engine.devices.rows import Row
+from ipu_pipeline.engine.devices.rows import Row, over_replicas
 from ipu_pipeline.engine.programs.bindings import Binding, BindingKind, Bindings
 from ipu_pipeline.engine.programs.stage_programs import StageProgram, ValueKind
 from ipu_pipeline.engine.schedules.actions import ActionKind
@@ -17,6 +17,7 @@ from ipu_pipeline.engine.updates.cutting import UpdateProgram
 from ipu_pipeline.engine.updates.optimizer_tracing import UpdateKind, UpdateValue
 
 __all__ = [
+    "Joint",
     "SlotNumbers",
     "Template",
     "TemplateMaker",
@@ -24,6 +25,19 @@ __all__ = [
     "jit_update",
     "slot_of",
 ]
+
+
+@dataclass(frozen=True, eq=False)
+class Joint:
+    """A program that runs on all replicas at once.
+
+    Attributes:
+      jitted: the program; its arguments and results are one for all, see `rows.join`.
+      row: where it runs.
+    """
+
+    jitted: Callable[..., list[Any]]
+    row: Row
 
 
 @dataclass(eq=False)
@@ -36,6 +50,7 @@ class Template:
       stage: whose.
       jitted: the jitted program.
       function: what is called: that, or what was loaded in its place.
+      jit_jointly: jits it for all replicas at once, for a row with their devices.
       row: where it runs.
       num_arguments: how many there are.
       accumulators: keys of accumulators, in the order of the first arguments and the first results.
@@ -54,6 +69,7 @@ class Template:
       transfers: (row, results, slots).
       releases: slots that nobody reads afterwards.
       kept: slots that only backwards read from now on.
+      joint: what is called for all replicas at once, in place of `function` for each; None for most.
     """
 
     index: int
@@ -61,6 +77,7 @@ class Template:
     stage: int
     jitted: Any
     function: Callable[..., list[Any]]
+    jit_jointly: Callable[[Row], Callable[..., list[Any]]]
     row: Row
     num_arguments: int
     accumulators: tuple[str, ...]
@@ -79,6 +96,7 @@ class Template:
     transfers: tuple[tuple[Row, tuple[int, ...], tuple[int, ...]], ...] = ()
     releases: tuple[int, ...] = ()
     kept: tuple[int, ...] = ()
+    joint: Joint | None = None
 
 
 class Work(NamedTuple):
@@ -145,13 +163,15 @@ class TemplateMaker:
         accumulators = named(BindingKind.ACCUMULATOR)
         assert [place for place, _key in accumulators] == list(range(len(accumulators)))
         loads = [(place, slot_of(binding, row)) for place, binding in arguments]
-        jitted = _jit(work.program, row, len(accumulators) if donate_accumulators else 0, options)
+        num_donated = len(accumulators) if donate_accumulators else 0
+        jitted = _jit(work.program, row, num_donated, options)
         template = Template(
             index=index,
             kind=work.kind,
             stage=work.stage,
             jitted=jitted,
             function=jitted,
+            jit_jointly=lambda row: _jit(work.program, row, num_donated, options, is_joint=True),
             row=row,
             num_arguments=len(arguments),
             accumulators=tuple(key for _place, key in accumulators),
@@ -200,11 +220,15 @@ class TemplateMaker:
         )
 
 
-def _jit(program: StageProgram, row: Row, num_donated: int, options: Options) -> Callable[..., list[Any]]:
-    """Jits a stage's program, which may destroy its first arguments."""
+def _jit(
+    program: StageProgram, row: Row, num_donated: int, options: Options, is_joint: bool = False
+) -> Callable[..., list[Any]]:
+    """Jits a stage's program, which may destroy its first arguments; if it is joint, for all of a row."""
+    called = over_replicas(row.replicated.mesh, program.function) if is_joint else program.function
 
     def function(*arguments: Any) -> list[Any]:
-        return program.function(*arguments)
+        made: list[Any] = called(*arguments)
+        return made
 
     function.__name__ = function.__qualname__ = program.name
     jitted: Callable[..., list[Any]] = jax.jit(
@@ -222,6 +246,7 @@ def jit_update(
     donate: bool,
     may_raise: bool,
     options: Options,
+    results: Mapping[str, Any],
 ) -> Callable[..., list[Any]]:
     """Jits an update program, which may reuse the memory of the accumulators.
 
@@ -231,6 +256,7 @@ def jit_update(
       donate: whether the variables and optimizer state may be destroyed, too.
       may_raise: whether Python may raise meanwhile: then nothing is destroyed.
       options: XLA's.
+      results: arguments of `jax.jit` that say where results lie.
     """
 
     def is_donated(value: UpdateValue) -> bool:
@@ -245,6 +271,6 @@ def jit_update(
 
     function.__name__ = function.__qualname__ = program.name
     jitted: Callable[..., list[Any]] = jax.jit(
-        function, donate_argnums=donated, compiler_options=dict(options)
+        function, donate_argnums=donated, compiler_options=dict(options), **results
     )
     return jitted

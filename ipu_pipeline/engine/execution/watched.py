@@ -92,6 +92,8 @@ def watched_updates(
 
     def run(watcher: Watcher, number: int, stage: int, *arguments: Any) -> list[Any]:
         function, jitted = weight_update.functions[number], weight_update.jitted[number]
+        if not runner.residence.rows[stage].is_here:
+            return list(function(*arguments))
         launch = Launch(
             runner=runner,
             kind=LaunchKind.UPDATE,

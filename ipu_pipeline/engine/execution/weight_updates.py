@@ -65,14 +65,25 @@ class WeightUpdate:
         self.may_raise = may_raise
         self.read: tuple[set[Any], set[Any]] = (set(), set())
         self.jitted: tuple[Any, ...] = ()
+        programs: Sequence[UpdateProgram] = ()
         if residence.updates is not None:
             programs = residence.updates.updates
             self.read = (_find_read(residence.updates.inits), _find_read(programs))
             self.jitted = tuple(
-                jit_update(program, programs[number + 1 :], donate, may_raise, options)
+                jit_update(
+                    program,
+                    programs[number + 1 :],
+                    donate,
+                    may_raise,
+                    options,
+                    residence.results_of(program),
+                )
                 for number, program in enumerate(programs)
             )
-        self.functions: list[Callable[..., list[Any]]] = list(self.jitted)
+        self.functions: list[Callable[..., list[Any]]] = [
+            residence.rows[program.stage].program(jitted)
+            for program, jitted in zip(programs, self.jitted, strict=True)
+        ]
 
     def run(
         self,
@@ -99,6 +110,8 @@ class WeightUpdate:
         residence = self.residence
         assert residence.updates is not None
         plan = residence.accumulator_plan
+        if residence.has_peers:
+            residence.begin_step()
         merged = plan.merge(accumulators, self._add_to_home)
         zeros = {key: self._clear(key, accumulators[key]) for key in plan.extra}
         environment = UpdateEnvironment(variables, merged, state_leaves, outputs, counts)
@@ -117,12 +130,13 @@ class WeightUpdate:
 
     def _add_to_home(self, accumulator: Accumulator, total: Any, part: Any) -> Any:
         home = self.residence.rows[self.residence.traced.owners[accumulator.variable]]
-        return _add(*put([total, part], home))
+        tag = self.residence.tag(f"{accumulator.variable} of stage {accumulator.stage}")
+        return home.program(_add)(*put([total, part], home, tag=tag))
 
     def _clear(self, key: str, accumulator: Any) -> Any:
         residence = self.residence
         row = residence.rows[residence.accumulator_plan.extra[key].stage]
-        zeros = _zeros_like(*put([accumulator], row))
+        zeros = row.program(_zeros_like)(*put([accumulator], row))
         return put([zeros], row, residence.offloads_accumulators)[0]
 
 

@@ -99,7 +99,15 @@ class Loop:
 
         Args:
           devices: the JAX device of each IPU. With other devices than before, everything is compiled again.
+
+        Raises:
+          ValueError: there are several processes.
         """
+        if jax.process_count() > 1:
+            raise ValueError(
+                f"Loops (`loops.repeat`, `loops.while_loop`) run in one process; there are "
+                f"{jax.process_count()}. Use a pipeline, or run this program in one process."
+            )
         used = [devices[shard] for shard in self.body.shards]
         if self._runner is not None and used == self._devices:
             return self._runner

@@ -43,6 +43,7 @@ class TrainingStep:
       gradient_map: applied to each iteration's gradients, before accumulation.
       accumulator_dtypes: by full name of the variable.
       offloads_state: whether the optimizer's state lies in host memory between updates.
+      averages_replicas: whether gradients would be averaged over replicas; loops have one.
     """
 
     name: str
@@ -52,6 +53,7 @@ class TrainingStep:
     gradient_map: GradientMap | None
     accumulator_dtypes: Mapping[str, Any]
     offloads_state: bool
+    averages_replicas: bool = False
 
 
 @dataclass(eq=False)

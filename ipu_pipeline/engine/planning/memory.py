@@ -190,14 +190,14 @@ def plan_ipus(
     def add(kind: str, stage: int, is_offloaded: bool, aval: Any) -> None:
         held.setdefault((kind, ipus[stage], is_offloaded), []).append(aval)
 
-    for name, spec in traced.variables.items():
-        add("variables", traced.owners[name], name in residence.offloaded, spec)
+    for name in traced.variables:
+        add("variables", traced.owners[name], name in residence.offloaded, residence.part_of_variable(name))
     for stage in range(len(ipus)):
         for spec in find_copied(traced, ipus, stage):
             add("variables", stage, False, spec)
     if updates is not None:
-        for leaf in updates.state_leaves:
-            add("state", leaf.stage, residence.offloads_state, leaf.aval)
+        for number, leaf in enumerate(updates.state_leaves):
+            add("state", leaf.stage, residence.offloads_state, residence.part_of_leaf(number))
         owned = [(name, traced.owners[name]) for name in accumulator_dtypes]
         for name, stage in (*owned, *residence.accumulator_plan.extra.values()):
             aval = jax.ShapeDtypeStruct(traced.variables[name].shape, accumulator_dtypes[name])

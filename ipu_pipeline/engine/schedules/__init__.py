@@ -11,6 +11,7 @@ from ipu_pipeline.engine.schedules.actions import (
 )
 from ipu_pipeline.engine.schedules.advice import Advice, advise
 from ipu_pipeline.engine.schedules.checking import Timetable, check
+from ipu_pipeline.engine.schedules.clusters import Cluster, LinkSpeed
 from ipu_pipeline.engine.schedules.lock_step import grouped, interleaved, named_schedules, sequential
 from ipu_pipeline.engine.schedules.scenarios import Costs, Memory, Scenario
 from ipu_pipeline.engine.schedules.simulator import Simulation, predict_step_time, simulate
@@ -24,9 +25,11 @@ __all__ = [
     "ActionKind",
     "Advice",
     "Bubble",
+    "Cluster",
     "Costs",
     "Interval",
     "Layer",
+    "LinkSpeed",
     "Memory",
     "Peak",
     "Row",

@@ -94,6 +94,13 @@ def _say(
             f"a gradient accumulation count of {best.num_micro_batches} instead of "
             f"{before.num_micro_batches}"
         )
+    if best.change == "cluster":
+        before_cluster, cluster = scenario.cluster, best.scenario.cluster
+        if before_cluster.num_processes != cluster.num_processes:
+            parts.append(f"{best.cluster} instead of {before_cluster.num_processes}")
+        else:
+            verb = "sharing" if cluster.shards_optimizer_state else "not sharing"
+            parts.append(f"{verb} the optimizer state between the replicas")
     if best.change == "micro-batches per program":
         parts.append(f"{best.chunk_size} micro-batches per program (dispatch_plan)")
     if best.change == "split":

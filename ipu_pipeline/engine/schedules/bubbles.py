@@ -6,7 +6,7 @@ taken away, and what is left in the end are the ramps:
 
 * shared cores: each program has the cores that it needs.
 * host: the host takes no time.
-* transfers: they take no time.
+* transfers: they take no time, nor do all-reduces: links are infinitely fast.
 * imbalance: the work is spread evenly, that of forwards, that of backwards and that of updates, over the
   IPUs, and there over the stages. 0 where that makes the step longer, which happens with few micro-batches.
 * ramps: what is idle then. Before the first backward of an IPU it is ramp-up, after its last forward
@@ -28,7 +28,8 @@ import numpy as np
 
 from ipu_pipeline.engine.schedules.actions import ActionKind
 from ipu_pipeline.engine.schedules.checking import Timetable
-from ipu_pipeline.engine.schedules.free_running import Programs, run_freely, wire
+from ipu_pipeline.engine.schedules.clusters import LinkSpeed
+from ipu_pipeline.engine.schedules.free_running import Program, Programs, run_freely, wire
 from ipu_pipeline.engine.schedules.scenarios import Scenario
 from ipu_pipeline.engine.schedules.timelines import Array, Bubble
 
@@ -63,7 +64,7 @@ def find_bubble(scenario: Scenario, timetable: Timetable, programs: Programs, st
       programs: when they ran.
       step_time: when the last one ended.
     """
-    num_ipus = len(scenario.ipus)
+    num_ipus = len(scenario.ipus_of_replicas)
     work = sum(scenario.work_of_ipus().values())
 
     def take_away(changed: Scenario, host: float) -> float:
@@ -78,8 +79,12 @@ def find_bubble(scenario: Scenario, timetable: Timetable, programs: Programs, st
         shared_cores = take_away(scenario, costs.host)
     if costs.host:
         host = take_away(scenario, 0.0)
-    still = dataclasses.replace(scenario, costs=dataclasses.replace(costs, host=0.0, transfers={}))
-    if costs.transfers:
+    still = dataclasses.replace(
+        scenario,
+        costs=dataclasses.replace(costs, host=0.0, transfers={}),
+        cluster=dataclasses.replace(scenario.cluster, within=LinkSpeed(), between=LinkSpeed()),
+    )
+    if costs.transfers or still.cluster != scenario.cluster:
         transfers = take_away(still, 0.0)
     idle = num_ipus * step_time - work
     imbalance = 0.0
@@ -98,8 +103,14 @@ def find_bubble(scenario: Scenario, timetable: Timetable, programs: Programs, st
 def _find_ramps(scenario: Scenario, programs: Programs, step_time: float) -> tuple[float, float]:
     """Idle time before the first backwards and after the last forwards of the IPUs."""
     up = down = 0.0
-    for ipu in scenario.ipus:
-        own = [[one for one in kind if one.ipu == ipu and one.cost] for kind in programs]
+    by_ipu: dict[int, list[list[Program]]] = {
+        ipu: [[] for _kind in programs] for ipu in scenario.ipus_of_replicas
+    }
+    for kind, programs_of_kind in enumerate(programs):
+        for one in programs_of_kind:
+            if one.cost:
+                by_ipu[one.ipu][kind].append(one)
+    for ipu, own in by_ipu.items():
         if not any(own):
             up, down = up + step_time / 2, down + step_time / 2
             continue
@@ -107,7 +118,7 @@ def _find_ramps(scenario: Scenario, programs: Programs, step_time: float) -> tup
         ends = np.sort(np.concatenate([np.array(one.ends) for kind in own for one in kind]))
         forwards, backwards = own[ActionKind.FORWARD], own[ActionKind.BACKWARD]
         last = max((one.ends[-1] for one in forwards), default=0.0)
-        is_last = scenario.is_fused and ipu == scenario.device_mapping[-1]
+        is_last = scenario.is_fused and ipu % scenario.num_ipus == scenario.device_mapping[-1]
         filling = [one.begins[0] for one in (forwards[-1:] if is_last or not backwards else backwards)]
         filled = min(filling, default=0.0)
         own_up, own_down = _split_gaps(np.append(0.0, ends), np.append(begins, step_time), filled, last)

@@ -5,6 +5,10 @@ as the engine's executor does. A program begins as soon as it has been started, 
 before, and all that it reads has arrived. So it begins at the latest of three times, and one pass in the
 order of the timetable finds them all.
 
+Replicas are columns of programs beside each other. The host of each process starts what its devices do: of
+each action that of one replica after the other. After the last action the replicas of an IPU meet, average
+their gradients and update, and a host starts each of these programs once for all of its replicas.
+
 Where IPUs share cores, `shared_cores` follows the programs in the order of time instead.
 """
 
@@ -20,9 +24,26 @@ from ipu_pipeline.engine.schedules.actions import ActionKind
 from ipu_pipeline.engine.schedules.checking import Timetable
 from ipu_pipeline.engine.schedules.scenarios import Edge, Scenario
 
-__all__ = ["UPDATE", "Link", "Program", "Programs", "follow", "in_order", "last_end", "run_freely", "wire"]
+__all__ = [
+    "GATHER",
+    "REDUCE",
+    "UPDATE",
+    "Host",
+    "Link",
+    "Program",
+    "Programs",
+    "follow",
+    "in_order",
+    "last_end",
+    "run_freely",
+    "wire",
+]
 
-UPDATE = 2  # the place of updates among a scenario's programs, behind the kinds of actions
+# The places of programs among a scenario's, behind the kinds of actions.
+UPDATE = 2
+REDUCE = 3  # of an IPU's gradients over the replicas: an all-reduce, or a reduce-scatter
+GATHER = 4  # of what replicas that share the optimizer's state have updated
+_MEET = 5  # no program: all replicas of an IPU are so far
 
 
 @dataclass(eq=False)
@@ -34,11 +55,13 @@ class Link:
       time: how long it takes for a chunk; 0: results are there at once, and `arrivals` are the ends of the
         program itself.
       arrivals: when the result of each chunk was there.
+      num_skipped: of how many chunks the result is not sent; then come those that are.
     """
 
     edge: Edge
     time: float
     arrivals: list[float]
+    num_skipped: int = 0
 
 
 @dataclass(eq=False)
@@ -46,12 +69,14 @@ class Program:
     """What a stage does in one direction, or its update.
 
     Attributes:
-      ipu: where.
+      ipu: where, by its number among those of all replicas.
       cost: how long it takes alone; 0: it is no program, and passes on when its inputs are there.
       cores: how many it keeps busy.
       inputs: for each thing that it reads the arrivals, by chunk.
       links: what it sends.
       readers: the programs that read what it makes.
+      process: the one whose host starts it.
+      is_started: whether the host takes time to start it; not if it has done so with another one's.
       begins: when it began, by chunk.
       ends: when it ended.
     """
@@ -62,43 +87,106 @@ class Program:
     inputs: list[list[float]] = field(default_factory=list)
     links: list[Link] = field(default_factory=list)
     readers: list[Program] = field(default_factory=list)
+    process: int = 0
+    is_started: bool = True
     begins: list[float] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)
 
 
-# By stage: forwards, backwards, updates.
-Programs: TypeAlias = "tuple[list[Program], list[Program], list[Program]]"
+# Forwards, backwards, updates, and with several replicas what replicas do together. Each list has the
+# programs of all stages of replica 0, then those of replica 1, and so on.
+Programs: TypeAlias = "tuple[list[Program], ...]"
 
 
 def wire(scenario: Scenario) -> Programs:
     """The programs of a scenario, connected; none has run."""
-    costs, ipus, levels = scenario.costs, scenario.device_mapping, scenario.levels
-    size = scenario.chunk_size
+    columns = [_wire_replica(scenario, replica) for replica in range(scenario.cluster.num_replicas)]
+    programs = tuple([one for own in kind for one in own] for kind in zip(*columns, strict=True))
+    if len(columns) > 1 and scenario.training:
+        return (*programs, *_join(scenario, programs))
+    return programs
+
+
+def _wire_replica(scenario: Scenario, replica: int) -> Programs:
+    """The forwards, backwards and updates of a replica."""
+    costs, levels, size = scenario.costs, scenario.levels, scenario.chunk_size
     stages = range(costs.num_stages)
-    forwards = [Program(ipus[i], costs.forward[i] * size, costs.forward_cores[i]) for i in stages]
+    ipus = [scenario.ipu_of(replica, ipu) for ipu in scenario.device_mapping]
+    processes = [scenario.cluster.process_of(ipu) for ipu in ipus]
+
+    def make(stage: int, cost: float, cores: float = 1.0) -> Program:
+        return Program(ipus[stage], cost, cores, process=processes[stage])
+
+    forwards = [make(i, costs.forward[i] * size, costs.forward_cores[i]) for i in stages]
     backwards, updates = [], []
     if scenario.training:
-        backwards = [Program(ipus[i], costs.backward[i] * size, costs.backward_cores[i]) for i in stages]
-        updates = [Program(ipus[i], costs.update[i]) for i in stages]
+        backwards = [make(i, costs.backward[i] * size, costs.backward_cores[i]) for i in stages]
+        updates = [make(i, scenario.update(i)) for i in stages]
         if scenario.is_fused:
             _fuse(forwards[-1], backwards[-1])
         for forward, backward in zip(forwards, backwards, strict=True):
             if not (forward.cost and backward.cost):  # else the order on their IPU sees to it
                 _connect(forward, backward, Link((0, 0), 0.0, forward.ends))
+
+    def send(programs: list[Program], edge: Edge) -> None:
+        source, target = (programs[stage] for stage in edge)
+        time = scenario.transfer(replica, edge)
+        _connect(source, target, Link(edge, time, [] if time else source.ends))
+
     for source in stages:
         for target in range(
             bisect.bisect_left(levels, levels[source] + 1), bisect.bisect_right(levels, levels[source] + 1)
         ):
-            _send(forwards, (source, target), costs.transfers.get((source, target), 0.0) * size)
+            send(forwards, (source, target))
             if scenario.training:
-                _send(backwards, (target, source), costs.transfers.get((target, source), 0.0) * size)
+                send(backwards, (target, source))
     # Values may skip stages: what is sent over other edges than those between neighbours.
-    for (source, target), time in costs.transfers.items():
+    for source, target in dict.fromkeys([*costs.transfers, *costs.num_sent_bytes]):
         if levels[target] - levels[source] > 1:
-            _send(forwards, (source, target), time * size)
+            send(forwards, (source, target))
         elif levels[source] - levels[target] > 1 and scenario.training:
-            _send(backwards, (source, target), time * size)
+            send(backwards, (source, target))
     return forwards, backwards, updates
+
+
+def _join(scenario: Scenario, programs: Programs) -> Programs:
+    """What replicas do together: they reduce gradients, gather what they updated, and meet before each."""
+    mapping, number = scenario.device_mapping, scenario.costs.num_stages
+    updates, places = programs[UPDATE], range(len(programs[UPDATE]))
+    halves = {mapping.index(ipu): scenario.half_ring(ipu) for ipu in scenario.ipus}
+
+    def make(place: int, num_halves: int) -> Program:
+        time = num_halves * halves.get(place % number, 0.0)  # once per IPU, with its first stage
+        return Program(updates[place].ipu, time, 0.0, process=updates[place].process)
+
+    is_sharded = scenario.cluster.shards_optimizer_state
+    reductions = [make(place, 1 if is_sharded else 2) for place in places]
+    gatherings = [make(place, 1 if is_sharded else 0) for place in places]
+    meetings: list[Program] = []
+
+    def meet(stage: int, sources: list[Program], num_skipped: int, targets: list[Program]) -> None:
+        meeting = Program(targets[0].ipu, 0.0)
+        for source in sources:
+            _connect(source, meeting, Link((stage, stage), 0.0, [], num_skipped), is_kept=True)
+        for target in targets:
+            _connect(meeting, target, Link((stage, stage), 0.0, meeting.ends))
+        meetings.append(meeting)  # one before the reduction and one before the gathering, by IPU
+
+    num_chunks = scenario.num_micro_batches // scenario.chunk_size
+    for stage in halves:
+        row = [place for place in places if mapping[place % number] == mapping[stage]]
+        backwards = [programs[ActionKind.BACKWARD][place] for place in row]
+        meet(stage, backwards, num_chunks - 1, reductions[stage::number])
+        meet(stage, [updates[place] for place in row], 0, gatherings[stage::number])
+        for place in row:
+            before = reductions[place - place % number + stage]
+            _connect(before, updates[place], Link((stage, stage), 0.0, before.ends))
+    for kind in (updates, reductions, gatherings):
+        started: set[tuple[int, int]] = set()
+        for place, program in enumerate(kind):
+            program.is_started = (place % number, program.process) not in started
+            started.add((place % number, program.process))
+    return reductions, gatherings, meetings
 
 
 def _fuse(forward: Program, backward: Program) -> None:
@@ -111,28 +199,65 @@ def _fuse(forward: Program, backward: Program) -> None:
     forward.cost, backward.cost = together, 0.0
 
 
-def _send(programs: list[Program], edge: Edge, time: float) -> None:
-    source, target = (programs[stage] for stage in edge)
-    _connect(source, target, Link(edge, time, [] if time else source.ends))
-
-
-def _connect(source: Program, target: Program, link: Link) -> None:
+def _connect(source: Program, target: Program, link: Link, *, is_kept: bool = False) -> None:
+    """Makes a program read another one's results; a link that only passes on what ends is not kept."""
     target.inputs.append(link.arrivals)
     source.readers.append(target)
-    if link.time:
+    if link.time or is_kept:
         source.links.append(link)
 
 
 def in_order(timetable: Timetable, programs: Programs) -> Iterator[tuple[int, int, int]]:
-    """What the host starts as (kind, stage, chunk), in that order: the actions, then the updates."""
-    updates = ((UPDATE, stage, 0) for stage, update in enumerate(programs[UPDATE]) if update.cost)
-    return itertools.chain(timetable.order, updates)
+    """What hosts start as (kind, place among the programs of that kind, chunk), in that order.
+
+    The actions come first, of one replica after the other, then what ends the step.
+    """
+    if len(programs) <= UPDATE + 1:
+        updates = ((UPDATE, place, 0) for place, update in enumerate(programs[UPDATE]) if update.cost)
+        number = len(timetable.in_flight)
+        starts = range(0, len(programs[ActionKind.FORWARD]), number)
+        if len(starts) == 1:
+            return itertools.chain(timetable.order, updates)
+        return ((kind, first + stage, chunk) for kind, stage, chunk in timetable.order for first in starts)
+    return _in_order_together(timetable, programs)
+
+
+def _in_order_together(timetable: Timetable, programs: Programs) -> Iterator[tuple[int, int, int]]:
+    number, places = len(timetable.in_flight), range(len(programs[ActionKind.FORWARD]))
+    starts = places[::number]
+    for kind, stage, chunk in timetable.order:
+        for first in starts:
+            yield kind, first + stage, chunk
+    meetings = programs[_MEET]
+    by_stage = [first + stage for stage in range(number) for first in starts]
+    yield from ((_MEET, place, 0) for place in range(0, len(meetings), 2))
+    yield from ((kind, place, 0) for kind in (REDUCE, UPDATE) for place in by_stage)
+    yield from ((_MEET, place, 0) for place in range(1, len(meetings), 2))
+    yield from ((GATHER, place, 0) for place in by_stage)
 
 
 def follow(link: Link, end: float) -> None:
-    """Sends a result over a link that takes time, after what was sent before."""
+    """Sends a result over a link, after what was sent before."""
+    if link.num_skipped:
+        link.num_skipped -= 1
+        return
     arrivals = link.arrivals
     arrivals.append((arrivals[-1] if arrivals and arrivals[-1] > end else end) + link.time)
+
+
+class Host:
+    """The hosts of all processes: each starts one program after the other."""
+
+    def __init__(self, programs: Programs, cost: float) -> None:
+        """Notes how long a host takes to start a program, and the processes."""
+        self._cost = cost
+        self._now = [0.0] * (1 + max(program.process for program in itertools.chain(*programs)))
+
+    def start(self, program: Program) -> float:
+        """Starts a program that takes time; returns when the host of its process has done so."""
+        if program.is_started:
+            self._now[program.process] += self._cost
+        return self._now[program.process]
 
 
 def run_freely(programs: Programs, timetable: Timetable, host: float) -> float:
@@ -141,27 +266,27 @@ def run_freely(programs: Programs, timetable: Timetable, host: float) -> float:
     Args:
       programs: fresh from `wire`; their begins, ends and arrivals are entered.
       timetable: the order.
-      host: how long the host takes to start one.
+      host: how long a host takes to start one.
 
     Returns:
       When all is done.
     """
     num_ipus = 1 + max(program.ipu for program in programs[ActionKind.FORWARD])
     free = [0.0] * num_ipus
+    hosts = Host(programs, host)
     table = [
         [
-            (own.ipu, own.cost, own.inputs, own.begins.append, own.ends.append, own.links)
+            (own, own.ipu, own.cost, own.inputs, own.begins.append, own.ends.append, own.links)
             for own in programs_of_kind
         ]
         for programs_of_kind in programs
     ]
-    started = 0.0
-    for kind, stage, chunk in in_order(timetable, programs):
-        ipu, cost, inputs, add_begin, add_end, links = table[kind][stage]
+    for kind, place, chunk in in_order(timetable, programs):
+        program, ipu, cost, inputs, add_begin, add_end, links = table[kind][place]
         if cost:
             begin = free[ipu]
             if host:
-                started += host
+                started = hosts.start(program)
                 if started > begin:
                     begin = started
         else:

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 from ipu_pipeline.engine.schedules.actions import ActionKind, ScheduleFunction
 from ipu_pipeline.engine.schedules.checking import Timetable
+from ipu_pipeline.engine.schedules.clusters import Cluster
 from ipu_pipeline.engine.schedules.lock_step import named_schedules
 from ipu_pipeline.engine.schedules.timetables import timetable
 
@@ -31,12 +32,15 @@ class Costs:
       transfers: (sending stage, receiving stage) -> how long it takes to send what a micro-batch sends
         there. Forwards send to later stages, backwards to earlier ones; 0 for what is not named. A link
         sends one thing at a time, while the IPUs compute.
-      host: how long the host takes to start a program.
+      host: how long the host takes to start a program; each process has one.
       forward_cores: how many cores the forward of each stage keeps busy while it runs alone (its time on
         the processors over its time on the clock). It matters only where IPUs share cores.
       backward_cores: likewise.
       is_fused: whether forward and backward of the last stage are one program, which runs where the
         schedule has the forward. The engine does so.
+      num_sent_bytes: edge -> the bytes that a micro-batch sends there. They take the time of the cluster's
+        link, on top of `transfers`; nothing where both stages are on one IPU.
+      num_gradient_bytes: of each stage, which replicas average once a step.
     """
 
     forward: tuple[float, ...]
@@ -47,13 +51,16 @@ class Costs:
     forward_cores: tuple[float, ...] = ()
     backward_cores: tuple[float, ...] = ()
     is_fused: bool = True
+    num_sent_bytes: Mapping[Edge, float] = field(default_factory=dict)
+    num_gradient_bytes: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        """Checks the fields; no cores given means one each."""
-        for name in ("forward_cores", "backward_cores"):
+        """Checks the fields; no cores given means one each, and no bytes none."""
+        for name, default in (("forward_cores", 1.0), ("backward_cores", 1.0), ("num_gradient_bytes", 0.0)):
             if not getattr(self, name):
-                object.__setattr__(self, name, (1.0,) * len(self.forward))
-        for name in ("forward", "backward", "update", "forward_cores", "backward_cores"):
+                object.__setattr__(self, name, (default,) * len(self.forward))
+        own = ("forward", "backward", "update", "forward_cores", "backward_cores", "num_gradient_bytes")
+        for name in own:
             values = getattr(self, name)
             if len(values) != len(self.forward):
                 raise ValueError(
@@ -66,15 +73,16 @@ class Costs:
         for name in ("forward_cores", "backward_cores"):
             if 0 in getattr(self, name):
                 raise ValueError(f"Costs: {name} must be greater than 0; got {getattr(self, name)!r}.")
-        _check_numbers("Costs: transfers", self.transfers.values())
         _check_numbers("Costs: host", [self.host])
         stages = range(len(self.forward))
-        for source, target in self.transfers:
-            if source not in stages or target not in stages or source == target:
-                raise ValueError(
-                    f"Costs: transfers are between two of the {len(stages)} stages, counted from 0; got "
-                    f"{(source, target)}."
-                )
+        for name in ("transfers", "num_sent_bytes"):
+            _check_numbers(f"Costs: {name}", getattr(self, name).values())
+            for source, target in getattr(self, name):
+                if source not in stages or target not in stages or source == target:
+                    raise ValueError(
+                        f"Costs: {name} are between two of the {len(stages)} stages, counted from 0; got "
+                        f"{(source, target)}."
+                    )
 
     @property
     def num_stages(self) -> int:
@@ -94,6 +102,8 @@ class Costs:
         forward_cores: float | Sequence[float] = 1.0,
         backward_cores: float | Sequence[float] = 1.0,
         is_fused: bool = True,
+        num_sent_bytes: float | Sequence[float] | Mapping[Edge, float] = 0.0,
+        num_gradient_bytes: float | Sequence[float] = 0.0,
     ) -> Costs:
         """Costs, from one number for all stages or one per stage.
 
@@ -108,6 +118,8 @@ class Costs:
           forward_cores: see the fields.
           backward_cores: see the fields.
           is_fused: see the fields.
+          num_sent_bytes: given as `transfer` is.
+          num_gradient_bytes: see the fields.
 
         Raises:
           ValueError: there are not as many numbers as stages (or pairs of neighbours), or a number is
@@ -124,23 +136,26 @@ class Costs:
             _check_numbers(f"Costs: {name}", given)
             return tuple(map(float, given))
 
-        if isinstance(transfer, Mapping):
-            transfers = dict(transfer)
-        else:
-            between = spread("transfer", transfer, max(0, num_stages - 1))
-            transfers = {}
-            for stage, time in enumerate(between):
-                if time:
-                    transfers[stage, stage + 1] = transfers[stage + 1, stage] = time
+        def by_edge(name: str, given: float | Sequence[float] | Mapping[Edge, float]) -> dict[Edge, float]:
+            if isinstance(given, Mapping):
+                return dict(given)
+            edges = {}
+            for stage, value in enumerate(spread(name, given, max(0, num_stages - 1))):
+                if value:
+                    edges[stage, stage + 1] = edges[stage + 1, stage] = value
+            return edges
+
         return cls(
             spread("forward", forward, num_stages),
             spread("backward", backward, num_stages),
             spread("update", update, num_stages),
-            transfers,
+            by_edge("transfer", transfer),
             host,
             spread("forward_cores", forward_cores, num_stages),
             spread("backward_cores", backward_cores, num_stages),
             is_fused,
+            by_edge("num_sent_bytes", num_sent_bytes),
+            spread("num_gradient_bytes", num_gradient_bytes, num_stages),
         )
 
 
@@ -149,7 +164,8 @@ class Memory:
     """What IPUs hold, in bytes.
 
     Attributes:
-      num_constant_bytes: on each IPU, by its number: variables, optimizer state and accumulators.
+      num_constant_bytes: on each IPU, by its number: variables, optimizer state and accumulators; the same
+        in each replica.
       num_held_bytes: of each stage, what it holds of a micro-batch from the begin of its forward to the end
         of its backward.
     """
@@ -160,12 +176,12 @@ class Memory:
 
 @dataclass(frozen=True)
 class Scenario:
-    """What is simulated: a step of a pipeline.
+    """What is simulated: a step of a pipeline, or of replicas of it, each of which is as said here.
 
     Attributes:
       costs: of its actions.
       schedule: a name, a function as for `Pipeline`, or a checked timetable.
-      num_micro_batches: per weight update.
+      num_micro_batches: per weight update, of each replica.
       device_mapping: the IPU of each stage, from 0; by default that of the timetable, or each has its own.
       levels: the level of each stage, ascending from 0; stages of one level are parallel. By default each
         has its own.
@@ -175,6 +191,7 @@ class Scenario:
       cores: how many cores the IPUs share; None: each has what it needs.
       memory: what IPUs hold; None: not known.
       micro_batch_size: samples of a micro-batch.
+      cluster: replicas, processes and links; by default there is one replica in one process.
     """
 
     costs: Costs
@@ -187,6 +204,7 @@ class Scenario:
     cores: float | None = None
     memory: Memory | None = None
     micro_batch_size: int = 1
+    cluster: Cluster = field(default_factory=Cluster)
 
     def __post_init__(self) -> None:
         """Checks the fields."""
@@ -233,11 +251,32 @@ class Scenario:
                     f"{max(self.device_mapping) + 1} IPUs and num_held_bytes for each of {number} stages; "
                     f"got {sizes[0]} and {sizes[1]}."
                 )
+        num_devices = self.cluster.num_replicas * self.num_ipus
+        if len(self.cluster.processes) not in (0, num_devices):
+            raise ValueError(
+                f"Scenario: the cluster must have the process of each of {num_devices} devices "
+                f"({self.cluster.num_replicas} replicas of {self.num_ipus} IPUs); got "
+                f"{len(self.cluster.processes)}."
+            )
 
     @property
     def ipus(self) -> tuple[int, ...]:
-        """The IPUs that have stages."""
+        """The IPUs of a replica that have stages."""
         return tuple(sorted(set(self.device_mapping)))
+
+    @property
+    def num_ipus(self) -> int:
+        """How many IPUs a replica has, with those that have no stage."""
+        return max(self.device_mapping) + 1
+
+    @property
+    def ipus_of_replicas(self) -> tuple[int, ...]:
+        """The IPUs of all replicas that have stages: IPU i of replica r is r times `num_ipus` plus i."""
+        return tuple(self.ipu_of(r, ipu) for r in range(self.cluster.num_replicas) for ipu in self.ipus)
+
+    def ipu_of(self, replica: int, ipu: int) -> int:
+        """The number of a replica's IPU among those of all replicas."""
+        return replica * self.num_ipus + ipu
 
     @property
     def is_fused(self) -> bool:
@@ -247,26 +286,47 @@ class Scenario:
     @property
     def num_samples(self) -> int:
         """Samples of a step."""
-        return self.num_micro_batches * self.micro_batch_size
+        return self.cluster.num_replicas * self.num_micro_batches * self.micro_batch_size
 
     @property
     def num_actions(self) -> int:
-        """Actions of the schedule."""
+        """Actions of the schedule, in all replicas."""
         num_chunks = self.num_micro_batches // self.chunk_size
-        return self.costs.num_stages * num_chunks * (2 if self.training else 1)
+        return self.cluster.num_replicas * self.costs.num_stages * num_chunks * (2 if self.training else 1)
 
     def work(self, kind: ActionKind, stage: int) -> float:
         """How long all micro-batches of a stage take in one direction."""
         one = self.costs.forward if kind is ActionKind.FORWARD else self.costs.backward
         return one[stage] * self.num_micro_batches if kind is ActionKind.FORWARD or self.training else 0.0
 
+    def update(self, stage: int) -> float:
+        """How long a replica's update of a stage takes: of all of it, or of the replica's share."""
+        sharing = self.cluster.num_replicas if self.cluster.shards_optimizer_state else 1
+        return self.costs.update[stage] / sharing if self.training else 0.0
+
+    def transfer(self, replica: int, edge: Edge) -> float:
+        """How long it takes to send what a program sends to another stage, for all its micro-batches."""
+        devices = {self.ipu_of(replica, self.device_mapping[stage]) for stage in edge}
+        time = self.costs.transfers.get(edge, 0.0) * self.chunk_size
+        if len(devices) > 1:
+            num_bytes = self.costs.num_sent_bytes.get(edge, 0.0) * self.chunk_size
+            time += self.cluster.speed_between(devices).time(num_bytes)
+        return time
+
+    def half_ring(self, ipu: int) -> float:
+        """How long a reduce-scatter of an IPU's gradients takes; an all-gather takes as long again."""
+        mapping, gradients = self.device_mapping, self.costs.num_gradient_bytes
+        num_bytes = sum(own for own, there in zip(gradients, mapping, strict=True) if there == ipu)
+        devices = {self.ipu_of(replica, ipu) for replica in range(self.cluster.num_replicas)}
+        return self.cluster.half_ring(devices, num_bytes) if self.training else 0.0
+
     def work_of_ipus(self) -> dict[int, float]:
-        """How long each IPU's programs of a step take if nothing keeps them waiting."""
+        """How long each IPU's programs of a step take if nothing keeps them waiting, in all replicas."""
         total = dict.fromkeys(self.ipus, 0.0)
         for stage, ipu in enumerate(self.device_mapping):
-            total[ipu] += sum(self.work(kind, stage) for kind in ActionKind)
-            total[ipu] += self.costs.update[stage] if self.training else 0.0
-        return total
+            total[ipu] += sum(self.work(kind, stage) for kind in ActionKind) + self.update(stage)
+        replicas = range(self.cluster.num_replicas)
+        return {self.ipu_of(replica, ipu): work for replica in replicas for ipu, work in total.items()}
 
     def timetable(self) -> Timetable:
         """The checked timetable.
@@ -278,7 +338,7 @@ class Scenario:
         """
         num_chunks = self.num_micro_batches // self.chunk_size
         if isinstance(self.schedule, Timetable):
-            number = self.num_actions
+            number = self.num_actions // self.cluster.num_replicas
             if len(self.schedule.order) != number or len(self.schedule.in_flight) != self.costs.num_stages:
                 raise ValueError(
                     f"Scenario: the timetable must have {number} actions ({self.costs.num_stages} stages, "
@@ -325,7 +385,10 @@ class Scenario:
                 "forward_cores": list(costs.forward_cores),
                 "backward_cores": list(costs.backward_cores),
                 "is_fused": costs.is_fused,
+                "num_sent_bytes": [[*edge, size] for edge, size in costs.num_sent_bytes.items()],
+                "num_gradient_bytes": list(costs.num_gradient_bytes),
             },
+            "cluster": self.cluster.as_dict(),
             "memory": None
             if self.memory is None
             else {
@@ -345,12 +408,16 @@ class Scenario:
             entries = dict(entries)
             costs = dict(entries.pop("costs"))
             num_stages = len(costs["forward"])
-            edges = {(source, target): time for source, target, time in costs.pop("transfers", [])}
+            edges = [
+                {(source, target): value for source, target, value in costs.pop(name, [])}
+                for name in ("transfers", "num_sent_bytes")
+            ]
+            cluster = Cluster.from_dict(entries.pop("cluster", {}))
             memory = entries.pop("memory", None)
             if memory is not None:
                 memory = Memory(**{name: tuple(values) for name, values in dict(memory).items()})
-            made = Costs.of(num_stages, transfer=edges, **costs)
-            return cls(costs=made, memory=memory, **entries)
+            made = Costs.of(num_stages, transfer=edges[0], num_sent_bytes=edges[1], **costs)
+            return cls(costs=made, memory=memory, cluster=cluster, **entries)
         except (KeyError, TypeError) as error:
             raise ValueError(
                 f"Scenario: the entries must be those of Scenario.as_dict, with costs and their forward at "

@@ -15,7 +15,14 @@ from typing import TypeAlias
 
 from ipu_pipeline.engine.schedules.actions import ActionKind
 from ipu_pipeline.engine.schedules.checking import Timetable
-from ipu_pipeline.engine.schedules.free_running import Program, Programs, follow, in_order, last_end
+from ipu_pipeline.engine.schedules.free_running import (
+    Host,
+    Program,
+    Programs,
+    follow,
+    in_order,
+    last_end,
+)
 
 __all__ = ["run_sharing", "share"]
 
@@ -59,12 +66,11 @@ class _Run:
         self._running: list[tuple[float, int]] = []  # what is served when it ends, and the IPU
         self._timers: list[tuple[float, int]] = []  # when to look at an IPU again
         self._free: list[Program] = []  # what costs nothing and reads nothing, once per chunk
-        started = 0.0
-        for kind, stage, chunk in in_order(timetable, programs):
-            program = programs[kind][stage]
+        hosts = Host(programs, host)
+        for kind, place, chunk in in_order(timetable, programs):
+            program = programs[kind][place]
             if program.cost:
-                started += host
-                self._queues[program.ipu].append((program, chunk, started))
+                self._queues[program.ipu].append((program, chunk, hosts.start(program)))
             elif not program.inputs:
                 self._free.append(program)
 

@@ -11,7 +11,14 @@ import numpy as np
 from ipu_pipeline.engine.schedules.actions import ActionKind
 from ipu_pipeline.engine.schedules.bubbles import find_bubble
 from ipu_pipeline.engine.schedules.checking import Timetable
-from ipu_pipeline.engine.schedules.free_running import UPDATE, Link, Programs, run_freely, wire
+from ipu_pipeline.engine.schedules.free_running import (
+    GATHER,
+    UPDATE,
+    Link,
+    Programs,
+    run_freely,
+    wire,
+)
 from ipu_pipeline.engine.schedules.scenarios import Scenario
 from ipu_pipeline.engine.schedules.shared_cores import run_sharing
 from ipu_pipeline.engine.schedules.time_steps import run_in_lock_step
@@ -82,18 +89,21 @@ def _simulate_freely(scenario: Scenario, timetable: Timetable) -> Timeline:
     programs = wire(scenario)
     step_time = _run(scenario, timetable, programs)
     bubble = find_bubble(scenario, timetable, programs, step_time)
+    number = scenario.costs.num_stages
     runs = {
-        (kind, stage): (np.array(own.begins), np.array(own.ends))
-        for kind, programs_of_kind in enumerate(programs)
-        for stage, own in enumerate(programs_of_kind)
-        if own.ends
+        (kind, *divmod(place, number)): (np.array(own.begins), np.array(own.ends))
+        for kind, programs_of_kind in enumerate(programs[: GATHER + 1])
+        for place, own in enumerate(programs_of_kind)
+        if own.ends and (own.cost or kind < UPDATE)
     }
     sendings = []
-    for own in itertools.chain(*programs):
-        for link in own.links:
-            arrivals = np.array(link.arrivals)
-            begins = np.maximum(own.ends, np.append(0.0, arrivals[:-1]))
-            sendings.append(_sending(scenario, link, begins, arrivals))
+    for programs_of_kind in programs[:UPDATE]:
+        for place, own in enumerate(programs_of_kind):
+            for link in own.links:
+                if link.time:
+                    arrivals = np.array(link.arrivals)
+                    begins = np.maximum(own.ends, np.append(0.0, arrivals[:-1]))
+                    sendings.append(_sending(scenario, place // number, link, begins, arrivals))
     return _timeline(scenario, runs, sendings, step_time, bubble, is_fused=scenario.is_fused)
 
 
@@ -107,33 +117,40 @@ def _simulate_in_lock_step(scenario: Scenario, timetable: Timetable) -> Timeline
     places = np.split(np.argsort(works, kind="stable"), np.cumsum(np.bincount(works, minlength=2 * number)))
     runs, sendings = {}, []
     for kind, programs_of_kind in enumerate(programs[:UPDATE]):
-        for stage, own in enumerate(programs_of_kind):
+        for place, own in enumerate(programs_of_kind):
+            replica, stage = divmod(place, number)
             here = places[kind * number + stage]
-            runs[kind, stage] = run.begins[here], run.ends[here]
+            runs[kind, replica, stage] = run.begins[here], run.ends[here]
             for link in own.links:
-                sent = run.sent[here]
-                sendings.append(_sending(scenario, link, sent, sent + link.time))
-    for stage, place in enumerate(range(len(kinds), len(run.begins))):
-        if scenario.costs.update[stage]:
-            runs[UPDATE, stage] = run.begins[place : place + 1], run.ends[place : place + 1]
+                if link.time:
+                    sent = run.sent[here]
+                    sendings.append(_sending(scenario, replica, link, sent, sent + link.time))
+    for (kind, stage), (begin, end) in run.closing.items():
+        for replica in range(scenario.cluster.num_replicas):
+            runs[kind, replica, stage] = np.array([begin]), np.array([end])
     return _timeline(scenario, runs, sendings, run.step_time, run.bubble, is_fused=False)
 
 
-def _sending(scenario: Scenario, link: Link, begins: Array, ends: Array) -> dict[str, Array]:
+def _sending(scenario: Scenario, replica: int, link: Link, begins: Array, ends: Array) -> dict[str, Array]:
     """The columns of `Sending` of a link."""
     source, target = link.edge
     return {
         "source": np.full(len(ends), source),
         "target": np.full(len(ends), target),
-        "micro_batch": np.arange(len(ends)) * scenario.chunk_size,
+        "micro_batch": _elements(scenario, replica, len(ends), scenario.chunk_size),
         "begin": begins,
         "end": ends,
     }
 
 
+def _elements(scenario: Scenario, replica: int, number: int, size: int = 1) -> Array:
+    """Which elements of the infeed a replica's micro-batches are; of larger chunks the first ones."""
+    return np.arange(number, dtype=np.int32) * size * scenario.cluster.num_replicas + replica
+
+
 def _timeline(
     scenario: Scenario,
-    runs: Mapping[tuple[int, int], tuple[Array, Array]],
+    runs: Mapping[tuple[int, int, int], tuple[Array, Array]],
     sendings: Sequence[Mapping[str, Array]],
     step_time: float,
     bubble: Bubble,
@@ -144,7 +161,7 @@ def _timeline(
 
     Args:
       scenario: what was simulated.
-      runs: (kind, stage) -> begins and ends by chunk.
+      runs: (kind, replica, stage) -> begins and ends by chunk.
       sendings: the columns of `Sending`, by link.
       step_time: when all is done.
       bubble: idle time by cause.
@@ -152,22 +169,22 @@ def _timeline(
     """
     costs, ipus, last = scenario.costs, scenario.device_mapping, scenario.costs.num_stages - 1
     tables: list[dict[str, Array]] = []
-    for (kind, stage), (begins, ends) in runs.items():
-        first, behind = 0.0, 1.0
-        if is_fused and stage == last and kind != UPDATE:
-            begins, ends = runs[ActionKind.FORWARD, last]
+    for (kind, replica, stage), (begins, ends) in runs.items():
+        first, behind, is_action = 0.0, 1.0, kind < UPDATE
+        if is_fused and stage == last and is_action:
+            begins, ends = runs[ActionKind.FORWARD, replica, last]
             together = costs.forward[last] + costs.backward[last]
             share = costs.forward[last] / together if together else 1.0
             first, behind = (0.0, share) if kind == ActionKind.FORWARD else (share, 1.0)
-        size = 1 if kind == UPDATE else scenario.chunk_size
+        size = scenario.chunk_size if is_action else 1
         begins, ends = _parts(begins, ends, size, first, behind)
         number = len(begins)
         tables.append(
             {
                 "kinds": np.full(number, kind, np.int8),
                 "stages": np.full(number, stage, np.int32),
-                "micro_batches": np.full(1, -1) if kind == UPDATE else np.arange(number, dtype=np.int32),
-                "ipus": np.full(number, ipus[stage], np.int32),
+                "micro_batches": _elements(scenario, replica, number) if is_action else np.full(1, -1),
+                "ipus": np.full(number, scenario.ipu_of(replica, ipus[stage]), np.int32),
                 "begins": begins,
                 "ends": ends,
             }
@@ -195,7 +212,7 @@ def _parts(begins: Array, ends: Array, size: int, first: float, behind: float) -
 
 
 def _find_memory(
-    scenario: Scenario, runs: Mapping[tuple[int, int], tuple[Array, Array]]
+    scenario: Scenario, runs: Mapping[tuple[int, int, int], tuple[Array, Array]]
 ) -> dict[int, tuple[Array, Array]]:
     """What each IPU holds over time; empty if that is not known."""
     memory = scenario.memory
@@ -203,17 +220,18 @@ def _find_memory(
         return {}
     back = ActionKind.BACKWARD if scenario.training else ActionKind.FORWARD
     return {
-        ipu: memory_of(
+        scenario.ipu_of(replica, ipu): memory_of(
             memory.num_constant_bytes[ipu],
             [
                 (
-                    runs[ActionKind.FORWARD, stage][0],
-                    runs[back, stage][1],
+                    runs[ActionKind.FORWARD, replica, stage][0],
+                    runs[back, replica, stage][1],
                     memory.num_held_bytes[stage] * scenario.chunk_size,
                 )
                 for stage in range(scenario.costs.num_stages)
                 if scenario.device_mapping[stage] == ipu
             ],
         )
+        for replica in range(scenario.cluster.num_replicas)
         for ipu in scenario.ipus
     }

@@ -3,13 +3,14 @@
 A time-step lasts as long as its slowest action. What its actions send is sent between it and the next one,
 which takes as long as the slowest of these transfers. A time-step begins when the one before is over and
 the host, which runs ahead, has started all its programs. Updates have a time-step of their own at the end.
-Forwards and backwards have their own time-steps, on the last stage too.
+Forwards and backwards have their own time-steps, on the last stage too. Replicas keep step, too; what they
+send each other, they send before the updates and behind them.
 
 Source: the execution of an IPU in steps of compute, sync and exchange ("Bulk Synchronous Parallel") in
 Graphcore's IPU Programmer's Guide. Every idle moment has one cause:
 
 * host: all IPUs, from the end of a time-step to the begin of the next one.
-* transfers: all IPUs, while what a time-step sent is on its way.
+* transfers: all IPUs, while what a time-step sent is on its way, and while replicas send to each other.
 * imbalance: IPUs that act in a time-step, when they have finished; in the time-step of updates all IPUs.
 * ramps: IPUs that do not act in a time-step. Before the first backward of an IPU it is ramp-up, after its
   last forward ramp-down; what is both or neither is half of each. Without backwards, the first forward.
@@ -24,12 +25,14 @@ of the rest).
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from ipu_pipeline.engine.schedules.actions import ActionKind
 from ipu_pipeline.engine.schedules.checking import Timetable
+from ipu_pipeline.engine.schedules.free_running import GATHER, REDUCE, UPDATE
 from ipu_pipeline.engine.schedules.scenarios import Scenario
 from ipu_pipeline.engine.schedules.shared_cores import share
 from ipu_pipeline.engine.schedules.timelines import Array, Bubble
@@ -42,17 +45,19 @@ class LockStep:
     """When actions run.
 
     Attributes:
-      begins: of the actions in the order of the timetable, and then of the updates of all stages, if any
-        takes time.
+      begins: of the actions in the order of the timetable; the same in each replica.
       ends: likewise.
       sent: likewise, when what an action sends begins to be sent.
+      closing: (kind, stage) -> begin and end of what ends the step and takes time, by the places of kinds
+        that `free_running` has.
       step_time: when all is done.
-      bubble: idle time by cause.
+      bubble: idle time by cause, of all replicas.
     """
 
     begins: Array
     ends: Array
     sent: Array
+    closing: Mapping[tuple[int, int], tuple[float, float]]
     step_time: float
     bubble: Bubble
 
@@ -87,33 +92,108 @@ def run_in_lock_step(scenario: Scenario, timetable: Timetable, kinds: Array, sta
       kinds: of the actions in the order of the timetable.
       stages: likewise.
     """
-    costs = scenario.costs
     steps = _make_steps(scenario, timetable, kinds, stages)
-    number_started = np.cumsum(np.bincount(steps.places, steps.costs > 0, len(steps.lasts)))
-    begins = _begin(steps.lasts + steps.transfers, costs.host * number_started)
+    hosts = _Hosts(scenario)
+    begins = _begin(steps.lasts + steps.transfers, hosts.start_actions(steps, stages))
     ends = begins + steps.lasts + steps.transfers
     action_begins = begins[steps.places]
-    action_ends = action_begins + steps.ends
-    sent = action_begins + steps.lasts[steps.places]
-    step_time, imbalance, shared = float(ends[-1]), 0.0, 0.0
-    waited = float(begins[0] + (begins[1:] - ends[:-1]).sum())
-    if scenario.training and any(costs.update):
-        started = costs.host * (number_started[-1] + sum(update > 0 for update in costs.update))
-        begin = max(step_time, started)
-        own_begins, own_ends, slowest = _update(scenario, begin)
-        waited += begin - step_time
-        step_time = max(own_ends)
-        imbalance = len(scenario.ipus) * slowest - sum(costs.update)
-        shared = len(scenario.ipus) * (step_time - begin - slowest)
-        action_begins, action_ends = np.append(action_begins, own_begins), np.append(action_ends, own_ends)
-    num_ipus = len(scenario.ipus)
+    closing = _Closing(scenario, hosts, float(ends[-1]))
     ramp_up, ramp_down = _find_ramps(scenario, steps, kinds, stages)
     num_active = np.bincount(steps.places, minlength=len(steps.lasts))
-    imbalance += float(num_active @ steps.slowest - steps.costs.sum())
-    transfers = num_ipus * float(steps.transfers.sum())
-    shared += num_ipus * float((steps.lasts - steps.slowest).sum())
-    bubble = Bubble(ramp_up, ramp_down, imbalance, transfers, num_ipus * waited, shared)
-    return LockStep(action_begins, action_ends, sent, step_time, bubble)
+    num_ipus, num_replicas = len(scenario.ipus), scenario.cluster.num_replicas
+    waited = float(begins[0] + (begins[1:] - ends[:-1]).sum()) + closing.waited
+    transfers = float(steps.transfers.sum()) + closing.transfers
+    imbalance = float(num_active @ steps.slowest - steps.costs.sum()) + closing.imbalance
+    shared = num_ipus * float((steps.lasts - steps.slowest).sum()) + closing.shared
+    causes = (ramp_up, ramp_down, imbalance, num_ipus * transfers, num_ipus * waited, shared)
+    return LockStep(
+        action_begins,
+        action_begins + steps.ends,
+        action_begins + steps.lasts[steps.places],
+        closing.intervals,
+        closing.now,
+        Bubble(*(num_replicas * cause for cause in causes)),
+    )
+
+
+class _Hosts:
+    """The hosts of all processes, which start the programs of each time-step."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        cluster, number = scenario.cluster, scenario.num_ipus
+        counts = np.zeros((cluster.num_processes, number), np.int64)
+        for device in range(cluster.num_replicas * number):
+            counts[cluster.process_of(device), device % number] += 1
+        self._cost = scenario.costs.host
+        self._mapping = np.array(scenario.device_mapping)
+        self._counts = np.unique(counts, axis=0)  # processes that start the same are one here
+        self._started = np.zeros(len(self._counts))
+
+    def start_actions(self, steps: _Steps, stages: Array) -> Array:
+        """When the programs of each time-step have been started, by the host that takes longest."""
+        found = np.zeros(len(steps.lasts))
+        for place, of_ipus in enumerate(self._counts):
+            weights = (steps.costs > 0) * of_ipus[self._mapping[stages]]
+            number_started = np.cumsum(np.bincount(steps.places, weights, len(steps.lasts)))
+            found = np.maximum(found, number_started)
+            self._started[place] = number_started[-1]
+        return self._cost * found
+
+    def start(self, costs: Mapping[int, float]) -> float:
+        """When more programs have been started, of so many stages that take time, each once per process."""
+        stages = [stage for stage, cost in costs.items() if cost]
+        if not stages:
+            return 0.0
+        self._started += (self._counts[:, self._mapping[stages]] > 0).sum(axis=1)
+        return self._cost * float(self._started.max())
+
+
+class _Closing:
+    """What ends a step: replicas reduce gradients, update, and gather what each has updated.
+
+    Attributes:
+      intervals: see `LockStep.closing`.
+      now: when all is done.
+      waited: how long IPUs wait for the host.
+      transfers: how long replicas send to each other.
+      imbalance: how long the IPUs of a replica wait for the one that updates longest, summed over them.
+      shared: how much longer that takes as they share cores, likewise.
+    """
+
+    def __init__(self, scenario: Scenario, hosts: _Hosts, now: float) -> None:
+        self.intervals: dict[tuple[int, int], tuple[float, float]] = {}
+        self.now, self.waited, self.transfers = now, 0.0, 0.0
+        self.imbalance = self.shared = 0.0
+        mapping, cluster = scenario.device_mapping, scenario.cluster
+        updates = {stage: scenario.update(stage) for stage in range(len(mapping))}
+        halves = {mapping.index(ipu): scenario.half_ring(ipu) for ipu in scenario.ipus}
+        rings = {
+            stage: half * (1 if cluster.shards_optimizer_state else 2) for stage, half in halves.items()
+        }
+        self._send_together(REDUCE, hosts, rings)
+        if any(updates.values()):
+            self._wait(hosts.start(updates))
+            begins, ends, slowest = _update(scenario, updates, self.now)
+            self.intervals |= {
+                (UPDATE, stage): (begins[stage], ends[stage]) for stage, cost in updates.items() if cost
+            }
+            self.imbalance = len(scenario.ipus) * slowest - sum(updates.values())
+            self.shared = len(scenario.ipus) * (max(ends) - self.now - slowest)
+            self.now = max(ends)
+        if cluster.shards_optimizer_state:
+            self._send_together(GATHER, hosts, halves)
+
+    def _send_together(self, kind: int, hosts: _Hosts, times: Mapping[int, float]) -> None:
+        self._wait(hosts.start(times))
+        self.intervals |= {
+            (kind, stage): (self.now, self.now + time) for stage, time in times.items() if time
+        }
+        self.transfers += max(times.values())
+        self.now += max(times.values())
+
+    def _wait(self, time: float) -> None:
+        self.waited += max(0.0, time - self.now)
+        self.now = max(self.now, time)
 
 
 def _make_steps(scenario: Scenario, timetable: Timetable, kinds: Array, stages: Array) -> _Steps:
@@ -121,15 +201,19 @@ def _make_steps(scenario: Scenario, timetable: Timetable, kinds: Array, stages: 
     places = np.array(timetable.time_steps, np.int64) - 1
     own = np.array([costs.forward, costs.backward])[kinds, stages] * size
     sending = np.zeros((2, costs.num_stages))
-    for (source, target), time in costs.transfers.items():
+    # In the replica whose links take longest: the others wait.
+    for source, target in dict.fromkeys([*costs.transfers, *costs.num_sent_bytes]):
+        time = max(scenario.transfer(r, (source, target)) for r in range(scenario.cluster.num_replicas))
         kind = int(scenario.levels[source] > scenario.levels[target])
-        sending[kind, source] = max(sending[kind, source], time * size)
+        sending[kind, source] = max(sending[kind, source], time)
     slowest, transfers = np.zeros(timetable.num_time_steps), np.zeros(timetable.num_time_steps)
     np.maximum.at(slowest, places, own)
     np.maximum.at(transfers, places, sending[kinds, stages])
     ends, lasts = own, slowest
     if scenario.cores is not None:
+        # Replicas do the same at the same time, and each takes as much of the cores.
         cores = np.array([costs.forward_cores, costs.backward_cores])[kinds, stages]
+        cores = cores * scenario.cluster.num_replicas
         bounds = np.searchsorted(places, np.arange(len(slowest) + 1))
         parts = [
             share(own[first:last].tolist(), cores[first:last].tolist(), scenario.cores)
@@ -146,24 +230,26 @@ def _begin(lengths: Array, started: Array) -> Array:
     return before + np.maximum.accumulate(np.maximum(started - before, 0.0))
 
 
-def _update(scenario: Scenario, begin: float) -> tuple[list[float], list[float], float]:
+def _update(
+    scenario: Scenario, updates: Mapping[int, float], begin: float
+) -> tuple[list[float], list[float], float]:
     """The time-step of updates: begins and ends by stage, and how long it takes an IPU at most, alone.
 
     Those of one IPU follow each other.
     """
-    own = scenario.costs.update
     alone = dict.fromkeys(scenario.ipus, 0.0)
-    for ipu, cost in zip(scenario.device_mapping, own, strict=True):
-        alone[ipu] += cost
+    for stage, cost in updates.items():
+        alone[scenario.device_mapping[stage]] += cost
     lasts = list(alone.values())
     if scenario.cores is not None:
-        lasts = share(lasts, [1.0] * len(lasts), scenario.cores)
+        lasts = share(lasts, [float(scenario.cluster.num_replicas)] * len(lasts), scenario.cores)
     slowdown = {
         ipu: last / alone[ipu] if alone[ipu] else 1.0 for ipu, last in zip(alone, lasts, strict=True)
     }
     times = dict.fromkeys(scenario.ipus, begin)
     begins, ends = [], []
-    for ipu, cost in zip(scenario.device_mapping, own, strict=True):
+    for stage, cost in updates.items():
+        ipu = scenario.device_mapping[stage]
         begins.append(times[ipu])
         times[ipu] += cost * slowdown[ipu]
         ends.append(times[ipu])

@@ -24,17 +24,19 @@ __all__ = [
 
 Array: TypeAlias = "npt.NDArray[Any]"
 
-KINDS = ("forward", "backward", "update")
+KINDS = ("forward", "backward", "update", "reduce", "gather")  # in the order of `free_running`'s programs
 
 
 class Interval(NamedTuple):
     """An action.
 
     Attributes:
-      kind: "forward", "backward" or "update".
-      stage: whose.
-      micro_batch: which; None of an update.
-      ipu: where.
+      kind: "forward", "backward" or "update"; or what replicas do together, in which no IPU computes:
+        "reduce" (average gradients) and "gather" (hand each other what they have updated).
+      stage: whose; of what replicas do together, the first one on the IPU.
+      micro_batch: which; of several replicas, which element of the infeed: their micro-batches alternate.
+        None of what ends the step.
+      ipu: where; with several replicas counted through all of them.
       begin: when it begins, in the unit of the costs; the step begins at 0.
       end: when it ends.
     """
@@ -76,7 +78,7 @@ class Bubble:
       ramp_up: until the pipeline is full.
       ramp_down: until it is empty.
       imbalance: because IPUs have unequal work.
-      transfers: because results are on their way.
+      transfers: because results or gradients are on their way.
       host: because the host has not started a program yet.
       shared_cores: because programs take cores from each other.
     """
@@ -119,7 +121,7 @@ class Timeline:
     Attributes:
       kinds: places in `KINDS`, int8.
       stages: whose action it is.
-      micro_batches: of which micro-batch; -1 of an update.
+      micro_batches: of which micro-batch; -1 of what ends the step.
       ipus: where it runs.
       begins: when it begins, in the unit of the costs. Actions that take no time are there, too.
       ends: when it ends.

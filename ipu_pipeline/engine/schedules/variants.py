@@ -2,7 +2,7 @@
 
 Each is simulated with IPUs that wait for data only, which is what the engine's do. The costs of a
 micro-batch are those that are known: another count changes how many there are, another split moves work
-between neighbouring stages.
+between neighbouring stages. Another cluster has the same devices.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from ipu_pipeline.engine.schedules.actions import ScheduleError
 from ipu_pipeline.engine.schedules.checking import Timetable
+from ipu_pipeline.engine.schedules.clusters import Cluster
 from ipu_pipeline.engine.schedules.lock_step import named_schedules
 from ipu_pipeline.engine.schedules.scenarios import Memory, Scenario
 from ipu_pipeline.engine.schedules.simulator import predict_step_time
@@ -52,7 +53,7 @@ class Variant:
 
     Attributes:
       change: what differs: "" for nothing, "schedule", "gradient accumulation count", "schedule and
-        gradient accumulation count", "micro-batches per program" or "split".
+        gradient accumulation count", "micro-batches per program", "cluster" or "split".
       schedule: its name, or that of its function.
       num_micro_batches: the gradient accumulation count.
       chunk_size: micro-batches that a program handles.
@@ -63,6 +64,7 @@ class Variant:
       num_peak_bytes: the most that an IPU holds; None if that is not known.
       gain: how many more samples per second than with nothing changed, as a share: 0.1 for a tenth more.
       scenario: what was simulated.
+      cluster: what is different about the cluster; "" for nothing.
     """
 
     change: str
@@ -76,6 +78,7 @@ class Variant:
     num_peak_bytes: int | None
     gain: float
     scenario: Scenario
+    cluster: str = ""
 
 
 def what_if(
@@ -85,7 +88,10 @@ def what_if(
 ) -> list[Variant]:
     """Simulates what is like a scenario but for one thing, or for the schedule and the count.
 
-    Larger chunks are simulated if the host takes time to start programs.
+    Larger chunks are simulated if the host takes time to start programs; so are half, twice and four times
+    as many processes, where there are replicas or processes, and all have equally many devices in a row.
+    Replicas are simulated with shared optimizer state, too, or without if it is shared; what that does to
+    the memory is not known here.
 
     Args:
       scenario: as it is.
@@ -94,7 +100,8 @@ def what_if(
       counts: gradient accumulation counts; None: half as many as there are, twice and four times.
 
     Returns:
-      The scenario itself first, then other counts and schedules, then larger chunks, then other splits.
+      The scenario itself first, then other counts and schedules, then larger chunks, then other clusters,
+      then other splits.
       Left out is what has more actions than a schedule may have, what a schedule function or a timetable
       cannot do, and Sequential where writing it down takes long.
 
@@ -130,6 +137,9 @@ def what_if(
             if count % larger == 0 and count // larger >= _LEAST_CHUNKS:
                 changed = dataclasses.replace(scenario, chunk_size=larger)
                 rows.append(_simulate(changed, "micro-batches per program", "", own))
+    for name, cluster in _other_clusters(scenario):
+        row = _simulate(dataclasses.replace(scenario, cluster=cluster), "cluster", "", own)
+        rows.append(dataclasses.replace(row, cluster=name))
     for split, changed in _neighbours(scenario, layers):
         rows.append(_simulate(changed, "split", split, own))
     return rows
@@ -148,11 +158,37 @@ def _simulate(scenario: Scenario, change: str, split: str, before: Variant | Non
         split,
         step_time,
         rate,
-        work / (len(scenario.ipus) * step_time) if step_time else 0.0,
+        work / (len(scenario.ipus_of_replicas) * step_time) if step_time else 0.0,
         _find_peak(scenario),
         0.0 if before is None or not step_time else rate / before.samples_per_second - 1.0,
         scenario,
     )
+
+
+def _other_clusters(scenario: Scenario) -> Iterator[tuple[str, Cluster]]:
+    """Clusters of the same devices that differ in one thing, and what that is."""
+    cluster, costs = scenario.cluster, scenario.costs
+    num_replicas, number = cluster.num_replicas, cluster.num_processes
+    num_devices = num_replicas * scenario.num_ipus
+
+    def spread(num_processes: int) -> tuple[int, ...]:
+        return Cluster.of(num_replicas, scenario.num_ipus, num_processes).processes
+
+    is_alone = num_devices == scenario.num_ipus and number == 1
+    if (
+        costs.host
+        and not is_alone
+        and not num_devices % number
+        and cluster.processes in ((), spread(number))
+    ):
+        for other in (number // 2, number * 2, number * 4):
+            if other and not num_devices % other:
+                name = f"{other} process{'es' * (other > 1)}"
+                yield name, dataclasses.replace(cluster, processes=spread(other))
+    if num_replicas > 1 and any(costs.update) and scenario.training:
+        sharing = cluster.shards_optimizer_state
+        name = "each replica with all optimizer state" if sharing else "optimizer state shared by replicas"
+        yield name, dataclasses.replace(cluster, shards_optimizer_state=not sharing)
 
 
 def _find_peak(scenario: Scenario) -> int | None:

@@ -14,7 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_pipeline.engine.state import Handed, Progress
+from ipu_pipeline.engine.state import Handed, Progress, is_readable
 from ipu_pipeline.engine.tracing import frames, scopes
 from ipu_pipeline.engine.tracing.enqueuing import enqueue, first_leaves
 from ipu_pipeline.engine.tracing.frames import Enqueued
@@ -162,17 +162,23 @@ class MetricReader:
     def read(self, reported: Reported, num_updates: int) -> dict[str, np.ndarray[Any, Any]]:
         """The values of some weight updates, by full name; waits for what is still being computed.
 
+        Where stages are in several processes, each has the metrics of its own.
+
         Args:
           reported: what `select` returned.
           num_updates: how many weight updates these are; executions, in inference.
         """
         found = {}
         for number, (_leaf, one) in enumerate(self.of_stages):
+            if not _are_here(reported.by_stages, number):
+                continue
             values = _join(reported.by_stages, number)
             with np.errstate(all="ignore"):  # a sum may be infinite, and what is not a number no number
                 reduced = _REDUCTIONS[one.reduction](values.reshape(num_updates, -1))
                 found[one.name] = reduced.astype(values.dtype)
         for number, (_leaf, one) in enumerate(self.of_updates):
+            if not _are_here(reported.by_updates, number):
+                continue
             found[one.name] = _join(reported.by_updates, number)
         return found
 
@@ -181,6 +187,11 @@ def _only(parts: Sequence[Handed], leaves: Sequence[int]) -> list[Handed]:
     if not leaves:
         return []
     return [dataclasses.replace(part, leaves=[part.leaves[leaf] for leaf in leaves]) for part in parts]
+
+
+def _are_here(parts: Sequence[Handed], number: int) -> bool:
+    """Whether this process has the values of a metric."""
+    return all(is_readable(part.leaves[number]) for part in parts)
 
 
 def _join(parts: Sequence[Handed], number: int) -> np.ndarray[Any, Any]:

@@ -73,6 +73,11 @@ class UpdateEnvironment:
             UpdateKind.ENQUEUED: self.enqueued,
         }
 
+    @property
+    def updates(self) -> Any:
+        """How many weight updates there were before."""
+        return self._counts.updates
+
     def __getitem__(self, value: UpdateValue) -> Any:
         """What a program reads."""
         if value.kind == UpdateKind.COUNT:

@@ -32,7 +32,8 @@ def pack(events: Iterable[Event]) -> Columns:
     Returns:
       What JSON can hold: "count", and columns with an entry for each event, by begin: "kind" (a place in
       "kinds"), "begin" and "length" (in nanoseconds, the begin from that of the entry before), "ipu",
-      "pipeline", "stage", "batch" (the micro-batch), "step", "source" (all of them -1 for None), "bytes",
+      "pipeline", "stage", "batch" (the micro-batch), "step", "source" (all of them -1 for None; the host of
+      process n is IPU -1 - n), "bytes",
       "flags" (1: shared, 2: bounded) and "name" (a place in "names").
     """
     ordered = sorted(events, key=lambda event: (event.begin, event.end))
@@ -43,7 +44,7 @@ def pack(events: Iterable[Event]) -> Columns:
         "kind": [_KINDS.index(event.kind) for event in ordered],
         "begin": [begin - before for before, begin in zip([0, *begins], begins, strict=False)],
         "length": [end - begin for begin, end in zip(begins, ends, strict=True)],
-        "ipu": [_number(event.ipu) for event in ordered],
+        "ipu": [-1 - event.process if event.ipu is None else event.ipu for event in ordered],
         "pipeline": [_number(event.pipeline) for event in ordered],
         "stage": [_number(event.stage) for event in ordered],
         "batch": [_number(event.micro_batch) for event in ordered],

@@ -63,8 +63,9 @@ def pack_simulated(facts: PipelineFacts, timeline: Timeline) -> list[dict[str, A
     packed = []
     for ipu, (times, sizes) in sorted(timeline.memory.items()):
         parts: dict[str, Any] = {"all": sizes}
-        if ipu in plans:
-            parts = _constant(plans[ipu])
+        plan = plans.get(ipu % facts.num_ipus)
+        if plan is not None:
+            parts = _constant(plan)
             parts["activations"] = np.maximum(0, sizes - sum(parts.values()))
         packed.append(pack_memory(ipu, times * 1e6, parts))
     return packed

@@ -110,7 +110,8 @@
   /** The numbers of micro-batches in the bars that have room for them. */
   function labels(places) {
     const { events, heights } = view;
-    const isSeveral = pipelineOf().ipus.length < pipelineOf().stages.length;
+    const { ipus, stages, replicas } = pipelineOf();
+    const isSeveral = ipus.length < stages.length * replicas;
     const shown = places.filter((at) => events.batch[at] >= 0 && view.look[at] === events.kind[at]);
     const shift = (at) => {
       const row = view.rows.findIndex((own) => own.ipu === events.ipu[at]);

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 
-from ipu_pipeline.engine.schedules import Costs, Scenario
+from ipu_pipeline.engine.schedules import Costs, LinkSpeed, Scenario
 from ipu_pipeline.reports.analysis import analyse
 from ipu_pipeline.reports.page.writing import write_page
 from ipu_pipeline.reports.predictions import predict_scenario, timeline_events
@@ -28,7 +28,14 @@ def write_simulation(scenario: Scenario, title: str) -> str:
       RuntimeError: Plotly is not installed (the extra `reports`).
       ScheduleError: the schedule is incomplete, out of order or deadlocked.
     """
-    scaled = dataclasses.replace(scenario, costs=_scale(scenario.costs))
+    cluster = scenario.cluster
+    scaled = dataclasses.replace(
+        scenario,
+        costs=_scale(scenario.costs),
+        cluster=dataclasses.replace(
+            cluster, within=_scale_speed(cluster.within), between=_scale_speed(cluster.between)
+        ),
+    )
     predictions = predict_scenario(scaled)
     facts = _describe(scaled, predictions.simulation.timetable.in_flight)
     events = [
@@ -65,6 +72,11 @@ def _scale(costs: Costs) -> Costs:
     )
 
 
+def _scale_speed(speed: LinkSpeed) -> LinkSpeed:
+    """In seconds."""
+    return LinkSpeed(speed.latency * _SECONDS_PER_UNIT, speed.bandwidth / _SECONDS_PER_UNIT)
+
+
 def _describe(scenario: Scenario, in_flight: tuple[int, ...]) -> PipelineFacts:
     """A scenario as if it had been a pipeline."""
     schedule = scenario.schedule
@@ -97,4 +109,5 @@ def _describe(scenario: Scenario, in_flight: tuple[int, ...]) -> PipelineFacts:
         edges=(),
         flows=(),
         memory=(),
+        num_replicas=scenario.cluster.num_replicas,
     )

@@ -126,19 +126,21 @@ def _layers(stage: StageFacts) -> _Cell:
 def table_of_ipus(profile: Profile, facts: PipelineFacts, analysis: PipelineAnalysis) -> str:
     """How busy each IPU was. The busiest is marked."""
     kinds = {device.ipu: f"{device.kind} {device.id}" for device in profile.devices}
-    headings = [
-        _number("IPU"), _text("stages"), _text("utilisation"), _number("busy in a step"),
-        _number("weight update"),
+    if any(device.process for device in profile.devices):
+        kinds = {device.ipu: f"{kinds[device.ipu]}, process {device.process}" for device in profile.devices}
+    headings = [_number("IPU")] + [_number("replica")] * (facts.num_replicas > 1)
+    headings += [
+        _text("stages"), _text("utilisation"), _number("busy in a step"), _number("weight update"),
     ]  # fmt: skip
     headings += [_text("device")] if kinds else []
     rows = []
     for use in analysis.ipus:
         width = f"{100 * use.utilisation:.1f}%"
         bar = f'<span class="track"><span class="bar" style="width:{width}"></span></span>'
-        own = [stage.index for stage in facts.stages if stage.ipu == use.ipu]
-        cells = [
-            _number(use.ipu),
-            _text(", ".join(map(str, own))),
+        cells = [_number(use.ipu)]
+        cells += [_number(use.ipu // facts.num_ipus)] if facts.num_replicas > 1 else []
+        cells += [
+            _text(", ".join(map(str, facts.stages_on(use.ipu)))),
             _Cell(describe_share(use.utilisation) + bar, is_text=True),
             _number(describe_time(use.busy)),
             _number(describe_time(use.update) if use.update else "none"),
@@ -225,7 +227,7 @@ def table_of_predictions(facts: PipelineFacts, predictions: Predictions) -> str:
 def table_of_bubble(predictions: Predictions) -> str:
     """Why IPUs are idle in the simulated steps, as shares of the IPUs' time."""
     simulation = predictions.simulation
-    number = len(simulation.scenario.ipus)
+    number = len(simulation.scenario.ipus_of_replicas)
     both = {"free-running": simulation.free_running, "lock-step": simulation.lock_step}
     causes = list(simulation.free_running.bubble.by_cause())
     headings = [_text("IPUs"), _number("step"), _number("busy")]

@@ -52,9 +52,10 @@ function makeView(events, pipeline) {
   const ipus = [...new Set(events.ipu)].filter((ipu) => ipu >= 0).sort((a, b) => a - b);
   const rows = ipus.map((ipu) => ({ ipu, title: `IPU ${ipu}` }));
   const rowOf = new Map(ipus.map((ipu, row) => [ipu, row]));
-  if (events.ipu.includes(-1)) {
-    rowOf.set(-1, rows.length);
-    rows.push({ ipu: -1, title: "Host" });
+  const hosts = [...new Set(events.ipu)].filter((ipu) => ipu < 0).sort((a, b) => b - a);
+  for (const ipu of hosts) { // -1 - n is the host of process n
+    rowOf.set(ipu, rows.length);
+    rows.push({ ipu, title: hosts.some((other) => other < -1) ? `Host of process ${-1 - ipu}` : "Host" });
   }
   const hasTransfers = events.kind.includes(transfer);
   const lanes = Array.from({ length: 2 * rows.length }, () => []);

@@ -105,6 +105,7 @@ def _make_data(profile: Profile, studies: Sequence[Study]) -> dict[str, Any]:
                 "name": one.facts.name,
                 "ipus": [use.ipu for use in one.analysis.ipus],
                 "stages": [{"name": stage.name, "ipu": stage.ipu} for stage in one.facts.stages],
+                "replicas": one.facts.num_replicas,
                 "steps": [[step.number, step.begin, step.end] for step in one.analysis.steps],
                 "typical": None if typical is None else typical.number,
                 "hasPhases": one.facts.schedule in ("grouped", "interleaved")

@@ -21,7 +21,8 @@ import numpy as np
 
 from ipu_pipeline.engine import watching
 from ipu_pipeline.engine.devices.compiler_options import Options
-from ipu_pipeline.engine.devices.feeds import Element, Feed, Take, gather
+from ipu_pipeline.engine.devices.elsewhere import absent
+from ipu_pipeline.engine.devices.feeds import Element, Feed, Take, gather, take_nothing
 from ipu_pipeline.engine.devices.residence import NO_LOSS_SCALE, Residence
 from ipu_pipeline.engine.devices.rows import put, put_host_copies
 from ipu_pipeline.engine.execution.blocks.micro_batches import MicroBatches
@@ -146,8 +147,15 @@ class BlockRunner(Runner[PendingBlock]):
         self._feed = Feed(functools.partial(put, row=residence.rows[0]), is_block=True)
         self._in_flight: collections.deque[Any] = collections.deque()
         self._functions: dict[tuple[BlockKind, bool], Any] = {}
-        self._peek = jax.jit(self.program.peek, compiler_options=self._options)
-        self._make_sums = jax.jit(self.program.make_sums, out_shardings=residence.rows[0].replicated)
+        row = residence.rows[0]
+        peek = jax.jit(self.program.peek, compiler_options=self._options, **row.results)
+        self._peek = row.program(peek)
+        self._make_sums = row.program(jax.jit(self.program.make_sums, out_shardings=row.replicated))
+
+    @property
+    def takes_elements(self) -> bool:
+        """Whether its device is of this process."""
+        return self.residence.rows[0].is_here
 
     def place_element(self, leaves: Sequence[Any]) -> Element:
         """A micro-batch on the host."""
@@ -212,6 +220,8 @@ class BlockRunner(Runner[PendingBlock]):
         """Gets a block's micro-batches; of an update that does not fit a block, runs all but the last."""
         every, sizes = request.every, self.sizes(request.total, request.every)
         wanted = min(request.limit, sizes.capacity)
+        if not self.residence.rows[0].is_here:
+            take = take_nothing
         take = watched_take(take, int(as_int32(state.pipeline.execution_count)), request.iteration)
         begun = Begun(Totals(state.accumulators, self._zero_sums()), {}, [], [])
         if self.iterated is not None:
@@ -249,7 +259,11 @@ class BlockRunner(Runner[PendingBlock]):
             count=len(elements),
             every=request.every,
         )
-        feed = self._feed.place(elements, room) if self._fed else []
+        row = self.residence.rows[0]
+        if row.is_here:
+            feed = self._feed.place(elements, room) if self._fed else []
+        else:
+            feed = [absent((room, *leaf.shape), leaf.dtype, row.replicated) for leaf in self._fed]
         block = PendingBlock(request, begun, position, room, feed)
         if begun.count or pipeline.optimizer_state is not None or not self.needs_outputs:
             return block
@@ -345,7 +359,10 @@ class BlockRunner(Runner[PendingBlock]):
             self._make_given(state, kept, block, loss_scale),
         )
         function = self._functions.get((kind, donate))
-        if function is None:
+        row = self.residence.rows[0]
+        if function is None and not row.is_here:
+            function = self._functions[kind, donate] = row.program(self._jit(kind, donate))
+        elif function is None:
             function = self._jit(kind, donate)
             with compiling(1) as told, told.program():
                 compiled = function.lower(*arguments).compile()  # the call below finds it

@@ -1,0 +1,115 @@
+"""The arrays of a checkpoint on disk, as each process writes its own.
+
+Process 0 writes them with Orbax, and other processes of a run theirs as files of NumPy's, since of NumPy's
+arrays Orbax writes only those of process 0.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ipu_pipeline.checkpointing.orbax_logs import quiet_orbax
+from ipu_pipeline.checkpointing.snapshots import Snapshot, from_numpy, is_own, to_numpy
+from ipu_pipeline.checkpointing.together import process_index
+from ipu_pipeline.engine import peers
+
+__all__ = ["ARRAYS", "read_arrays", "with_empty_ones", "write_arrays"]
+
+ARRAYS = "default"  # what Orbax's CheckpointManager calls its only item
+_OF_PROCESS = "process"  # and its number: the arrays that it wrote, if it is not the first
+
+
+def write_arrays(directory: Path, snapshot: Snapshot) -> list[dict[str, Any]]:
+    """Writes the arrays that this process writes; returns where its data sets stand."""
+    arrays, own = _storable(snapshot), process_index()
+    if arrays and own == 0:
+        with quiet_orbax(), _open_orbax() as checkpointer:
+            _save(checkpointer, directory / ARRAYS, arrays)
+    elif arrays:  # of NumPy's arrays, Orbax writes those of process 0 only
+        leaves = list(_flatten(arrays))
+        names = np.frombuffer(json.dumps([path for path, _leaf in leaves]).encode(), np.uint8)
+        numbered = {str(number): leaf for number, (_path, leaf) in enumerate(leaves)}
+        np.savez(directory / f"{_OF_PROCESS}{own}.npz", names=names, **numbered)
+    return snapshot.describe_feeds()
+
+
+def _open_orbax() -> Any:
+    """What writes and reads arrays for this process alone."""
+    import orbax.checkpoint as ocp
+
+    own = process_index()
+    options = ocp.options.MultiprocessingOptions()
+    if peers.current() is not None:
+        options = ocp.options.MultiprocessingOptions(
+            primary_host=own, active_processes={own}, barrier_sync_key_prefix=f"process{own}"
+        )
+    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=options)
+    return ocp.Checkpointer(handler, multiprocessing_options=options)
+
+
+def _save(checkpointer: Any, path: Path, arrays: dict[str, Any]) -> None:
+    import orbax.checkpoint as ocp
+
+    checkpointer.save(path, args=ocp.args.PyTreeSave(arrays))
+
+
+def read_arrays(directory: Path) -> dict[str, Any]:
+    """The arrays of all processes, in nested dicts."""
+    import orbax.checkpoint as ocp
+
+    stored: dict[str, Any] = {}
+    if (directory / ARRAYS).exists():
+        with quiet_orbax(), _open_orbax() as checkpointer:
+            stored = checkpointer.restore(directory / ARRAYS, args=ocp.args.PyTreeRestore())
+    for part in sorted(directory.glob(f"{_OF_PROCESS}*.npz")):
+        with np.load(part, allow_pickle=False) as loaded:
+            for number, path in enumerate(json.loads(loaded["names"].tobytes())):
+                inner = stored
+                for key in path[:-1]:
+                    inner = inner.setdefault(key, {})
+                inner[path[-1]] = loaded[str(number)]
+    return stored
+
+
+def _flatten(tree: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """The leaves of nested dicts, and where they are."""
+    for key, part in tree.items():
+        if isinstance(part, dict):
+            yield from _flatten(part, (*path, key))
+        else:
+            yield (*path, key), part
+
+
+def _storable(snapshot: Snapshot) -> dict[str, Any]:
+    """The arrays of this process as Orbax takes them: NumPy's, none of size 0, and no empty dict."""
+
+    def prune(tree: dict[str, Any]) -> dict[str, Any]:
+        pruned = {}
+        for key, part in tree.items():
+            if isinstance(part, dict):
+                stored: Any = prune(part)
+                is_stored = bool(stored)
+            elif is_stored := is_own(part) and part.size > 0:
+                stored = to_numpy(part)
+            if is_stored:
+                pruned[key] = stored
+        return pruned
+
+    arrays: dict[str, Any] = prune(snapshot.arrays())
+    return arrays
+
+
+def with_empty_ones(described: dict[str, Any], stored: dict[str, Any]) -> dict[str, Any]:
+    """The inverse of `_storable`: what is described as of size 0 is made anew."""
+    found: dict[str, Any] = {}
+    for key, part in described.items():
+        if isinstance(part, dict):
+            found[key] = with_empty_ones(part, stored.get(key, {}))
+        else:
+            found[key] = from_numpy(stored.get(key), part)
+    return found

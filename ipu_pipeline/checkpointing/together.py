@@ -1,0 +1,95 @@
+"""Processes of a run that write a checkpoint together: who does what, and that all hear of an error.
+
+All processes call the same functions in the same order. In a process that runs alone they only call what
+they are given.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from ipu_pipeline.engine import peers
+
+__all__ = ["do_each", "do_first", "is_any", "is_first", "process_index"]
+
+T = TypeVar("T")
+_PLACE = "checkpoint"
+
+
+def process_index() -> int:
+    """The number of this process."""
+    others = peers.current()
+    return 0 if others is None else others.index
+
+
+def is_first() -> bool:
+    """Whether this process does what one of them does for all."""
+    return process_index() == 0
+
+
+def do_first(function: Callable[[], T]) -> T:
+    """Has process 0 call a function, and waits for it.
+
+    Args:
+      function: returns something that JSON has.
+
+    Returns:
+      What it returned, in all processes.
+
+    Raises:
+      OSError: it raised, in another process.
+      Others: what it raised here.
+    """
+    told: list[T] = _do(function, takes_part=is_first())
+    return told[0]
+
+
+def do_each(function: Callable[[], T]) -> list[T]:
+    """Has each process call a function, and waits for all.
+
+    Args:
+      function: returns something that JSON has.
+
+    Returns:
+      What each returned, by the number of the process.
+
+    Raises:
+      OSError: it raised, in another process.
+      Others: what it raised here.
+    """
+    return _do(function, takes_part=True)
+
+
+def is_any(value: bool, what: str) -> bool:
+    """Whether it is so in any process; waits for all.
+
+    Args:
+      value: whether it is so in this one.
+      what: what this is; in the same thread of all processes.
+    """
+    others = peers.current()
+    return value if others is None else "1" in others.exchange(what, str(int(value)))
+
+
+def _do(function: Callable[[], T], takes_part: bool) -> list[T]:
+    others = peers.current()
+    if others is None:
+        return [function()]
+    value: Any = None
+    error: Exception | None = None
+    if takes_part:
+        try:
+            with peers.occupied("a checkpoint"):
+                value = function()
+        except Exception as raised:
+            error = raised
+    fault = None if error is None else f"{type(error).__name__}: {error}"
+    told = [json.loads(text) for text in others.exchange(_PLACE, json.dumps([fault, value]))]
+    if error is not None:
+        raise error
+    for process, (fault, _value) in enumerate(told):
+        if fault is not None:
+            raise OSError(f"In process {process}: {fault}")
+    return [value for _fault, value in told]

@@ -1,0 +1,94 @@
+"""Sums and means over replicas within stages, as Graphcore's `ipu.cross_replica_ops` has them.
+
+Micro-batch k of a replica is joined with micro-batch k of the others. Gradients are those of one large
+model: what a replica gets is differentiated with respect to what every replica gave.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ipu_pipeline import engine
+
+__all__ = ["cross_replica_mean", "cross_replica_sum"]
+
+
+def cross_replica_sum(x: Any, replica_group_size: int | None = None, name: str | None = None) -> jax.Array:
+    """The sum of the values that the replicas have; `x` itself if there is one replica.
+
+    All replicas have to come to it, for the same micro-batches: it must not stand under a condition that
+    differs between them.
+
+    Args:
+      x: numbers, of the same shape and dtype in each replica.
+      replica_group_size: None for one group of all replicas; 1 makes each a group, and returns `x`.
+      name: of an operation in TensorFlow; nothing is called so here.
+
+    Returns:
+      The shape and dtype of `x`, the same values in each replica.
+
+    Raises:
+      NotImplementedError: groups of another size.
+      RuntimeError: not called within a stage.
+      TypeError: `x` is no array of numbers.
+    """
+    del name
+    value = _as_numbers(x, "cross_replica_sum")
+    return value if _is_alone(replica_group_size, "cross_replica_sum") else engine.cross_replica_sum(value)
+
+
+def cross_replica_mean(x: Any, replica_group_size: int | None = None, name: str | None = None) -> jax.Array:
+    """The mean of the values that the replicas have; `x` itself if there is one replica.
+
+    Args:
+      x: floating-point numbers, of the same shape and dtype in each replica.
+      replica_group_size: see `cross_replica_sum`.
+      name: likewise.
+
+    Returns:
+      The shape and dtype of `x`, the same values in each replica.
+
+    Raises:
+      NotImplementedError: groups of another size than one or all.
+      RuntimeError: not called within a stage.
+      TypeError: `x` is no array of floating-point numbers.
+    """
+    del name
+    value = _as_numbers(x, "cross_replica_mean")
+    if not jnp.issubdtype(value.dtype, jnp.inexact):
+        raise TypeError(
+            f"cross_replica_mean: x must be floating-point numbers; got {value.dtype.name}. Cast it, or "
+            "take cross_replica_sum."
+        )
+    if _is_alone(replica_group_size, "cross_replica_mean"):
+        return value
+    return engine.cross_replica_sum(value) / engine.replica_count().astype(value.dtype)
+
+
+def _as_numbers(x: Any, what: str) -> jax.Array:
+    try:
+        value = jnp.asarray(x)
+    except TypeError as error:
+        raise TypeError(f"{what}: x must be an array of numbers; got {type(x).__name__}.") from error
+    if not jnp.issubdtype(value.dtype, jnp.number):
+        raise TypeError(f"{what}: x must be an array of numbers; got {value.dtype}.")
+    return value
+
+
+def _is_alone(replica_group_size: Any, what: str) -> bool:
+    """Whether each replica is a group of its own."""
+    if replica_group_size is None:
+        return False
+    if not isinstance(replica_group_size, int) or isinstance(replica_group_size, bool):
+        raise TypeError(
+            f"{what}: replica_group_size must be an integer, or None; got {replica_group_size!r}."
+        )
+    if replica_group_size != 1:
+        raise NotImplementedError(
+            f"{what}: replica_group_size must be None, for one group of all replicas, or 1; got "
+            f"{replica_group_size}."
+        )
+    return True

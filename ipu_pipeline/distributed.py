@@ -1,0 +1,82 @@
+"""Several processes that run one program together, on one machine or many: see docs/distributed.md.
+
+Every process runs the same program. `initialize`, at its top, joins them; from then on the IPUs that
+`IPUConfig` selects are those of all processes, one after another.
+
+Example:
+  import ipu_pipeline as ipu
+
+  ipu.distributed.initialize("10.0.0.1:1234", num_processes=2, process_id=0)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ipu_pipeline.processes import joining
+
+__all__ = ["initialize", "is_initialized"]
+
+
+def initialize(
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    *,
+    local_device_ids: Sequence[int] | None = None,
+    coordinator_bind_address: str | None = None,
+    listen_address: str | None = None,
+    death_timeout: float | None = None,
+    stall_timeout: float | None = None,
+    initialization_timeout: float = 300,
+) -> None:
+    """Joins this process with the others of a run, by `jax.distributed.initialize`, and waits for them.
+
+    What is not given is taken from the environment variables IPU_PIPELINE_COORDINATOR_ADDRESS,
+    IPU_PIPELINE_NUM_PROCESSES and IPU_PIPELINE_PROCESS_ID, of which all or none are set. Without them, JAX
+    recognises SLURM, Open MPI, Kubernetes and Cloud TPU. Where the three variables are set, as by
+    `scripts/launch_local.py`, `IPUConfig.configure_ipu_system` calls this function.
+
+    A process listens only at the address by which it reaches the coordinator: on one machine that is the
+    loopback one.
+
+    Args:
+      coordinator_address: "host:port" of process 0, the same in all processes.
+      num_processes: how many there are, the same in all.
+      process_id: the number of this one, from 0.
+      local_device_ids: which accelerators of its machine this process takes; None for all, or for what the
+        cluster says.
+      coordinator_bind_address: "host:port" where the coordinator listens, in process 0, if not at
+        `coordinator_address`. Or the environment variable JAX_COORDINATOR_BIND_ADDRESS.
+      listen_address: the address of this machine, without a port, where this process listens for data of
+        the others, if not that by which it reaches the coordinator.
+      death_timeout: within how many seconds of the death of a process the others end, with an error that
+        names it. Checkpoints that are being written are finished first. From 2; by default the environment
+        variable IPU_PIPELINE_DEATH_TIMEOUT, or 60.
+      stall_timeout: for how many seconds processes wait for one that lives, but does nothing; likewise, or
+        IPU_PIPELINE_STALL_TIMEOUT. By default `death_timeout`. Give more if a program does something on its
+        own for longer, such as reading, between two runs.
+      initialization_timeout: for how many seconds this process waits for the others to come.
+
+    Raises:
+      TypeError, ValueError: an argument or variable is missing or wrong; or processes have other versions.
+      RuntimeError: the process has joined others already, JAX's backend runs, or the coordinator cannot
+        listen.
+      TimeoutError: the others did not come.
+    """
+    joining.join(
+        coordinator_address,
+        num_processes,
+        process_id,
+        local_device_ids,
+        coordinator_bind_address,
+        listen_address,
+        death_timeout,
+        stall_timeout,
+        initialization_timeout,
+    )
+
+
+def is_initialized() -> bool:
+    """Whether this process has joined others."""
+    return joining.is_joined()

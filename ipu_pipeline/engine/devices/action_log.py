@@ -1,0 +1,185 @@
+"""Which actions this process has started, and which of them it has finished.
+
+Where there are several processes, and one dies or does not go on, the others say how far each had come. The
+host starts actions long before devices do them, so each is noted with what it makes, and counts as finished
+when that is ready. Held are a few arrays, of few bytes: of others nobody knows, once whoever uses them has
+let go of them, and such actions count as finished when a later one is.
+
+A process alone notes nothing.
+"""
+
+from __future__ import annotations
+
+import collections
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ipu_pipeline.engine import peers
+
+__all__ = ["Action", "ActionLog", "Standing", "current"]
+
+_MAX_HELD_BYTES = 16 * 2**20  # by the log alone
+_LITTLE = 4096  # bytes of an array that is held in any case
+_LOOK_EVERY = 64  # actions
+
+
+class Action(NamedTuple):
+    """Something that was started.
+
+    Attributes:
+      kind: such as "forward", "backward" or "weight update".
+      stage: whose.
+      step: the number of the weight update, or execution in inference, that it belongs to.
+      first: the number of its first micro-batch within the step; None of weight updates.
+      size: of how many micro-batches.
+    """
+
+    kind: str
+    stage: int
+    step: int
+    first: int | None = None
+    size: int = 1
+
+    def __str__(self) -> str:
+        """Such as "stage 2 forward of micro-batch 5 of step 17"."""
+        if self.first is None:
+            return f"stage {self.stage} {self.kind} of step {self.step}"
+        last = self.first + self.size - 1
+        which = f"micro-batch {self.first}" if self.size == 1 else f"micro-batches {self.first} to {last}"
+        return f"stage {self.stage} {self.kind} of {which} of step {self.step}"
+
+
+class Standing(NamedTuple):
+    """How far a process has come.
+
+    Attributes:
+      finished: the last action that it has finished; None if it has not finished any.
+      next: the oldest one that it has started and not finished; None if there is none.
+      lacks_data: whether that waits for what another process sends.
+      number: a number that rises with whatever is finished or started.
+    """
+
+    finished: str | None
+    next: str | None
+    lacks_data: bool
+    number: int
+
+
+@dataclass(eq=False, slots=True)
+class _Noted:
+    action: Action
+    seen: Callable[[], Any]  # gives one of the arrays that it makes; None once that is gone
+    num_bytes: int
+    awaited: Sequence[Any] = field(default_factory=tuple)
+    held: Any = None
+
+    def is_known(self) -> bool:
+        """Whether it can be told if it is finished."""
+        array = self.seen()
+        return array is not None and not array.is_deleted()
+
+
+class ActionLog:
+    """The actions of this process, in the order in which they were started."""
+
+    def __init__(self) -> None:
+        """Nothing was started yet."""
+        self._lock = threading.Lock()
+        self._noted: collections.deque[_Noted] = collections.deque()
+        self._finished: Action | None = None
+        self._smallest: dict[Any, tuple[int, int]] = {}  # of actions that are alike: place and bytes
+        self._num_loose = 0  # that are not held
+        self._held_bytes = 0
+        self._number = 0
+
+    def note(self, action: Action, made: Sequence[Any], awaited: Sequence[Any] = ()) -> None:
+        """Notes an action that was just started.
+
+        Args:
+          action: what it is.
+          made: the arrays that it makes, on this process's devices; without any, nothing is noted.
+          awaited: arrays that it reads and that other processes send.
+
+        Raises:
+          ProcessError: another process has ended, or does not go on.
+        """
+        others = peers.current()
+        if others is not None:
+            others.check()
+        if not made:
+            return
+        known = (action.kind, action.stage, len(made), made[0].shape, made[-1].shape)
+        if known not in self._smallest:  # to ask all arrays each time would take longer than the rest
+            sizes = [array.nbytes for array in made]
+            self._smallest[known] = (sizes.index(min(sizes)), min(sizes))
+        place, num_bytes = self._smallest[known]
+        noted = _Noted(action, weakref.ref(made[place]), num_bytes, tuple(awaited))
+        with self._lock:
+            self._noted.append(noted)
+            self._number += 1
+            self._num_loose += 1
+            self._hold(noted)
+            if self._number % _LOOK_EVERY == 0:
+                self._look()
+
+    def standing(self) -> Standing:
+        """How far this process has come."""
+        with self._lock:
+            self._look()
+            oldest = next((noted for noted in self._noted if noted.is_known()), None)
+            finished = None if self._finished is None else str(self._finished)
+            if oldest is None:
+                return Standing(finished, None, False, self._number)
+            lacks_data = not all(map(_is_ready, oldest.awaited))
+            return Standing(finished, str(oldest.action), lacks_data, self._number)
+
+    def _hold(self, noted: _Noted) -> None:
+        if noted.held is None and (
+            noted.num_bytes <= _LITTLE or self._held_bytes + noted.num_bytes <= _MAX_HELD_BYTES
+        ):
+            noted.held = noted.seen()
+            if noted.held is not None:
+                self._held_bytes += noted.num_bytes
+                self._num_loose -= 1
+
+    def _look(self) -> None:
+        """Takes out what is finished, and what nobody can tell of any more."""
+        while self._noted:
+            oldest = self._noted[0]
+            if oldest.is_known():
+                if not _is_ready(oldest.seen()):
+                    break
+                self._finished = oldest.action
+                self._number += 1
+            self._noted.popleft()
+            if oldest.held is None:
+                self._num_loose -= 1
+            else:
+                self._held_bytes -= oldest.num_bytes
+        for noted in self._noted if self._num_loose else ():
+            if self._held_bytes >= _MAX_HELD_BYTES:
+                break
+            self._hold(noted)
+
+
+def _is_ready(array: Any) -> bool:
+    try:
+        return bool(array.is_ready())
+    except RuntimeError:  # it was deleted: whoever took its memory had it
+        return True
+
+
+_log: ActionLog | None = None
+
+
+def current() -> ActionLog | None:
+    """The log of this process; None if it runs alone."""
+    global _log
+    if peers.current() is None:
+        return None
+    if _log is None:
+        _log = ActionLog()
+    return _log

@@ -1,0 +1,141 @@
+"""Arrays from row to row in several processes: which one sends, receives, copies, or does nothing.
+
+All processes do the same calls. An array that lies on a row is moved by the processes that have its
+devices, and by those that have the ones it goes to. Any other array is one that every process has, such as
+what a user gives, and each puts it on its own devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, SingleDeviceSharding
+
+from ipu_pipeline.engine import jax_compat
+from ipu_pipeline.engine.devices.elsewhere import absent_like, is_here
+from ipu_pipeline.engine.devices.links import Tag, links
+from ipu_pipeline.engine.tracing.replicas import REPLICA
+
+__all__ = ["is_all_here", "join_parts", "move", "put_own", "row_sharding"]
+
+
+def row_sharding(array: Any) -> NamedSharding | None:
+    """The sharding of an array that lies on a row; None of one that every process has."""
+    sharding = array.sharding if isinstance(array, jax.Array) else None
+    if isinstance(sharding, NamedSharding) and sharding.mesh.axis_names == (REPLICA,):
+        return sharding
+    return None
+
+
+def is_all_here(sharding: NamedSharding) -> bool:
+    """Whether all devices of a sharding are of this process."""
+    return all(map(is_here, sharding.mesh.devices.flat))
+
+
+def put_own(arrays: Sequence[Any], target: NamedSharding) -> list[Any]:
+    """Arrays that every process has, on those devices of a row that are of this process."""
+    own = [device for device in target.mesh.devices.flat if is_here(device)]
+    parts = [
+        jax.device_put(list(arrays), SingleDeviceSharding(device, memory_kind=target.memory_kind))
+        for device in own
+    ]
+    return (
+        [join_parts(some, target) for some in zip(*parts, strict=True)]
+        if own
+        else absent_like(arrays, target)
+    )
+
+
+def move(
+    arrays: Sequence[Any], source: NamedSharding, target: NamedSharding, tag: Tag | None, is_kept: bool
+) -> list[Any]:
+    """Arrays of one row on another; each device gets them from one of the row that they are on.
+
+    Args:
+      arrays: on one row. Where it is elsewhere they have no content; they are received, or stay so.
+      source: their sharding.
+      target: the sharding that they are to have, in device memory; not all devices of both are here.
+      tag: what the transfer is.
+      is_kept: whether nobody takes the memory of the arrays; else copies are sent.
+
+    Raises:
+      ValueError: there is no tag, or what the row's devices have is not the same.
+    """
+    pairs = _pair(list(source.mesh.devices.flat), list(target.mesh.devices.flat))
+    crosses = any(one.process_index != other.process_index for one, other in pairs)
+    if not source.is_fully_replicated or (crosses and tag is None):
+        devices = ", ".join(f"{d.id} (process {d.process_index})" for d in source.mesh.devices.flat)
+        raise ValueError(
+            f"An array on the devices {devices} is needed in another process. Only what belongs to a "
+            "pipeline is sent from process to process: read it where it is, and give it to all processes "
+            "as an array of NumPy."
+        )
+    parts = []
+    for from_device, to_device in pairs:
+        own = SingleDeviceSharding(to_device)
+        if is_here(from_device):
+            found = [_part_on(array, from_device) for array in arrays]
+            if is_here(to_device):
+                parts.append(jax.device_put(found, own, may_alias=is_kept))
+                continue
+            if not is_kept or source.memory_kind != target.memory_kind:
+                found = jax.device_put(found, SingleDeviceSharding(from_device), may_alias=False)
+            assert tag is not None
+            links().send([_as_numbers(array) for array in found], tag, from_device, to_device)
+        elif is_here(to_device):
+            structs = [_struct_of_numbers(array, own) for array in arrays]
+            assert tag is not None
+            received = links().receive(structs, tag, from_device, to_device)
+            parts.append([_like(one, array) for one, array in zip(received, arrays, strict=True)])
+    return (
+        [join_parts(some, target) for some in zip(*parts, strict=True)]
+        if parts
+        else absent_like(arrays, target)
+    )
+
+
+def join_parts(parts: Sequence[Any], sharding: Any) -> Any:
+    """The array of a replicated sharding, of what this process's devices have of it; nothing is copied."""
+    return jax_compat.make_array(parts[0].shape, sharding, parts)
+
+
+def _pair(sources: list[Any], targets: list[Any]) -> list[tuple[Any, Any]]:
+    """The device that each target gets its arrays from: of its replica; else one of its process."""
+    if len(sources) == len(targets):
+        return list(zip(sources, targets, strict=True))
+
+    def find(number: int, target: Any) -> Any:
+        same = [source for source in sources if source.process_index == target.process_index]
+        return same[0] if same else sources[number % len(sources)]
+
+    return [(find(number, target), target) for number, target in enumerate(targets)]
+
+
+def _part_on(array: Any, device: Any) -> Any:
+    """What a device has of an array."""
+    if len(array.sharding.device_set) == 1:
+        return array
+    return next(shard.data for shard in array.addressable_shards if shard.device == device)
+
+
+# Random keys are arrays of arrays, which are sent as the numbers that they are made of.
+
+
+def _as_numbers(array: Any) -> Any:
+    return array if jax_compat.is_device_array(array) else jax.random.key_data(array)
+
+
+def _struct_of_numbers(array: Any, sharding: Any) -> Any:
+    struct = jax.ShapeDtypeStruct(array.shape, array.dtype)
+    if not jax_compat.is_device_array(array):
+        struct = jax.eval_shape(jax.random.key_data, struct)
+    return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=sharding)
+
+
+def _like(received: Any, array: Any) -> Any:
+    """What was received, as the array that it is a copy of: random keys again where that has some."""
+    if jax_compat.is_device_array(array):
+        return received
+    return jax.random.wrap_key_data(received, impl=jax.random.key_impl(array))

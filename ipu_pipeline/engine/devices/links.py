@@ -1,0 +1,283 @@
+"""Transfers between processes, from a device of one to a device of another.
+
+Each process has a server (`jax.experimental.transfer`) from which others pull arrays. A transfer has a tag,
+which both sides derive from what it is: which edge, in which step, which number within the step. What
+arrives is therefore what was meant, in whatever order the two sides come to it; if they disagree, the
+receiver waits for something that never comes, instead of taking something else.
+
+An array that is to be pulled must be neither donated nor deleted before that (it may well be forgotten):
+who sends something whose memory others take sends a copy.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import hashlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from ipu_pipeline.engine import jax_processes, peers
+from ipu_pipeline.engine.errors import ProcessError
+
+__all__ = ["Links", "Tag", "check_peers", "links", "naming_peers"]
+
+_LOOPBACK = "127.0.0.1"
+_KEY = "ipu_pipeline/links"
+_PATIENCE = 300.0  # seconds until a process must have come as far as this one, at the beginning
+_AFTER_ERROR = 2.0  # seconds until what came from another process has failed, if that is the cause
+_SLICE = 0.5  # seconds of waiting until somebody looks whether the others live
+
+
+class Tag(NamedTuple):
+    """What a transfer is.
+
+    Attributes:
+      edge: from what to what, unique among the edges of the process's pipelines.
+      step: the number of the step, counted by both sides.
+      number: within the edge and step.
+    """
+
+    edge: str
+    step: int
+    number: int = 0
+
+
+@functools.cache
+def links() -> Links:
+    """Those of this process; the first call starts its server.
+
+    Raises:
+      RuntimeError: `jax.distributed` has not been initialized, or this JAX has no transfers.
+    """
+    others = peers.current()
+    if others is not None:
+        return Links(others.store, others.address)
+    return Links(jax_processes.key_value_store(), _LOOPBACK)
+
+
+def check_peers() -> None:
+    """Raises a ProcessError if something that another process was to send has failed."""
+    if links.cache_info().currsize:
+        links().check()
+
+
+@contextlib.contextmanager
+def naming_peers() -> Iterator[None]:
+    """For where arrays are waited for: has an error that comes from another process name that process.
+
+    Raises:
+      ProcessError: something that another process was to send has failed.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError:
+        deadline = time.monotonic() + _AFTER_ERROR
+        while links.cache_info().currsize and links().awaits and time.monotonic() < deadline:
+            check_peers()
+            time.sleep(0.01)
+        raise
+
+
+class Links:
+    """What one process sends to others, and gets from them. Safe to use from several threads.
+
+    Attributes:
+      process: this one's number.
+    """
+
+    def __init__(self, store: Any, host: str) -> None:
+        """Starts the server, and tells the others where it is.
+
+        Args:
+          store: what the processes share; None if they were not joined.
+          host: the address of this machine that the server listens on.
+
+        Raises:
+          RuntimeError: `jax.distributed` has not been initialized, or this JAX has no transfers.
+        """
+        device = jax.local_devices()[0]
+        self.process = int(device.process_index)
+        self._store = store
+        if store is None:
+            raise RuntimeError(
+                "A pipeline over several processes needs ipu_pipeline.distributed.initialize first."
+            )
+        self._server = jax_processes.start_transfers(device.client, host)
+        if self._server is None:
+            raise RuntimeError(
+                "This JAX has no jax.experimental.transfer, so a pipeline cannot be in several processes."
+            )
+        self._lock = threading.Lock()
+        self._connections: dict[int, Any] = {}  # by process
+        self._received: collections.deque[tuple[int, Tag, Any]] = collections.deque()
+        self._failure: ProcessError | None = None
+        told = {"address": self._server.address(), "machine": socket.gethostname()}
+        self._store.key_value_set(f"{_KEY}/{self.process}", json.dumps(told))
+
+    def send(self, arrays: Sequence[Any], tag: Tag, source: Any, target: Any) -> None:
+        """Lets another process pull arrays, as soon as they have been computed. Does not wait.
+
+        Args:
+          arrays: on the device `source`; nobody may donate or delete them.
+          tag: what this is.
+          source: a device of this process.
+          target: the device that they are for.
+        """
+        self._server.await_pull(_number(tag, source, target), list(arrays))
+
+    def receive(self, structs: Sequence[Any], tag: Tag, source: Any, target: Any) -> list[Any]:
+        """Pulls arrays from another process. Does not wait for them.
+
+        Args:
+          structs: their shapes, dtypes and shardings, of the device `target` alone.
+          tag: what this is.
+          source: the device that sends them.
+          target: a device of this process.
+
+        Raises:
+          ProcessError: the process does not answer, or something that was to come before has failed.
+        """
+        peer = int(source.process_index)
+        connection = self._connect(peer)
+        try:
+            arrays: list[Any] = connection.pull(_number(tag, source, target), list(structs))
+        except jax.errors.JaxRuntimeError as error:
+            raise self._fail(peer, tag, error) from error
+        if arrays:
+            with self._lock:
+                self._received.append((peer, tag, min(arrays, key=lambda array: array.nbytes)))
+        self.check()
+        return arrays
+
+    @property
+    def awaits(self) -> bool:
+        """Whether something has failed, or has not come yet, as far as `check` has seen."""
+        return self._failure is not None or bool(self._received)
+
+    def check(self) -> None:
+        """Looks at what has arrived since the last time. Raises a ProcessError if something never will."""
+        _check_others()
+        if self._failure is not None:
+            raise self._failure
+        while True:
+            with self._lock:
+                if not self._received or not _is_ready(self._received[0][2]):
+                    return
+                peer, tag, array = self._received.popleft()
+            try:
+                array.block_until_ready()
+            except jax.errors.JaxRuntimeError as error:
+                raise self._fail(peer, tag, error) from error
+            except RuntimeError:  # it was deleted, after it had come
+                continue
+
+    def _fail(self, peer: int, tag: Tag, error: Exception) -> ProcessError:
+        _check_others()  # who watches the processes may know more
+        self._failure = ProcessError(
+            f"Process {peer} did not send what {tag.edge} needs in step {tag.step}: it has ended, or had "
+            f"an error of its own ({error})."
+        )
+        return self._failure
+
+    def warm(self, peers: Collection[int]) -> None:
+        """Connects with other processes, each of which must do the same; not again with those it knows.
+
+        Raises:
+          ProcessError: one has not come as far, or its address is that of another machine.
+        """
+        device = jax.local_devices()[0]
+        new = [peer for peer in sorted(peers) if peer != self.process and peer not in self._connections]
+        zero = jax.device_put(np.int32(self.process), device)
+        struct = jax.ShapeDtypeStruct((), np.int32, sharding=SingleDeviceSharding(device))
+        for peer in new:
+            self._server.await_pull(_greeting(self.process, peer), [zero])
+        waiting = {
+            peer: self._connect(peer).pull(_greeting(peer, self.process), [struct])[0] for peer in new
+        }
+        deadline = time.monotonic() + _PATIENCE
+        for peer, array in waiting.items():
+            while not array.is_ready():
+                _check_others()
+                if time.monotonic() > deadline:
+                    raise ProcessError(
+                        f"Process {peer} has not begun to run pipelines within {_PATIENCE:g} s."
+                    )
+                time.sleep(0.001)
+            try:
+                assert int(array) == peer
+            except jax.errors.JaxRuntimeError as error:
+                raise self._fail(peer, Tag("the first pipeline", 0), error) from error
+
+    def share(self, key: str, text: str) -> None:
+        """Leaves a text for other processes, under a key that is used once."""
+        self._store.key_value_set(f"{_KEY}/{key}", text)
+
+    def read(self, key: str) -> str:
+        """What another process has left, or will leave soon.
+
+        Raises:
+          ProcessError: nothing is left there.
+        """
+        deadline = time.monotonic() + _PATIENCE
+        while True:
+            _check_others()
+            try:
+                return str(self._store.blocking_key_value_get(f"{_KEY}/{key}", round(1000 * _SLICE)))
+            except jax.errors.JaxRuntimeError as error:
+                if time.monotonic() > deadline or not str(error).startswith("DEADLINE_EXCEEDED"):
+                    raise ProcessError(
+                        f"No process has told {key} within {_PATIENCE:g} s: {error}"
+                    ) from error
+
+    def _connect(self, peer: int) -> Any:
+        known = self._connections.get(peer)
+        if known is not None:
+            return known
+        told = json.loads(self.read(str(peer)))
+        host = told["address"].rpartition(":")[0]
+        if host == _LOOPBACK and told["machine"] != socket.gethostname():
+            raise ProcessError(
+                f"Process {peer} is on another machine ({told['machine']}) and listens on {host} only. "
+                "Give each process the address by which the others reach it."
+            )
+        try:
+            connection = self._server.connect(told["address"])
+        except jax.errors.JaxRuntimeError as error:
+            raise ProcessError(f"Process {peer} does not answer at {told['address']} ({error}).") from error
+        with self._lock:
+            return self._connections.setdefault(peer, connection)
+
+
+def _check_others() -> None:
+    others = peers.current()
+    if others is not None:
+        others.check()
+
+
+def _is_ready(array: Any) -> bool:
+    try:
+        return bool(array.is_ready())
+    except RuntimeError:  # it was deleted, after it had come
+        return True
+
+
+def _number(tag: Tag, source: Any, target: Any) -> int:
+    return _hash(f"{tag.edge}|{tag.step}|{tag.number}|{source.id}>{target.id}")
+
+
+def _greeting(source: int, target: int) -> int:
+    return _hash(f"greeting|{source}>{target}")
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

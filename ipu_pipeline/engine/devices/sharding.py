@@ -1,0 +1,97 @@
+"""What replicas may share out among them, instead of each having the whole."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ipu_pipeline.engine.devices.crossing import row_sharding
+from ipu_pipeline.engine.devices.elsewhere import NotRun
+from ipu_pipeline.engine.devices.rows import Row
+from ipu_pipeline.engine.tracing.replicas import REPLICA
+
+__all__ = ["Shard", "gather_on", "is_apart", "parse_shard", "sharding_of", "share_out"]
+
+
+class Shard(enum.Enum):
+    """What each replica has a part of (Rajbhandari et al., "ZeRO", 2020, sections 5 and 6).
+
+    OPTIMIZER_STATE: the optimizer's state; each replica updates its part. WEIGHTS: the trainable variables
+    that one stage has; they are gathered for each program that reads them, and let go of afterwards.
+    """
+
+    OPTIMIZER_STATE = "optimizer_state"
+    WEIGHTS = "weights"
+
+
+def parse_shard(values: Collection[str | Shard]) -> frozenset[Shard]:
+    """A collection of members or of their values.
+
+    Raises:
+      ValueError: one is none of them.
+    """
+    if isinstance(values, str):
+        raise ValueError(f"shard must be a collection of names; got the string {values!r}.")
+    return frozenset(Shard(value) for value in values)
+
+
+def sharding_of(row: Row, shape: Sequence[int]) -> NamedSharding:
+    """How an array lies on a row of which each replica has a part.
+
+    It is divided along the first axis whose size is a multiple of the number of replicas; without one, each
+    replica has the whole.
+    """
+    number = len(row.devices)
+    for axis, size in enumerate(shape):
+        if size and size % number == 0:
+            return NamedSharding(row.replicated.mesh, PartitionSpec(*[None] * axis, REPLICA))
+    return row.replicated
+
+
+def share_out(arrays: Sequence[Any], shardings: Sequence[NamedSharding], row: Row) -> list[Any]:
+    """Arrays that lie on a row, or in host memory for it, with other shardings there, in that memory."""
+    found = list(arrays)
+    places = [
+        place
+        for place, (array, sharding) in enumerate(zip(arrays, shardings, strict=True))
+        if array.sharding != sharding
+    ]
+    targets = [shardings[place].with_memory_kind(found[place].sharding.memory_kind) for place in places]
+    if places:
+        moved = _reshard([found[place] for place in places], targets, row)
+        for place, array in zip(places, moved, strict=True):
+            found[place] = array
+    return found
+
+
+def gather_on(arrays: Sequence[Any], row: Row) -> list[Any]:
+    """Arrays of which the replicas have parts, whole in each, in the memory of the row's devices."""
+    return _reshard(arrays, [row.replicated] * len(arrays), row)
+
+
+def is_apart(array: Any) -> bool:
+    """Whether each device of a row has a part of an array."""
+    sharding = row_sharding(array)
+    return sharding is not None and not sharding.is_fully_replicated
+
+
+def _reshard(arrays: Sequence[Any], targets: Sequence[NamedSharding], row: Row) -> list[Any]:
+    if not row.has_peers:
+        moved: list[Any] = jax.device_put(list(arrays), list(targets))
+        return moved
+    copied: Callable[..., list[Any]] = jax.jit(_same, out_shardings=list(targets))
+    if not row.is_here:
+        return [NotRun(_one, target)(array) for array, target in zip(arrays, targets, strict=True)]
+    return copied(list(arrays))
+
+
+def _same(arrays: list[Any]) -> list[Any]:
+    return arrays
+
+
+def _one(array: Any) -> Any:
+    return array

@@ -1,0 +1,111 @@
+"""What the processes of a pipeline agree on before a step: whether there are micro-batches for it.
+
+Only processes with stages that read the feed take micro-batches. Where the data ends they end the step,
+while the others would wait for values that never come. So a step begins when all its micro-batches are
+there: the first of the processes that read them tells those that do not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from ipu_pipeline.engine import peers
+from ipu_pipeline.engine.devices.elsewhere import is_here
+from ipu_pipeline.engine.devices.feeds import Take, gather
+from ipu_pipeline.engine.devices.links import Tag, links
+from ipu_pipeline.engine.devices.residence import Residence
+from ipu_pipeline.engine.devices.rows import Row
+from ipu_pipeline.engine.errors import OutOfRangeError, ProcessError
+
+__all__ = ["take_everywhere"]
+
+
+def take_everywhere(residence: Residence, readers: Sequence[Row], take: Take, wanted: int) -> Take:
+    """Gets the micro-batches of a step, or raises, in all processes of the pipeline.
+
+    Args:
+      residence: of the pipeline, which is in several processes.
+      readers: the rows that read micro-batches.
+      take: gives micro-batches; called only in processes that have such rows.
+      wanted: how many a step has.
+
+    Returns:
+      What gives the same micro-batches; none in other processes.
+
+    Raises:
+      OutOfRangeError: there are too few, here or in the process that reads them.
+      ProcessError: the process that reads them had another error.
+      Others: `take` raised here.
+    """
+    if not readers or not any(row.is_here for row in residence.rows):
+        return take
+    first = readers[0].devices[0]
+    reading = {device.process_index for row in readers for device in row.devices}
+    others: dict[int, Any] = {}  # the processes that do not read -> a device of each
+    for row in residence.rows:
+        for device in row.devices:
+            if device.process_index not in reading:
+                others.setdefault(device.process_index, device)
+    tag = residence.tag("micro-batches")
+    assert tag is not None
+    for device in filter(is_here, others.values()):
+        _hear(tag, first, device)
+        return take
+    error: Exception | None = None
+    elements: list[Any] = []
+    try:
+        elements = gather(take, wanted, wanted)
+    except Exception as raised:
+        error = raised
+        if is_here(first):
+            told = [isinstance(error, OutOfRangeError), f"{type(error).__name__}: {error}"]
+            links().share(_key(tag), json.dumps(told))
+    if is_here(first) and others:
+        (has_failed,) = jax.device_put([np.int32(error is not None)], SingleDeviceSharding(first))
+        for device in others.values():
+            links().send([has_failed], tag, first, device)
+    if error is not None:
+        raise error
+    left = iter(elements)
+    return lambda number: list(itertools.islice(left, number))
+
+
+def _hear(tag: Tag, first: Any, device: Any) -> None:
+    """Waits for the process that reads micro-batches."""
+    struct = jax.ShapeDtypeStruct((), np.int32, sharding=SingleDeviceSharding(device))
+    (has_failed,) = links().receive([struct], tag, first, device)
+    with _waiting():
+        try:
+            if not int(has_failed):
+                return
+        except jax.errors.JaxRuntimeError:
+            links().check()
+            raise
+    is_end, text = json.loads(links().read(_key(tag)))
+    error = OutOfRangeError if is_end else ProcessError
+    raise error(f"In process {first.process_index}, which reads the micro-batches: {text}")
+
+
+@contextlib.contextmanager
+def _waiting() -> Iterator[None]:
+    """Tells whoever watches the processes that this one waits for another."""
+    others = peers.current()
+    if others is not None:
+        others.waits_at = "the micro-batches of a step"
+    try:
+        yield
+    finally:
+        if others is not None:
+            others.waits_at = None
+
+
+def _key(tag: Tag) -> str:
+    return f"{tag.edge}/{tag.step}"

@@ -1,0 +1,93 @@
+"""What the replicas of a pipeline have apart, joined once per weight update: one program per row."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from ipu_pipeline.engine.devices.rows import Row, join, over_replicas
+from ipu_pipeline.engine.tracing.replicas import REPLICA
+
+__all__ = ["Joined", "Parts", "join_replicas", "take_first"]
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """What each replica has on a row, one array per replica.
+
+    Attributes:
+      accumulators: by key; their memory is taken.
+      assigned: new values of variables that stages assign, by full name.
+    """
+
+    accumulators: dict[str, Sequence[Any]] = field(default_factory=dict)
+    assigned: dict[str, Sequence[Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class Joined:
+    """The same for all replicas.
+
+    Attributes:
+      means: of the accumulators, by key.
+      zeros: in the memory of the accumulators, by key.
+      assigned: the means of floating-point numbers, and else what the first replica has, by full name.
+    """
+
+    means: dict[str, Any]
+    zeros: dict[str, Any]
+    assigned: dict[str, Any]
+
+
+def join_replicas(row: Row, parts: Parts) -> Joined:
+    """Joins what the replicas have on a row; does not wait for it."""
+    program = row.program(_joining(row.replicated.mesh))
+    return Joined(*program(_join_all(row, parts.accumulators), _join_all(row, parts.assigned)))
+
+
+def take_first(row: Row, parts: Mapping[Any, Sequence[Any]]) -> dict[Any, Any]:
+    """What the first replica has on a row, for all of them."""
+    program = row.program(_taking_first(row.replicated.mesh))
+    values: list[Any] = program(list(_join_all(row, parts).values()))
+    return dict(zip(parts, values, strict=True))
+
+
+def _join_all(row: Row, parts: Mapping[Any, Sequence[Any]]) -> dict[Any, Any]:
+    return {key: join(some, row) for key, some in parts.items()}
+
+
+@functools.lru_cache(maxsize=256)
+def _joining(mesh: Mesh) -> Callable[..., Any]:
+    def join_parts(accumulators: dict[str, Any], assigned: dict[str, Any]) -> Any:
+        return (
+            {key: jax.lax.pmean(value, REPLICA) for key, value in accumulators.items()},
+            {key: jnp.zeros_like(value) for key, value in accumulators.items()},
+            {name: _mean_or_first(value) for name, value in assigned.items()},
+        )
+
+    return jax.jit(over_replicas(mesh, join_parts), donate_argnums=0)
+
+
+@functools.lru_cache(maxsize=256)
+def _taking_first(mesh: Mesh) -> Callable[..., Any]:
+    def take(values: list[Any]) -> list[Any]:
+        return [_first(value) for value in values]
+
+    return jax.jit(over_replicas(mesh, take))
+
+
+def _mean_or_first(value: jax.Array) -> jax.Array:
+    is_floating = jnp.issubdtype(value.dtype, jnp.floating)
+    mean: jax.Array = jax.lax.pmean(value, REPLICA) if is_floating else _first(value)
+    return mean
+
+
+def _first(value: jax.Array) -> jax.Array:
+    first: jax.Array = jax.lax.all_gather(value, REPLICA)[0]
+    return first

@@ -1,0 +1,69 @@
+"""What replicas in several processes give, brought to the process of the first one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from ipu_pipeline.engine.devices.crossing import move
+from ipu_pipeline.engine.devices.residence import Residence
+from ipu_pipeline.engine.execution.dispatching import Accumulated
+
+__all__ = ["gather_outputs"]
+
+
+def gather_outputs(residence: Residence, parts: Sequence[Accumulated]) -> list[Accumulated]:
+    """What replicas collected and enqueued, each leaf in one process: that of the first replica's.
+
+    Leaves whose replicas are in one process stay where they are.
+
+    Args:
+      residence: of all replicas.
+      parts: what each replica gave.
+
+    Returns:
+      The same; of other replicas on the first one's devices.
+    """
+    if not residence.has_peers:
+        return list(parts)
+    first, tree = _flatten(parts[0])
+    found: list[Accumulated] = [parts[0]]
+    for replica, part in enumerate(parts[1:], 1):
+        leaves, _tree = _flatten(part)
+        groups: dict[Any, list[int]] = {}  # by where from and where to
+        for place, (leaf, target) in enumerate(zip(leaves, first, strict=True)):
+            groups.setdefault((leaf.sharding, target.sharding), []).append(place)
+        for number, ((source, target), places) in enumerate(groups.items()):
+            if _process(source) == _process(target):
+                continue
+            tag = residence.tag(f"outputs of replica {replica} ({number})")
+            moved = move([leaves[place] for place in places], source, target, tag, is_kept=True)
+            for place, leaf in zip(places, moved, strict=True):
+                leaves[place] = leaf
+        collected, enqueued = _unflatten(part, tree, leaves)
+        found.append(dataclasses.replace(part, collected=collected, enqueued=enqueued))
+    return found
+
+
+def _process(sharding: Any) -> int:
+    (device,) = sharding.device_set
+    return int(device.process_index)
+
+
+def _flatten(part: Accumulated) -> tuple[list[Any], Any]:
+    handed = [(one.outputs, one.loss) for one in part.collected], [one.leaves for one in part.enqueued]
+    return jax.tree.flatten(handed)
+
+
+def _unflatten(part: Accumulated, tree: Any, leaves: list[Any]) -> tuple[list[Any], list[Any]]:
+    collected, enqueued = jax.tree.unflatten(tree, leaves)
+    return (
+        [
+            dataclasses.replace(one, outputs=outputs, loss=loss)
+            for one, (outputs, loss) in zip(part.collected, collected, strict=True)
+        ],
+        [dataclasses.replace(one, leaves=own) for one, own in zip(part.enqueued, enqueued, strict=True)],
+    )

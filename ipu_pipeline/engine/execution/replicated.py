@@ -1,0 +1,421 @@
+"""Runs a pipeline on several replicas: micro-batches in columns, one per replica, and one update for all.
+
+State is one for all replicas, on the rows of their devices. A column is an `Executor` with a row of one
+device per stage; micro-batch k of replica r is element k * R + r of the data. The columns start their
+programs in turn. Then one program per row joins what they accumulated, and the weight update runs on the
+rows as it does on single devices.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from ipu_pipeline.engine import watching
+from ipu_pipeline.engine.devices.compiler_options import CompilerOptions
+from ipu_pipeline.engine.devices.feeds import Take, gather
+from ipu_pipeline.engine.devices.residence import Residence
+from ipu_pipeline.engine.devices.rows import Row, is_offloaded, join, put, split, stack_replicas
+from ipu_pipeline.engine.devices.sharding import gather_on
+from ipu_pipeline.engine.execution import watched
+from ipu_pipeline.engine.execution.all_reduce import Parts, join_replicas, take_first
+from ipu_pipeline.engine.execution.compiling import compile_ahead
+from ipu_pipeline.engine.execution.contract import Request, Runner
+from ipu_pipeline.engine.execution.dispatching import Accumulated, Dispatching, Gather, Together
+from ipu_pipeline.engine.execution.executor import Executor
+from ipu_pipeline.engine.execution.gathering import gather_outputs
+from ipu_pipeline.engine.execution.templates import Joint
+from ipu_pipeline.engine.execution.weight_updates import WeightUpdate
+from ipu_pipeline.engine.programs.chunks import ChunkForm
+from ipu_pipeline.engine.state import Collected, Handed, PipelineState, Progress, RunState
+from ipu_pipeline.engine.tracing.keys import as_int32
+from ipu_pipeline.engine.tracing.replicas import uses_replicas
+from ipu_pipeline.engine.updates.accumulators import Accumulator
+from ipu_pipeline.engine.updates.environment import UpdateCounts
+
+__all__ = ["Replicated"]
+
+
+@dataclass(frozen=True, eq=False)
+class Dealt:
+    """A micro-batch that was placed for a replica.
+
+    Attributes:
+      replica: which one.
+      generation: of the guesses which replica is next.
+      element: the micro-batch, as that replica's column takes it.
+    """
+
+    replica: int
+    generation: int
+    element: Any
+
+
+@dataclass(frozen=True, eq=False)
+class PendingReplicas:
+    """Micro-batches that have run.
+
+    Attributes:
+      request: what they are a part of.
+      count: how many there are per replica.
+      accumulated: what they gave, per replica.
+    """
+
+    request: Request
+    count: int
+    accumulated: list[Accumulated]
+
+
+class Replicated(Runner[PendingReplicas]):
+    """Runs a pipeline on several replicas.
+
+    Accumulators are tuples here, with an array per replica.
+
+    Attributes:
+      has_identical_keys: whether the replicas draw the random numbers that one alone would.
+    """
+
+    def __init__(
+        self,
+        residence: Residence,
+        columns: Sequence[Executor],
+        donate: bool,
+        options: CompilerOptions,
+    ) -> None:
+        """Jits what the columns have in common.
+
+        Args:
+          residence: where the state of all replicas lives.
+          columns: what runs the micro-batches of each replica.
+          donate: whether an update may reuse the memory of the variables and optimizer state before it.
+          options: XLA's, per program.
+        """
+        super().__init__(residence, columns[0].programs, None)
+        self.columns = tuple(columns)
+        self._make_joint()
+        for column in columns:
+            column.told_as, column.gathered = self, residence.sharded
+        self._options = options
+        self.waits_for_python = residence.updates is not None and residence.updates.has_callbacks
+        self._weight_update = WeightUpdate(residence, donate, options.update, self.waits_for_python)
+        rows = [row for column in columns for row in column.residence.rows]
+        self._rows = {device: row for row in rows for device in row.devices}
+        self.has_identical_keys = False
+        self._key: tuple[Any, list[Any]] | None = None  # the last random key, and those of the replicas
+        self._is_compiled = False
+        self._lock = threading.Lock()
+        self._num_dealt = self._generation = 0
+
+    def _make_joint(self) -> None:
+        """Gives the programs of stages that use replicas what all columns call together."""
+        traced, rows = self.residence.traced, self.residence.rows
+        for key, template in self.columns[0].plan.templates.items():
+            if uses_replicas(traced.stages[template.stage].flat):
+                row = rows[template.stage]
+                joint = Joint(template.jit_jointly(row), row)
+                for column in self.columns:
+                    column.plan.templates[key].joint = joint
+
+    # Micro-batches.
+
+    @property
+    def takes_elements(self) -> bool:
+        """Whether a replica reads micro-batches in this process."""
+        return any(column.takes_elements for column in self.columns)
+
+    def place_element(self, leaves: Sequence[Any]) -> Dealt:
+        """A micro-batch, placed for the replica whose turn it seems to be; `fetch` knows."""
+        with self._lock:
+            replica, generation = self._num_dealt % len(self.columns), self._generation
+            self._num_dealt += 1
+        return Dealt(replica, generation, self.columns[replica].place_element(leaves))
+
+    def place_ahead(self, elements: Sequence[Any]) -> list[Any]:
+        """The micro-batches of one update, of all replicas, on the devices that read them."""
+        placed: list[Any] = [None] * len(elements)
+        number = len(self.columns)
+        for replica, column in enumerate(self.columns):
+            own = [self._of_replica(element, replica) for element in elements[replica::number]]
+            for place, element in enumerate(column.place_ahead(own)):
+                placed[replica + place * number] = Dealt(replica, self._generation, element)
+        return placed
+
+    def _of_replica(self, dealt: Any, replica: int) -> Any:
+        """What a replica's column takes; placed again if it was placed for another one."""
+        if not isinstance(dealt, Dealt):
+            return dealt  # there is no feed
+        if dealt.replica == replica:
+            return dealt.element
+        with self._lock:  # the data ended, or began anew, in the middle of a round
+            if dealt.generation == self._generation:
+                self._generation += 1
+                self._num_dealt += replica - dealt.replica
+        return self.columns[replica].place_element(dealt.element.leaves)
+
+    def num_fetched(self, total: int, every: int) -> int:
+        """As many as all columns fetch."""
+        return len(self.columns) * self.columns[0].num_fetched(total, every)
+
+    def num_waiting(self, total: int, every: int) -> int:
+        """Those of a column, as each device has those of one."""
+        return self.columns[0].num_waiting(total, every)
+
+    # Running.
+
+    def compile(self, state: RunState, request: Request) -> None:
+        """Compiles the programs of all columns, and those of the weight update."""
+        if self._is_compiled:
+            return
+        columns = [
+            column.as_column(own, request)
+            for column, own in zip(self.columns, self._split_state(state), strict=True)
+        ]
+        chunk = ChunkForm(self.columns[0].chunk_size)
+        found = compile_ahead(columns, self._weight_update, chunk, self._options, not self.has_callbacks)
+        for column in self.columns:
+            column.note_compiled(found)
+        self.temporary_bytes, self._is_compiled = found, True
+
+    def fetch(self, state: RunState, request: Request, take: Take) -> PendingReplicas:
+        """Runs the micro-batches of an update, those of all replicas at the same time."""
+        self.compile(state, request)
+        number, size = len(self.columns), self.columns[0].chunk_size
+        waiting: list[collections.deque[Any]] = [collections.deque() for _column in self.columns]
+
+        def take_of(replica: int) -> Take:
+            def take_some(wanted: int) -> list[Any]:
+                if not waiting[replica]:
+                    for place, element in enumerate(gather(take, number * size, number * size)):
+                        if self.columns[place % number].takes_elements:
+                            waiting[place % number].append(self._of_replica(element, place % number))
+                return [waiting[replica].popleft() for _number in range(min(wanted, len(waiting[replica])))]
+
+            return take_some
+
+        dispatching, errors = [], []
+        for replica, (column, own) in enumerate(zip(self.columns, self._split_state(state), strict=True)):
+            try:
+                dispatching.append(column.accumulating(own, request, take_of(replica)))
+            except Exception as error:  # other processes wait to hear of this replica, and of the others
+                errors.append(error)
+        if errors:
+            raise errors[0]
+        return PendingReplicas(
+            request, request.every, self._finish_in_turn(dispatching, state.pipeline.variables)
+        )
+
+    def run(self, state: RunState, pending: PendingReplicas) -> Progress:
+        """Joins what the replicas gave, and runs the weight update."""
+        if self.residence.has_peers:
+            self.residence.begin_step()
+        request, parts = pending.request, gather_outputs(self.residence, pending.accumulated)
+        read_first, read_last = self._weight_update.read
+        if self.needs_outputs and state.pipeline.optimizer_state is None:
+            first = self._first_of([part.first_outputs for part in parts], read_first)
+            state = self.with_optimizer(state, first)
+        state = self.with_optimizer(state, None)
+        before = state.pipeline
+        leaves = jax.tree.leaves(before.optimizer_state)
+        variables, means, accumulators = self._reduce(parts)
+        updated: list[Handed] = []
+        if self.residence.updates is not None:
+            made = self._weight_update.run(
+                before.variables,
+                leaves,
+                means,
+                self._first_of([part.last_outputs for part in parts], read_last),
+                UpdateCounts(request.every, int(as_int32(before.update_count))),
+                watched.watched_updates(self, self._weight_update, int(as_int32(before.execution_count))),
+            )
+            leaves = made.state_leaves
+            variables = {**variables, **made.variables}
+            updated += [Handed(made.enqueued, None)] * bool(made.enqueued)
+        after = self.advance(state, variables, leaves, accumulators, pending.count, request.every)
+        return Progress(
+            after,
+            [],
+            [_join_collected(some) for some in zip(*(part.collected for part in parts), strict=True)],
+            pending.count * len(self.columns),
+            [_join_handed(some) for some in zip(*(part.enqueued for part in parts), strict=True)],
+            updated,
+        )
+
+    def make_accumulators(
+        self, dtypes: Mapping[str, Any], known: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Zeros, per replica."""
+        assert not known
+        made = [column.make_accumulators(dtypes) for column in self.columns]
+        return {key: tuple(own[key] for own in made) for key in made[0]}
+
+    def _gather(self, arrays: Sequence[Any], stage: int) -> list[list[Any]]:
+        """Variables of a stage, of which the replicas have parts, whole for each replica."""
+        whole = gather_on(arrays, self.residence.rows[stage])
+        return [list(own) for own in zip(*map(self._split, whole), strict=True)]
+
+    def _finish_in_turn(
+        self, dispatching: Sequence[Dispatching], variables: Mapping[str, Any]
+    ) -> list[Accumulated]:
+        """Has the columns, which have the same dispatches, go on by one of them in turn, to the end."""
+        found: list[Accumulated] = []
+        given: list[Any] = [None] * len(dispatching)
+        with contextlib.ExitStack() as stack:
+            for one in dispatching:
+                stack.callback(one.close)
+            while not found:
+                together = []
+                for one, results in zip(dispatching, given, strict=True):
+                    try:
+                        together.append(one.send(results))
+                    except StopIteration as stop:
+                        found.append(stop.value)
+                waiting = [one for one in together if isinstance(one, Together)]
+                asking = next((one for one in together if isinstance(one, Gather)), None)
+                given = [None] * len(dispatching)
+                if waiting:
+                    given = self._run_together(waiting)
+                elif asking is not None:
+                    given = self._gather([variables[name] for name in asking.names], asking.stage)
+        return found
+
+    def _run_together(self, waiting: Sequence[Together]) -> list[list[Any]]:
+        """Runs a program for all replicas at once; returns the results of each."""
+        template = waiting[0].template
+        joint = template.joint
+        assert joint is not None
+        given = zip(*(one.arguments for one in waiting), strict=True)
+        arguments = [join(parts, joint.row) for parts in given]
+        watcher, program = watching.current(), joint.row.program(joint.jitted)
+        if watcher is None or not joint.row.is_here:
+            made = program(*arguments)
+        else:
+            size = self.columns[0].chunk_size
+            launch = watched.launch_of(self, template, waiting[0].step, waiting[0].first, size)
+            launch = dataclasses.replace(launch, devices=joint.row.devices)
+            made = watcher.run(launch, program, arguments)
+        return [list(results) for results in zip(*map(self._split, made), strict=True)]
+
+    # State.
+
+    def _split_state(self, state: RunState) -> list[RunState]:
+        """The state as each column has it; of the optimizer's, only the loss scale."""
+        pipeline, number = state.pipeline, len(self.columns)
+        variables: list[dict[str, Any]] = [{} for _column in self.columns]
+        for name in self.residence.traced.variables:
+            if name in self.residence.sharded:
+                continue
+            for own, part in zip(variables, self._split(pipeline.variables[name]), strict=True):
+                own[name] = part
+        scales = [pipeline.optimizer_state] * number
+        updates = self.residence.updates
+        if pipeline.optimizer_state is not None:
+            assert updates is not None
+            leaves: list[list[Any]] = [[0] * len(updates.state_leaves) for _column in self.columns]
+            if updates.loss_scale is not None:
+                place = updates.loss_scale.leaf
+                scale = jax.tree.leaves(pipeline.optimizer_state)[place]
+                for own_leaves, part in zip(leaves, self._split(scale), strict=True):
+                    own_leaves[place] = part
+            scales = [updates.state_tree.unflatten(own_leaves) for own_leaves in leaves]
+        return [
+            RunState(
+                PipelineState(
+                    variables[replica],
+                    scales[replica],
+                    pipeline.update_count,
+                    pipeline.execution_count,
+                    self._fold(pipeline.key)[replica],
+                ),
+                {key: parts[replica] for key, parts in state.accumulators.items()},
+                state.num_accumulated,
+            )
+            for replica in range(number)
+        ]
+
+    def _split(self, array: Any) -> list[Any]:
+        """An array as each column has it."""
+        offloaded = is_offloaded(array)
+        return [join([part], self._rows[part.device], offloaded) for part in split(array)]
+
+    def _fold(self, key: Any) -> list[Any]:
+        """The key of each replica. The last ones are remembered: steps have the same."""
+        if self.has_identical_keys:
+            return [key] * len(self.columns)
+        known = self._key
+        if known is None or known[0] is not key:
+            folded = [jax.random.fold_in(key, np.uint32(replica)) for replica in range(len(self.columns))]
+            known = self._key = (key, folded)
+        return known[1]
+
+    # What the replicas gave.
+
+    def _reduce(
+        self, parts: Sequence[Accumulated]
+    ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+        """What replicas accumulated and assigned, joined.
+
+        Returns:
+          Variables that stages assign, by full name: the means of floating ones, else those of the first
+          replica. Accumulators by key: their means. And zeros in the memory of those, per replica.
+        """
+        rows, owners = self.residence.rows, self.residence.traced.owners
+        by_row: dict[Row, Parts] = {}
+
+        def parts_of(stage: int) -> Parts:
+            return by_row.setdefault(rows[stage], Parts())
+
+        plan = self.residence.accumulator_plan
+        for key in parts[0].accumulators:
+            stage = (plan.extra.get(key) or Accumulator(key, owners[key])).stage
+            own = [part.accumulators[key] for part in parts]
+            if self.residence.offloads_accumulators:
+                columns = [column.residence.rows[stage] for column in self.columns]
+                own = [put([array], row)[0] for array, row in zip(own, columns, strict=True)]
+            parts_of(stage).accumulators[key] = own
+        for name in parts[0].assigned:
+            parts_of(owners[name]).assigned[name] = [part.assigned[name] for part in parts]
+        variables: dict[str, Any] = {}
+        means: dict[str, Any] = {}
+        zeros: dict[str, Any] = {}
+        for row, own_parts in by_row.items():
+            made = join_replicas(row, own_parts)
+            variables |= made.assigned
+            means |= made.means
+            for key, zero in made.zeros.items():
+                (zero,) = put([zero], row, self.residence.offloads_accumulators)
+                zeros[key] = tuple(self._split(zero))
+        return variables, means, zeros
+
+    def _first_of(self, outputs: Sequence[Sequence[Any]], read: set[Any]) -> list[Any]:
+        """The first replica's leaves of what the last stage returned, on its row, where they are read."""
+        found: list[Any] = [None] * len(outputs[0])
+        row = self.residence.rows[-1]
+        if read:
+            parts = {place: [leaves[place] for leaves in outputs] for place in sorted(read)}
+            for place, value in take_first(row, parts).items():
+                found[place] = value
+        return found
+
+
+def _join_collected(parts: Sequence[Collected]) -> Collected:
+    axis = 0 if parts[0].size is None else 1
+    outputs = [
+        stack_replicas(leaves, axis) for leaves in zip(*(part.outputs for part in parts), strict=True)
+    ]
+    losses = [part.loss for part in parts]
+    loss = None if losses[0] is None else stack_replicas(losses, axis)
+    return dataclasses.replace(parts[0], outputs=outputs, loss=loss)
+
+
+def _join_handed(parts: Sequence[Handed]) -> Handed:
+    axis = 0 if parts[0].size is None else 1
+    leaves = [stack_replicas(leaves, axis) for leaves in zip(*(part.leaves for part in parts), strict=True)]
+    return dataclasses.replace(parts[0], leaves=leaves)

@@ -1,0 +1,219 @@
+"""The other processes of a run: how many there are, and what they tell each other.
+
+They tell it through the store of keys and values of JAX's coordination service. A process that runs alone
+has no peers: `current()` is None, and nothing is told, noted or waited for.
+
+Whoever waits here waits for as long as the others live, since they may be compiling for minutes; that one
+has ended, or does not go on, is found by who watches (`ipu_pipeline.processes.watching_peers`), who calls
+`fail`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
+
+import jax
+
+from ipu_pipeline.engine.errors import ProcessError
+
+__all__ = ["Peers", "Store", "current", "occupied", "set_current"]
+
+_PREFIX = "ipu_pipeline/told"
+_SLICE = 500  # milliseconds of waiting until somebody looks again whether the others live
+_SHOWN = 120  # characters of a value that differs
+
+
+class Store(Protocol):
+    """What the processes share: texts by key."""
+
+    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
+        """Enters a text; an error if there is one, unless it may be overwritten."""
+
+    def key_value_delete(self, key: str) -> None:
+        """Removes it."""
+
+    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
+        """All whose keys begin so, with their keys."""
+
+    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
+        """The text of a key, once there is one; an error after the time."""
+
+
+class Peers:
+    """The processes of a run, as one of them sees them. Safe to use from several threads.
+
+    Attributes:
+      index: the number of this process.
+      count: how many there are, 2 or more.
+      address: the one of this machine that this process listens at.
+      store: what they share.
+      failure: what has happened to another one, so that this one cannot go on; None if nothing has.
+      occupied: by thread, what takes this process long, and is no reason to give it up.
+    """
+
+    def __init__(self, index: int, count: int, address: str, store: Store) -> None:
+        """Made by whoever joins the processes."""
+        self.index = index
+        self.count = count
+        self.address = address
+        self.store = store
+        self.failure: str | None = None
+        self._waits_at: dict[int, str] = {}  # by thread
+        self.occupied: dict[int, str] = {}
+        self._lock = threading.Lock()
+        self._numbers: Counter[str] = Counter()  # how often the processes have met, by where
+
+    @property
+    def waits_at(self) -> str | None:
+        """Where a thread waits for the others just now; None if none does. It is set by the thread."""
+        return next(iter(list(self._waits_at.values())), None)
+
+    @waits_at.setter
+    def waits_at(self, where: str | None) -> None:
+        if where is None:
+            self._waits_at.pop(threading.get_ident(), None)
+        else:
+            self._waits_at[threading.get_ident()] = where
+
+    def fail(self, message: str) -> None:
+        """Says that this process cannot go on; what was said first stays."""
+        self.failure = self.failure or message
+
+    def check(self) -> None:
+        """Raises a ProcessError if another process has ended, or does not go on."""
+        if self.failure is not None:
+            raise ProcessError(self.failure)
+
+    def exchange(self, what: str, text: str) -> list[str]:
+        """Tells all others a text, and waits for theirs. Every process calls it, in the same order.
+
+        Args:
+          what: what it is, such as "pipeline"; the processes meet for each in an order of its own.
+          text: of this process.
+
+        Returns:
+          The texts, by the number of the process.
+
+        Raises:
+          ProcessError: another process has ended, or does not go on.
+        """
+        with self._lock:
+            number = self._numbers[what]
+            self._numbers[what] += 1
+        place = f"{_PREFIX}/{what}/{number}"
+        self.check()
+        with self._calling():
+            self.store.key_value_set(f"{place}/{self.index}", text)
+            if number >= 2:  # all have come here, so that all have read what was told the time before last
+                self.store.key_value_delete(f"{_PREFIX}/{what}/{number - 2}/{self.index}")
+        told = []
+        self.waits_at = f"{what}, time {number + 1}"
+        try:
+            for peer in range(self.count):
+                told.append(text if peer == self.index else self._read(f"{place}/{peer}"))
+        finally:
+            self.waits_at = None
+        return told
+
+    def meet(self, what: str) -> None:
+        """Waits until all processes are there; as `exchange`."""
+        self.exchange(what, "")
+
+    def agree(self, what: str, document: Mapping[str, str]) -> None:
+        """Compares what all processes say, before they rely on it. All call it, in the same order.
+
+        Args:
+          what: what it is about, such as "pipeline"; as in `exchange`.
+          document: by what each is, such as "the schedule"; what differs is shown shortened.
+
+        Raises:
+          ValueError: something differs, with the values of all processes.
+          ProcessError: as `exchange`.
+        """
+        told = [json.loads(text) for text in self.exchange(what, json.dumps(dict(document)))]
+        names = dict.fromkeys(itertools.chain(*told))
+        faults = [
+            f"{name}: {_describe(values)}"
+            for name in names
+            if len(set(values := [one.get(name, "(nothing)") for one in told])) > 1
+        ]
+        if faults:
+            raise ValueError(
+                f"The processes of the run do not agree ({what}): {'; '.join(faults)}. All of them must "
+                "run the same program, with the same arguments and versions."
+            )
+
+    def _read(self, key: str) -> str:
+        while True:
+            self.check()
+            try:
+                with self._calling():
+                    return self.store.blocking_key_value_get(key, _SLICE)
+            except TimeoutError:
+                continue
+
+    @contextlib.contextmanager
+    def _calling(self) -> Iterator[None]:
+        """Around calls of the store."""
+        try:
+            yield
+        except jax.errors.JaxRuntimeError as error:
+            if str(error).startswith("DEADLINE_EXCEEDED"):
+                raise TimeoutError from None
+            self.check()
+            raise ProcessError(f"The coordinator of the processes does not answer: {error}") from error
+
+
+def _describe(values: Sequence[str]) -> str:
+    """The values and who has them; of long ones, what is around the first difference."""
+    processes: dict[str, list[int]] = {}
+    for process, value in enumerate(values):
+        processes.setdefault(value, []).append(process)
+    alike = next(n for n, found in enumerate(itertools.zip_longest(*processes)) if len(set(found)) > 1)
+    begin = max(0, alike - _SHOWN // 2)
+    shown = []
+    for value, having in processes.items():
+        if max(map(len, processes)) > _SHOWN:
+            end = begin + _SHOWN
+            value = f"{'...' * (begin > 0)}{value[begin:end]}{'...' * (end < len(value))}"
+        numbers = ", ".join(map(str, having))
+        shown.append(f"{value!r} in process{'es' * (len(having) > 1)} {numbers}")
+    return ", ".join(shown)
+
+
+_current: Peers | None = None
+
+
+def current() -> Peers | None:
+    """The processes that this one has joined; None if it runs alone."""
+    return _current
+
+
+def set_current(peers: Peers | None) -> None:
+    """Says which processes this one has joined; None that it runs alone again."""
+    global _current
+    _current = peers
+
+
+@contextlib.contextmanager
+def occupied(what: str) -> Iterator[None]:
+    """For what takes long while other processes wait, such as compiling: they go on waiting.
+
+    Args:
+      what: what is done, for their messages.
+    """
+    peers, thread = _current, threading.get_ident()
+    if peers is None or thread in peers.occupied:
+        yield
+        return
+    peers.occupied[thread] = what
+    try:
+        yield
+    finally:
+        del peers.occupied[thread]

@@ -1,0 +1,126 @@
+"""What stages know of the replicas of their pipeline, and compute with them together.
+
+These are primitives of JAX that mean what they do for one replica, unless they are lowered within the
+program of several (`jax.shard_map` over the axis `replica`): so nothing has to be known about replicas
+when a stage is traced. A program that has any of them runs on all replicas at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core as jex_core
+
+from ipu_pipeline.engine import jax_compat, jaxprs
+from ipu_pipeline.engine.tracing import frames
+
+__all__ = ["REPLICA", "cross_replica_sum", "replica_count", "replica_index", "uses_replicas"]
+
+REPLICA = "replica"  # the axis of the replicas
+T = TypeVar("T")
+
+cross_replica_sum_p = jex_core.Primitive("cross_replica_sum")
+replica_index_p = jex_core.Primitive("replica_index")
+replica_count_p = jex_core.Primitive("replica_count")
+_PRIMITIVES = (cross_replica_sum_p, replica_index_p, replica_count_p)
+
+
+def cross_replica_sum(x: T) -> T:
+    """The sum of what the replicas have at this point of a stage, the same for all.
+
+    Its derivative is the sum of the replicas' derivatives: what a replica gives here is part of the losses
+    of all of them, whose gradients are averaged.
+
+    Args:
+      x: an array, or a pytree of arrays, of numbers. Each replica gives its own.
+
+    Returns:
+      The like of x; with one replica, x.
+
+    Raises:
+      RuntimeError: not called in a stage of a pipeline.
+    """
+    _check("cross_replica_sum")
+    total: T = jax.tree.map(lambda leaf: cross_replica_sum_p.bind(jnp.asarray(leaf)), x)
+    return total
+
+
+def replica_index() -> jax.Array:
+    """The number of the replica that computes, from 0; an int32 scalar.
+
+    Raises:
+      RuntimeError: not called in a stage of a pipeline.
+    """
+    _check("replica_index")
+    index: jax.Array = replica_index_p.bind()
+    return index
+
+
+def replica_count() -> jax.Array:
+    """How many replicas there are; an int32 scalar.
+
+    Raises:
+      RuntimeError: not called in a stage of a pipeline.
+    """
+    _check("replica_count")
+    count: jax.Array = replica_count_p.bind()
+    return count
+
+
+def _check(name: str) -> None:
+    frame = frames.current_frame(name)
+    if not frame.is_stage:
+        raise RuntimeError(
+            f"{name} was called in {frame.place}, which is the same for all replicas. Call it in a stage "
+            "of a pipeline."
+        )
+
+
+def uses_replicas(flat: jaxprs.FlatJaxpr) -> bool:
+    """Whether a stage computes with the other replicas, or with its number among them."""
+
+    def find(equations: Any) -> Iterator[bool]:
+        for equation in equations:
+            yield equation.primitive in _PRIMITIVES
+            for inner in jex_core.jaxprs_in_params(equation.params):
+                yield from find(inner.eqns)
+
+    return any(find(flat.equations))
+
+
+# The rules of JAX.
+
+
+def _sum(x: jax.Array) -> jax.Array:
+    # XLA's client for CPUs crashes on the sum of a constant in an executable from JAX's cache (seen with
+    # jaxlib 0.10.2), so the operand is made something that is no constant: no index is negative.
+    x = jnp.where(jax.lax.axis_index(REPLICA) < 0, jnp.zeros_like(x), x)
+    total: jax.Array = jax.lax.psum(x, REPLICA)
+    return total
+
+
+def _int32_scalar() -> Any:
+    return jax_compat.shaped_array((), np.dtype(np.int32))
+
+
+cross_replica_sum_p.def_abstract_eval(lambda x: x)
+cross_replica_sum_p.def_impl(lambda x: x)
+jax_compat.make_own_transpose(cross_replica_sum_p)
+jax_compat.lower_by_axis(cross_replica_sum_p, REPLICA, lambda x: x, _sum)
+
+replica_index_p.def_abstract_eval(_int32_scalar)
+replica_index_p.def_impl(lambda: jnp.int32(0))
+jax_compat.lower_by_axis(
+    replica_index_p,
+    REPLICA,
+    lambda: jnp.int32(0),
+    lambda: jax.lax.axis_index(REPLICA).astype(jnp.int32),
+)
+
+replica_count_p.def_abstract_eval(_int32_scalar)
+replica_count_p.def_impl(lambda: jnp.int32(1))
+jax_compat.lower_by_axis(replica_count_p, REPLICA, lambda: jnp.int32(1), lambda: _sum(jnp.int32(1)))

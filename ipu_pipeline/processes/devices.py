@@ -1,0 +1,90 @@
+"""The devices of all processes of a run; and the virtual ones of a CPU.
+
+A process can have as many virtual ones as it likes, until JAX's backend runs. Of several processes, each
+makes an equal part of them, after it has joined the others.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from ipu_pipeline.engine import peers
+from ipu_pipeline.processes.joining import join_by_environment
+
+__all__ = ["check_num_cpu_devices", "have_cpu_devices", "spread", "want_cpu_devices"]
+
+
+def spread(devices: Sequence[Any], number: int) -> list[Any]:
+    """The devices, with those first that are taken if so many are: an equal part of each process's.
+
+    Args:
+      devices: of all processes, process by process.
+      number: how many will be taken.
+    """
+    others = peers.current()
+    if others is None:
+        return list(devices)
+    part = _own_part(number)
+    taken: Counter[int] = Counter()
+    first: list[Any] = []
+    rest: list[Any] = []
+    for device in devices:
+        (first if taken[device.process_index] < part else rest).append(device)
+        taken[device.process_index] += 1
+    return first + rest
+
+
+def want_cpu_devices(number: int) -> None:
+    """Makes so many virtual CPU devices, also if more were asked for.
+
+    Raises:
+      RuntimeError: the backend runs already, with fewer devices.
+    """
+    join_by_environment()
+    try:
+        jax.config.update("jax_num_cpu_devices", _own_part(number))
+    except RuntimeError:
+        check_num_cpu_devices(number)
+
+
+def have_cpu_devices(number: int) -> bool:
+    """Makes so many virtual CPU devices, unless more were asked for; False if the backend runs already."""
+    join_by_environment()
+    if _number_set() < _own_part(number):
+        try:
+            jax.config.update("jax_num_cpu_devices", _own_part(number))
+        except RuntimeError:
+            return False
+    return True
+
+
+def _own_part(number: int) -> int:
+    """How many of so many CPU devices this process makes; all make the same number."""
+    others = peers.current()
+    return number if others is None else -(-number // others.count)
+
+
+def check_num_cpu_devices(number: int) -> None:
+    """Raises a RuntimeError if JAX's CPU backend, which is running, has fewer devices."""
+    num_devices = len(jax.devices("cpu"))
+    if num_devices < number:
+        raise RuntimeError(
+            f"{number} IPUs are needed, but JAX's CPU backend is already running with {num_devices} "
+            "device(s), which cannot be changed any more. It started when a JAX array (jnp.float32(2), a "
+            "module of Flax) or a random key was made, or with jax.devices(). Call "
+            f"ipu.set_num_devices({number}) at the top of the program, or "
+            "IPUConfig.configure_ipu_system() before that."
+        )
+
+
+def _number_set() -> int:
+    """How many virtual CPU devices were asked for before; 1 if nobody did."""
+    flag = re.search(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    configured = int(jax.config.jax_num_cpu_devices)  # type: ignore[attr-defined]  # made at run time
+    return configured if configured >= 1 else int(flag.group(1)) if flag else 1

@@ -1,0 +1,280 @@
+"""Joins the processes of a run, by JAX's distributed runtime, and leaves them when this one ends."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import logging
+import math
+import os
+import platform
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from ipu_pipeline.engine import jax_processes, peers
+from ipu_pipeline.processes import coordinator
+from ipu_pipeline.processes.addresses import (
+    Place,
+    address_towards,
+    find_place,
+    is_in_environment,
+    split_address,
+)
+from ipu_pipeline.processes.peer_watch import PeerWatch
+
+__all__ = ["DEATH_VARIABLE", "STALL_VARIABLE", "is_joined", "join", "join_by_environment"]
+
+DEATH_VARIABLE = "IPU_PIPELINE_DEATH_TIMEOUT"
+STALL_VARIABLE = "IPU_PIPELINE_STALL_TIMEOUT"
+_OF_JAX = "JAX_COORDINATOR_BIND_ADDRESS"
+_LEAST_SECONDS = 2.0
+_logger = logging.getLogger("ipu_pipeline")
+_is_joined = False
+
+
+def is_joined() -> bool:
+    """Whether `join` was called."""
+    return _is_joined
+
+
+def join_by_environment() -> None:
+    """Joins the processes that the environment tells of, if it does and this has not been done."""
+    if not _is_joined and is_in_environment() and not jax.distributed.is_initialized():
+        join()
+
+
+def join(
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    local_device_ids: Sequence[int] | None = None,
+    coordinator_bind_address: str | None = None,
+    listen_address: str | None = None,
+    death_timeout: float | None = None,
+    stall_timeout: float | None = None,
+    initialization_timeout: float = 300,
+) -> None:
+    """See `ipu_pipeline.distributed.initialize`."""
+    global _is_joined
+    if _is_joined or jax.distributed.is_initialized():
+        by = (
+            "distributed.initialize, or configure_ipu_system"
+            if _is_joined
+            else "jax.distributed.initialize"
+        )
+        raise RuntimeError(f"distributed.initialize: this process has joined the others already, by {by}.")
+    if jax_processes.backends_run():
+        raise RuntimeError(
+            "distributed.initialize must be called before JAX's backend starts, which it does when an "
+            "array (jnp.float32(2), a module of Flax) or a random key is made, or with jax.devices(). Call "
+            "it at the top of the program."
+        )
+    death_timeout = _read_seconds("death_timeout", DEATH_VARIABLE, death_timeout, 60.0)
+    stall_timeout = _read_seconds("stall_timeout", STALL_VARIABLE, stall_timeout, death_timeout)
+    patience = _read_seconds("initialization_timeout", "", initialization_timeout, 300.0)
+    devices = None if local_device_ids is None else list(local_device_ids)
+    place = find_place(
+        coordinator_address, num_processes, process_id, devices, math.ceil(min(patience, 3600))
+    )
+    host, port = split_address(place.coordinator)
+    bound = coordinator_bind_address or os.environ.get(_OF_JAX)
+    if bound is not None:
+        split_address(bound, "coordinator_bind_address")
+    towards = _find_own_address(host, port, patience)
+    own = listen_address or towards
+    if place.index == 0 and bound is None:
+        bound = f"[{towards}]:{port}" if ":" in towards else f"{towards}:{port}"
+    # JAX's own limit comes later: what it does then is to abort.
+    heartbeat_timeout = math.ceil(death_timeout) + 60
+    _initialize(place, bound, heartbeat_timeout, patience)
+    _is_joined = True
+    if not jax_processes.listen_for_collectives(own):
+        _logger.warning(
+            "This JAX does not say where its collectives listen: it is where the host's name leads."
+        )
+    if place.count == 1:
+        return
+    store = jax_processes.key_value_store()
+    if store is None:
+        raise RuntimeError("This JAX does not let the processes tell each other anything. Use jax 0.10.")
+    _claim(store, place)
+    others = peers.Peers(place.index, place.count, own, store)
+    peers.set_current(others)
+    PeerWatch(others, death_timeout, stall_timeout).start()
+    others.agree("joining", _describe_versions())
+
+
+def _find_own_address(host: str, port: int, patience: float) -> str:
+    """The address of this machine by which it reaches a host, as soon as that is known.
+
+    Kubernetes knows the name of a pod only when that runs, which may be after this one.
+    """
+    deadline, is_told = time.monotonic() + patience, False
+    while True:
+        try:
+            return address_towards(host, port)
+        except ValueError as error:
+            if time.monotonic() > deadline:
+                raise
+            if not is_told:
+                _logger.warning("%s It is tried again for %g s (initialization_timeout).", error, patience)
+            is_told = True
+        time.sleep(min(1.0, patience / 4))
+
+
+def _read_seconds(name: str, variable: str, given: float | None, default: float) -> float:
+    """A time in seconds."""
+    value: Any = given if given is not None else os.environ.get(variable) or default
+    try:
+        seconds = float(value) if not isinstance(value, bool) else math.nan
+    except (TypeError, ValueError):
+        seconds = math.nan
+    if not seconds >= _LEAST_SECONDS:
+        given_as = name if given is not None or not variable else f"the environment variable {variable}"
+        raise ValueError(
+            f"distributed.initialize: {given_as} must be a number of seconds from {_LEAST_SECONDS:g}; it "
+            f"is {value!r}."
+        )
+    return seconds
+
+
+def _initialize(place: Place, bound: str | None, heartbeat_timeout: int, patience: float) -> None:
+    """Calls JAX in a thread, since it would abort the process when the others do not come."""
+    faults: list[BaseException] = []
+    kept = {
+        name: getattr(jax.config, name)
+        for name in ("jax_enable_recoverability", "jax_enable_preemption_service")
+    }
+
+    def start_coordinator() -> _Coordinator:
+        assert bound is not None
+        return _Coordinator(bound, place.count, heartbeat_timeout)
+
+    def initialize() -> None:
+        try:
+            with jax_processes.coordinated_elsewhere(start_coordinator):
+                jax.distributed.initialize(
+                    place.coordinator,
+                    place.count,
+                    place.index,
+                    local_device_ids=place.local_devices,
+                    cluster_detection_method="deactivate",
+                    initialization_timeout=10**6,
+                    heartbeat_timeout_seconds=heartbeat_timeout,
+                    shutdown_timeout_seconds=heartbeat_timeout,
+                    coordinator_bind_address=bound,
+                )
+        except BaseException as error:
+            faults.append(error)
+
+    # The others live on when one dies, until they have said what happened. JAX's service of preemptions
+    # would take SIGTERM for itself, so that nobody could stop a program by it.
+    jax.config.update("jax_enable_recoverability", True)
+    jax.config.update("jax_enable_preemption_service", False)
+    try:
+        thread = threading.Thread(target=initialize, name="ipu-joining", daemon=True)
+        thread.start()
+        deadline = time.monotonic() + min(patience, threading.TIMEOUT_MAX)
+        while thread.is_alive() and time.monotonic() < deadline:
+            thread.join(min(0.5, max(0.0, deadline - time.monotonic())))  # so that Ctrl-C is heard
+    finally:
+        for name, value in kept.items():
+            jax.config.update(name, value)
+    if thread.is_alive():
+        raise TimeoutError(
+            f"distributed.initialize: the {place.count} processes of the run did not all come to "
+            f"{place.coordinator} within {patience:g} s; this is process {place.index}. See whether all "
+            "were started, with the same address and number, and whether this machine reaches the "
+            "coordinator, which process 0 starts. initialization_timeout is how long to wait."
+        )
+    if faults:
+        raise faults[0]
+
+
+class _Coordinator:
+    """The program that serves the coordination, as JAX's handle of its service."""
+
+    def __init__(self, address: str, count: int, heartbeat_timeout: int) -> None:
+        """Starts it.
+
+        Raises:
+          RuntimeError: it cannot listen there.
+        """
+        settings = {
+            "address": address,
+            "count": count,
+            "heartbeat_timeout": heartbeat_timeout,
+            "service": jax_processes.coordination_service,
+        }
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "TF_CPP_MIN_LOG_LEVEL": "3",
+        }
+        self._process = subprocess.Popen(  # noqa: S603  # our own program
+            [sys.executable, coordinator.__file__, json.dumps(settings)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+            start_new_session=True,  # Ctrl-C is for the processes of the run
+        )
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        self._process.stdout.close()
+        answer = json.loads(line) if line else {"error": f"it ended with status {self._process.wait()}"}
+        if "error" in answer:
+            raise RuntimeError(
+                f"distributed.initialize: the coordinator cannot listen at {address}: {answer['error']}. "
+                "Give an address of this machine with a port that is free."
+            )
+
+    def shutdown(self) -> None:
+        """Says that this process needs it no longer. It ends when the others have left too."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.returncode = 0  # nobody waits for it
+
+
+def _claim(store: peers.Store, place: Place) -> None:
+    """Takes the number of this process.
+
+    Raises:
+      ValueError: another process has it.
+    """
+    try:
+        store.key_value_set(f"ipu_pipeline/claimed/{place.index}", uuid.uuid4().hex)
+    except jax.errors.JaxRuntimeError as error:
+        if "ALREADY_EXISTS" not in str(error):
+            raise
+        raise ValueError(
+            f"distributed.initialize: another process of the run at {place.coordinator} has process_id "
+            f"{place.index} too. Each has a number of its own, from 0 to {place.count - 1}."
+        ) from None
+
+
+def _describe_versions() -> dict[str, str]:
+    """What must be the same in all processes."""
+    found = {"the version of Python": platform.python_version()}
+    for name in ("jax", "jaxlib", "ipu_pipeline"):
+        try:
+            found[f"the version of {name}"] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:  # run from its sources
+            found[f"the version of {name}"] = str(
+                getattr(sys.modules.get(name), "__version__", "(unknown)")
+            )
+    for name in (
+        "jax_enable_x64",
+        "jax_default_prng_impl",
+        "jax_threefry_partitionable",
+        "jax_default_matmul_precision",
+    ):
+        found[name] = str(getattr(jax.config, name))
+    return found

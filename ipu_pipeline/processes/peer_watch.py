@@ -1,0 +1,396 @@
+"""Watches the other processes of a run, so that none waits for one that has died or does not go on.
+
+Each process tells in JAX's store, twice a second, that it lives and how far it has come. One has died if it
+is gone from this machine, or has been silent for long. The processes have stopped if nothing was started or
+finished anywhere for long, while one waits for another, no device is at work, and nobody does what takes
+long (compiling). Then each says what it knows and ends: by a ProcessError where its program next starts or
+awaits something, or after a few seconds as a whole, since a main thread that is stuck in XLA hears nothing.
+
+Two threads: one talks with the store, and may be kept waiting if that is gone; the other one judges.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import jax
+
+from ipu_pipeline.engine.devices import action_log
+from ipu_pipeline.engine.errors import ProcessError
+from ipu_pipeline.engine.peers import Peers
+from ipu_pipeline.processes import board
+from ipu_pipeline.processes.ending import end_process
+
+__all__ = ["Judge", "PeerWatch", "Status"]
+
+_STATUSES = "ipu_pipeline/status"
+_INTERVAL = 0.5  # seconds between two looks, at most
+_GRACE = 10.0  # seconds that the program has to end by itself, at most
+_MORE_AT_WORK = 10  # so many times as long may a device be at work
+_AFTER_END = 5.0  # seconds that one may wait for data when all others have ended their programs
+_LOOKS_AFTER_ERROR = 4  # until somebody is found to be the cause of an error of this process
+
+
+@dataclass(frozen=True)
+class Status:
+    """What a process tells of itself.
+
+    Attributes:
+      beat: a number that rises as long as it lives.
+      finished: the last action that it has finished; None if it has not finished any.
+      next: the oldest that it has started and not finished; None if there is none.
+      lacks_data: whether that waits for another process.
+      number: rises with what is started and finished.
+      waits_at: where its program waits for the others; None if it does not.
+      occupied_with: what takes it long; None if nothing does.
+      end: None while its program runs; "" once it has ended, an error if it ended by that.
+      verdict: why the run cannot go on, if it has found that; None otherwise.
+      pid: its own, and by `start`, `boot` and `namespace` which one of those with this pid it is.
+      start: as in `board.Process`.
+      boot: likewise.
+      namespace: likewise.
+      host: the name of its machine.
+    """
+
+    beat: int = 0
+    finished: str | None = None
+    next: str | None = None
+    lacks_data: bool = False
+    number: int = 0
+    waits_at: str | None = None
+    occupied_with: str | None = None
+    end: str | None = None
+    verdict: str | None = None
+    pid: int = 0
+    start: int = 0
+    boot: str = ""
+    namespace: str = ""
+    host: str = ""
+
+    @property
+    def waits(self) -> bool:
+        """Whether it can do nothing until others have."""
+        return self.end is None and (self.lacks_data or self.waits_at is not None)
+
+    @property
+    def is_at_work(self) -> bool:
+        """Whether its devices have something to do, as far as it knows."""
+        return self.end is None and self.next is not None and not self.lacks_data
+
+    def describe(self) -> str:
+        """How far it has come, for people."""
+        parts = [f"the last action finished is {self.finished or 'none'}"]
+        if self.next is not None:
+            parts.append(f"{self.next} {'waits for data' if self.lacks_data else 'is unfinished'}")
+        if self.waits_at is not None:
+            parts.append(f"the program waits for the others ({self.waits_at})")
+        if self.occupied_with is not None:
+            parts.append(f"the program is {self.occupied_with}")
+        if self.end is not None:
+            parts.append(f"the program has ended{' with ' + self.end if self.end else ''}")
+        return "; ".join(parts)
+
+
+class Judge:
+    """Finds from what processes tell whether the run can go on. It has no threads, and is told the time."""
+
+    def __init__(self, index: int, count: int, silence: float, stall: float, most_step: float) -> None:
+        """Knows of nothing yet.
+
+        Args:
+          index: the process that judges.
+          count: how many there are.
+          silence: after how many seconds without a sign a process counts as dead.
+          stall: after how many seconds without any action the processes count as stopped.
+          most_step: the longest time between two looks that counts; more passes only if this process was
+            stopped.
+        """
+        self._index = index
+        self._count = count
+        self._silence = silence
+        self._stall = stall
+        self._most_step = most_step
+        self._looked: float | None = None
+        self._clock = 0.0  # seconds, without those in which this process was stopped
+        self._heard = 0.0  # those of them in which the store answered
+        self._beats: dict[int, tuple[int, float]] = {}
+        self._counted: tuple[tuple[Any, ...], float] = ((), 0.0)
+        self._answered = 0.0
+
+    def judge(
+        self, statuses: dict[int, Status], now: float, is_answered: bool, dead: Sequence[int]
+    ) -> str | None:
+        """Why the run cannot go on; None if it can.
+
+        Args:
+          statuses: what each process told last.
+          now: the time, in seconds.
+          is_answered: whether the store has answered since the last look.
+          dead: processes that are known to be gone.
+        """
+        step = 0.0 if self._looked is None else min(now - self._looked, self._most_step)
+        self._looked = now
+        self._clock += step
+        self._heard += step if is_answered else 0.0
+        for process, status in statuses.items():
+            if self._beats.get(process, (-1, 0.0))[0] != status.beat:
+                self._beats[process] = (status.beat, self._heard)
+        for process, status in statuses.items():
+            if process != self._index and status.verdict is not None:
+                return status.verdict
+        what = self._find_dead(statuses, dead) or self._find_failed(statuses) or self._find_stall(statuses)
+        if is_answered:
+            self._answered = self._clock
+        elif what is None and self._clock - self._answered > self._silence:
+            what = f"The coordinator, which process 0 started, has not answered for {self._silence:.0f} s."
+        return None if what is None else f"{what}{self.describe(statuses)}"
+
+    def describe(self, statuses: dict[int, Status]) -> str:
+        """How far each process has come, a line for each."""
+        lines = []
+        for process in range(self._count):
+            status = statuses.get(process)
+            lines.append(
+                f"\n  process {process}: {'has told nothing yet' if status is None else status.describe()}"
+            )
+        return "".join(lines)
+
+    def _find_dead(self, statuses: dict[int, Status], dead: Sequence[int]) -> str | None:
+        for process, (_beat, heard) in sorted(self._beats.items()):
+            status, seconds = statuses[process], self._heard - heard
+            if process == self._index or status.end is not None:
+                continue
+            name = f"Process {process} (pid {status.pid} on {status.host})"
+            if process in dead:
+                return f"{name} has died: it is gone from this machine."
+            if seconds > self._silence:
+                return f"{name} has died or was stopped: no sign of it for {seconds:.0f} s (death_timeout)."
+        return None
+
+    def _find_failed(self, statuses: dict[int, Status]) -> str | None:
+        for process, status in sorted(statuses.items()):
+            if process != self._index and status.end:
+                return f"Process {process} (pid {status.pid} on {status.host}) has ended with {status.end}."
+        return None
+
+    def _find_stall(self, statuses: dict[int, Status]) -> str | None:
+        counted = tuple(
+            (p, s.number, s.waits_at, s.end, s.occupied_with) for p, s in sorted(statuses.items())
+        )
+        if counted != self._counted[0]:
+            self._counted = (counted, self._heard)
+        seconds = self._heard - self._counted[1]
+        waiting = [process for process, status in statuses.items() if status.waits]
+        if not waiting or any(s.occupied_with is not None and s.end is None for s in statuses.values()):
+            return None
+        limit = self._stall
+        if any(status.is_at_work for status in statuses.values()):
+            limit *= _MORE_AT_WORK
+        behind = [process for process, status in sorted(statuses.items()) if not status.waits]
+        if behind and all(statuses[process].end is not None for process in behind):
+            limit = min(limit, _AFTER_END)
+        if seconds <= limit or len(statuses) < self._count:
+            return None
+        alive = [process for process in behind if statuses[process].end is None]
+        if alive:
+            culprits = f"{_name(alive)} {'does' if len(alive) == 1 else 'do'} not go on"
+        elif behind:
+            culprits = f"{_name(behind)} {'has' if len(behind) == 1 else 'have'} ended"
+        else:
+            culprits = "they wait for each other"
+        since = f"Nothing was done for {seconds:.0f} s (stall_timeout)"
+        return f"{since}: {culprits}, and {_name(waiting)} cannot."
+
+
+def _name(processes: Sequence[int]) -> str:
+    return f"process{'es' * (len(processes) > 1)} {', '.join(map(str, processes))}"
+
+
+def _may_come_from_others(error: BaseException | None) -> bool:
+    """Whether an error may be what this process notices of the end of another one."""
+    while error is not None:
+        if isinstance(error, jax.errors.JaxRuntimeError | ProcessError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+class PeerWatch:
+    """The threads that watch the other processes, and what is done when this one ends."""
+
+    def __init__(self, peers: Peers, death_timeout: float, stall_timeout: float) -> None:
+        """Begins nothing yet.
+
+        Args:
+          peers: the processes.
+          death_timeout: within how many seconds of the death of one the others have ended.
+          stall_timeout: for how many seconds processes may wait while nobody does anything.
+        """
+        self._peers = peers
+        self._interval = min(_INTERVAL, death_timeout / 10)
+        self._grace = min(_GRACE, death_timeout / 6)
+        silence = death_timeout - self._grace - 2 * self._interval
+        self._judge = Judge(peers.index, peers.count, silence, stall_timeout, 2 * self._interval)
+        here = board.this_process()
+        facts = {} if here is None else dataclasses.asdict(here)
+        self._status = dataclasses.replace(Status(pid=os.getpid()), **facts)
+        self._statuses: dict[int, Status] = {}
+        self._num_answers = 0
+        self._lock = threading.Lock()
+        self._looking = threading.Condition()
+        self._num_looks = 0
+        self._end: str | None = None
+        self._is_over = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._tell_and_hear, name="ipu-peers", daemon=True),
+            threading.Thread(target=self._look, name="ipu-peer-watch", daemon=True),
+        ]
+        self._former_hook = sys.excepthook
+
+    def start(self) -> None:
+        """Begins to watch, until the process ends."""
+        for thread in self._threads:
+            thread.start()
+        sys.excepthook = self._note_exception
+        atexit.register(self._leave, os.getpid())
+
+    # The thread that talks.
+
+    def _tell_and_hear(self) -> None:
+        while not self._is_over.wait(self._interval if self._num_answers else 0.0):
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # it is tried again; the judge knows
+                self._tell()
+                self._hear()
+
+    def _tell(self) -> None:
+        log = action_log.current()
+        with self._lock:
+            standing = None if log is None else log.standing()
+            self._status = dataclasses.replace(
+                self._status,
+                beat=self._status.beat + 1,
+                waits_at=self._peers.waits_at,
+                occupied_with=next(iter(list(self._peers.occupied.values())), None),
+                end=self._end,
+                verdict=self._peers.failure,
+                **({} if standing is None else standing._asdict()),
+            )
+            text = json.dumps(dataclasses.asdict(self._status))
+        self._peers.store.key_value_set(f"{_STATUSES}/{self._peers.index}", text, True)
+
+    def _hear(self) -> None:
+        told = self._peers.store.key_value_dir_get(f"{_STATUSES}/")
+        statuses = {int(key.rpartition("/")[2]): Status(**json.loads(text)) for key, text in told}
+        with self._lock:
+            self._statuses = statuses
+            self._num_answers += 1
+
+    # The thread that judges.
+
+    def _look(self) -> None:
+        known = 0
+        while not self._is_over.wait(self._interval):
+            with self._lock:
+                statuses, answers = self._statuses, self._num_answers
+            found = self._judge.judge(
+                statuses, time.monotonic(), answers != known, self._find_gone(statuses)
+            )
+            known = answers
+            if found is not None and self._end is None:
+                self._peers.fail(found)
+            with self._looking:
+                self._num_looks += 1
+                self._looking.notify_all()
+            if self._peers.failure is not None and self._end is None:
+                if not self._is_over.wait(self._grace) and self._end is None:
+                    self._end_process(self._peers.failure)
+                return
+
+    def _find_gone(self, statuses: dict[int, Status]) -> list[int]:
+        """Processes of this machine that there are no more."""
+        gone = []
+        for process, status in statuses.items():
+            own = self._status
+            is_here = own.boot and (status.boot, status.namespace) == (own.boot, own.namespace)
+            if process != self._peers.index and is_here and own.namespace:
+                found = board.find_process(status.pid)
+                if found is None or found.start != status.start:
+                    gone.append(process)
+        return gone
+
+    # When this process ends.
+
+    def _note_exception(
+        self, kind: type[BaseException], value: BaseException, traceback: TracebackType | None
+    ) -> None:
+        """In place of `sys.excepthook`: tells the others, and finds who is the cause."""
+        self._former_hook(kind, value, traceback)
+        if self._end is not None or not issubclass(kind, Exception):
+            self._end = self._end or kind.__name__
+            return
+        if self._peers.failure is None and _may_come_from_others(value):
+            self._await_verdict()
+            sys.stderr.write(self._say(self._peers.failure))
+        first = str(value).splitlines()
+        self._end = f"{kind.__name__}: {first[0] if first else ''}".removesuffix(": ")
+
+    def _say(self, what: str | None) -> str:
+        return f"ipu_pipeline: process {self._peers.index} ends. {what}\n" if what is not None else ""
+
+    def _end_process(self, what: str) -> None:
+        end_process(self._say(what))
+
+    def _await_verdict(self) -> None:
+        """Waits for a few looks, in which a process that has died may be found."""
+        with self._looking:
+            last = self._num_looks + _LOOKS_AFTER_ERROR
+            self._looking.wait_for(
+                lambda: self._num_looks >= last or self._peers.failure is not None,
+                timeout=2 * _LOOKS_AFTER_ERROR * self._interval,
+            )
+
+    def _leave(self, pid: int) -> None:
+        """What the process does at its end: one without an error waits until the others need it no more."""
+        if os.getpid() != pid:  # a fork of it
+            return
+        if self._end is None:
+            self._await_others()
+        else:  # JAX may wait at its end for what never comes
+            message = f"Its end took more than {self._grace:.0f} s."
+            limit = threading.Timer(self._grace, self._end_process, [message])
+            limit.daemon = True
+            limit.start()
+        self._is_over.set()
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            self._tell()
+        for thread in self._threads:
+            thread.join(2 * self._interval)
+
+    def _await_others(self) -> None:
+        log = action_log.current()
+        while log is not None and log.standing().next is not None and self._peers.failure is None:
+            time.sleep(0.01)
+        if self._peers.failure is not None:  # what it had started will never be finished
+            self._end_process(self._peers.failure)
+        self._end = ""
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            self._tell()
+        while True:
+            with self._lock:
+                others = [s for p, s in self._statuses.items() if p != self._peers.index]
+                gone = self._find_gone(self._statuses)
+            left = sum(status.end is not None for status in others) + len(gone)
+            if left >= self._peers.count - 1:
+                return
+            time.sleep(self._interval / 10)

@@ -1,0 +1,25 @@
+"""Which replica runs a stage, as Graphcore's `ipu.replication_ops` has it."""
+
+from __future__ import annotations
+
+import jax
+
+from ipu_pipeline import engine
+
+__all__ = ["replication_index"]
+
+
+def replication_index(name: str | None = None) -> jax.Array:
+    """The number of the replica that runs the stage being traced.
+
+    Args:
+      name: of an operation in TensorFlow; nothing is called so here.
+
+    Returns:
+      An int32 scalar from 0; 0 if there is one replica.
+
+    Raises:
+      RuntimeError: not called within a stage.
+    """
+    del name
+    return engine.replica_index()

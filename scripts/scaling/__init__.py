@@ -1,0 +1,1 @@
+"""What docs/scale.md is computed from."""

@@ -1,0 +1,442 @@
+"""What processes tell each other, who has died, and what a run is called: without any processes."""
+
+import threading
+import weakref
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from ipu_pipeline import distributed
+from ipu_pipeline.engine import Pipeline, get_variable, peers
+from ipu_pipeline.engine.devices import action_log
+from ipu_pipeline.engine.errors import ProcessError
+from ipu_pipeline.engine.fingerprints import describe
+from ipu_pipeline.processes import addresses, ending, joining
+from ipu_pipeline.processes.devices import spread
+from ipu_pipeline.processes.peer_watch import Judge, Status
+
+
+class Store:
+    """JAX's store, in one process."""
+
+    def __init__(self):
+        self.texts = {}
+        self.changed = threading.Condition()
+
+    def key_value_set(self, key, value, allow_overwrite=False):
+        with self.changed:
+            assert allow_overwrite or key not in self.texts
+            self.texts[key] = value
+            self.changed.notify_all()
+
+    def key_value_delete(self, key):
+        del self.texts[key]
+
+    def key_value_dir_get(self, key):
+        return [(name, text) for name, text in self.texts.items() if name.startswith(key)]
+
+    def blocking_key_value_get(self, key, timeout_in_ms):
+        with self.changed:
+            if not self.changed.wait_for(lambda: key in self.texts, timeout_in_ms / 1000):
+                raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: nobody came")
+            return self.texts[key]
+
+
+def together(count, act):
+    """What `act` returns or raises in each of so many processes, each a thread."""
+    store, found = Store(), {}
+
+    def run(index):
+        try:
+            found[index] = act(peers.Peers(index, count, "127.0.0.1", store))
+        except Exception as error:
+            found[index] = error
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return [found[index] for index in range(count)], store
+
+
+def test_texts_are_exchanged_and_then_forgotten():
+    def act(one):
+        return [one.exchange("greeting", f"{one.index}.{number}") for number in range(6)]
+
+    found, store = together(3, act)
+    assert found == [[[f"{process}.{number}" for process in range(3)] for number in range(6)]] * 3
+    assert len(store.texts) <= 6  # those of the last two times
+
+
+def test_what_differs_is_named_with_the_values_of_all_processes():
+    def act(one):
+        one.agree("first", {"the seed": "1"})
+        long = "a" * 1000 + ("b" if one.index == 1 else "c") + "d" * 1000
+        one.agree("second", {"the seed": str(one.index == 2), "same": "1", "long": long})
+
+    errors, _store = together(3, act)
+    assert [type(error) for error in errors] == [ValueError] * 3
+    assert len({str(error) for error in errors}) == 1
+    message = str(errors[0])
+    assert "the seed: 'False' in processes 0, 1, 'True' in process 2" in message
+    assert "aaabddd" in message
+    assert "aaacddd" in message
+    assert len(message) < 1000
+    assert "same" not in message.partition("All of them")[0]
+
+
+def test_who_waits_hears_of_the_death_of_another():
+    def act(one):
+        if one.index == 0:
+            threading.Timer(0.2, one.fail, ["Process 1 has died."]).start()
+            one.meet("checkpoint")
+
+    (error, nothing), _store = together(2, act)
+    assert isinstance(error, ProcessError)
+    assert str(error) == "Process 1 has died."
+    assert nothing is None
+
+
+def test_a_process_alone_has_no_peers():
+    assert peers.current() is None
+    assert action_log.current() is None
+    with peers.occupied("compiling"):
+        pass
+
+
+@pytest.fixture
+def two():
+    """This process is the second one of two."""
+    known = peers.Peers(1, 2, "127.0.0.1", Store())
+    peers.set_current(known)
+    yield known
+    peers.set_current(None)
+
+
+def test_what_takes_long_is_told(two):
+    with peers.occupied("compiling"), peers.occupied("tracing"):
+        assert list(two.occupied.values()) == ["compiling"]
+    assert two.occupied == {}
+
+
+class Device:
+    def __init__(self, process_index, number):
+        self.process_index = process_index
+        self.number = number
+
+
+def test_devices_are_taken_from_all_processes(two):
+    devices = [Device(process, number) for process in range(2) for number in range(4)]
+    taken = [(device.process_index, device.number) for device in spread(devices, 3)]
+    assert taken[:4] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert sorted(taken) == [(process, number) for process in range(2) for number in range(4)]
+
+
+# The log of actions.
+
+
+class Array:
+    def __init__(self, nbytes=8, is_done=False):
+        self.nbytes, self.is_done, self.is_gone = nbytes, is_done, False
+        self.shape = (nbytes,)
+
+    def is_ready(self):
+        return self.is_done
+
+    def is_deleted(self):
+        return self.is_gone
+
+
+def forward(number, size=1):
+    return action_log.Action("forward", 2, 17, number, size)
+
+
+def test_names_of_actions():
+    assert str(forward(5)) == "stage 2 forward of micro-batch 5 of step 17"
+    assert str(forward(4, 4)) == "stage 2 forward of micro-batches 4 to 7 of step 17"
+    assert str(action_log.Action("weight update", 0, 3)) == "stage 0 weight update of step 3"
+
+
+def test_the_last_finished_action_and_the_oldest_unfinished():
+    log, arrays = action_log.ActionLog(), [Array(), Array(), Array()]
+    assert log.standing()[:3] == (None, None, False)
+    for number, array in enumerate(arrays):
+        log.note(forward(number), [Array(10**9), array])
+    assert log.standing()[:3] == (None, str(forward(0)), False)
+    arrays[0].is_done = arrays[2].is_done = True
+    assert log.standing()[:3] == (str(forward(0)), str(forward(1)), False)
+    arrays[1].is_gone = True  # whoever was given its memory comes later on the same device
+    assert log.standing()[:3] == (str(forward(2)), None, False)
+
+
+def test_an_action_that_waits_for_another_process():
+    log, sent = action_log.ActionLog(), Array()
+    log.note(forward(0), [Array()], [sent])
+    kept = list(log._noted)
+    assert log.standing().lacks_data
+    sent.is_done = True
+    assert not log.standing().lacks_data
+    assert kept
+
+
+def test_the_log_holds_few_bytes():
+    log = action_log.ActionLog()
+    arrays = [Array(10 * 2**20) for _number in range(4)]
+    held = [weakref.ref(array) for array in arrays]
+    for number, array in enumerate(arrays):
+        log.note(forward(number), [array])
+    del arrays, array
+    assert [reference() is not None for reference in held] == [True, False, False, False]
+    held[0]().is_done = True
+    assert log.standing()[:2] == (str(forward(0)), None)
+    assert held[0]() is None
+
+
+# Who has died, and whether the processes go on.
+
+
+def judge(looks, silence=10.0, stall=30.0, answers=lambda second: True, dead=()):
+    """What is found, and after how many seconds; `looks` gives the statuses of processes at a second."""
+    one = Judge(0, 2, silence, stall, most_step=2.0)
+    for second in range(500):
+        statuses = dict(enumerate(looks(second)))
+        found = one.judge(statuses, float(second), answers(second), dead if second > 2 else ())
+        if found is not None:
+            return second, found
+    return None, None
+
+
+def test_processes_that_go_on():
+    waiting = {"waits_at": "the end"}
+    assert judge(lambda s: [Status(s), Status(s)]) == (None, None)
+    assert judge(lambda s: [Status(s, number=s, **waiting), Status(s)]) == (None, None)
+    assert judge(lambda s: [Status(s, **waiting), Status(s, occupied_with="compiling")]) == (None, None)
+    assert judge(lambda s: [Status(s), Status(s, end="")]) == (None, None)
+
+
+def test_a_process_that_is_gone():
+    second, found = judge(lambda s: [Status(s), Status(s, pid=17, host="b", finished="x")], dead=[1])
+    assert second == 3
+    lines = found.splitlines()
+    assert lines[0] == "Process 1 (pid 17 on b) has died: it is gone from this machine."
+    assert lines[1:] == [
+        "  process 0: the last action finished is none",
+        "  process 1: the last action finished is x",
+    ]
+
+
+def test_a_process_that_is_silent():
+    second, found = judge(lambda s: [Status(s), Status(min(s, 5), pid=17, host="b")])
+    assert second == 16
+    assert "Process 1 (pid 17 on b) has died or was stopped: no sign of it for 11 s" in found
+    assert judge(lambda s: [Status(s), Status(min(s, 5), end="")]) == (None, None)
+
+
+def test_who_was_stopped_does_not_blame_the_others():
+    one = Judge(0, 2, 10.0, 30.0, most_step=2.0)
+    for second in (0.0, 1.0, 500.0, 501.0):
+        assert one.judge({0: Status(int(second)), 1: Status(5)}, second, True, ()) is None
+
+
+def test_a_coordinator_that_does_not_answer():
+    statuses = [Status(3), Status(3)]
+    second, found = judge(lambda s: statuses, answers=lambda second: second < 5)
+    assert second == 15
+    assert found.startswith("The coordinator, which process 0 started, has not answered for 10 s.")
+
+
+def test_errors_and_verdicts_of_others():
+    _second, found = judge(lambda s: [Status(s), Status(s, end="ValueError: no data", pid=17, host="b")])
+    assert found.startswith("Process 1 (pid 17 on b) has ended with ValueError: no data.")
+    assert judge(lambda s: [Status(s), Status(s, verdict="as it is")]) == (0, "as it is")
+
+
+def test_processes_that_stand_still():
+    waiting = {"lacks_data": True, "next": "a"}
+    second, found = judge(lambda s: [Status(s, **waiting), Status(s)])
+    assert second == 31
+    assert "process 1 does not go on, and process 0 cannot" in found
+    second, found = judge(lambda s: [Status(s, **waiting), Status(s, **waiting)])
+    assert second == 31
+    assert "they wait for each other" in found
+    second, found = judge(lambda s: [Status(s, **waiting), Status(s, next="long")])
+    assert second == 301
+    second, found = judge(lambda s: [Status(s, **waiting), Status(s, end="")])
+    assert second == 6
+    assert "process 1 has ended, and process 0 cannot" in found
+
+
+def test_the_process_ends_after_what_it_writes(monkeypatch, capfd):
+    ended = []
+    monkeypatch.setattr(ending.os, "_exit", ended.append)
+    begun, release = threading.Event(), threading.Event()
+
+    def write():
+        with ending.written_whole("the checkpoint x"):
+            begun.set()
+            release.wait(30)
+            assert not ended
+            ended.append("written")
+
+    threading.Thread(target=write, daemon=True).start()
+    assert begun.wait(30)
+    threading.Timer(0.3, release.set).start()
+    ending.end_process("why\n")
+    assert ended == ["written", 1]
+    assert capfd.readouterr().err == "why\nFirst the checkpoint x is written.\n"
+
+
+# What is given to `initialize`.
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    for name in ("COORDINATOR_ADDRESS", "NUM_PROCESSES", "PROCESS_ID"):
+        monkeypatch.delenv(f"IPU_PIPELINE_{name}", raising=False)
+    monkeypatch.delenv("JAX_COORDINATOR_ADDRESS", raising=False)
+    return monkeypatch
+
+
+def find(address=None, count=None, index=None):
+    return addresses.find_place(address, count, index, None, 1)
+
+
+def test_the_place_of_a_process(environment):
+    assert find("a:1", 2, 1) == addresses.Place("a:1", 2, 1, None)
+    environment.setenv("IPU_PIPELINE_COORDINATOR_ADDRESS", "b:2")
+    environment.setenv("IPU_PIPELINE_NUM_PROCESSES", "4")
+    environment.setenv("IPU_PIPELINE_PROCESS_ID", "3")
+    assert addresses.is_in_environment()
+    assert find() == addresses.Place("b:2", 4, 3, None)
+    assert find("a:1", index=0) == addresses.Place("a:1", 4, 0, None)
+    environment.setenv("IPU_PIPELINE_PROCESS_ID", "x")
+    with pytest.raises(ValueError, match="IPU_PIPELINE_PROCESS_ID must be an integer; it is 'x'"):
+        find()
+
+
+def test_an_environment_that_is_half_set(environment):
+    environment.setenv("IPU_PIPELINE_NUM_PROCESSES", "4")
+    with pytest.raises(
+        ValueError, match=r"process_id \(IPU_PIPELINE_PROCESS_ID\) missing: .* has only"
+    ) as e:
+        find()
+    assert "coordinator_address (IPU_PIPELINE_COORDINATOR_ADDRESS) and" in str(e.value)
+
+
+def test_a_cluster_is_recognised(environment):
+    with pytest.raises(ValueError, match="recognises no cluster here .* scripts/launch_local.py"):
+        find()
+    slurm = {"JOB_ID": "1", "STEP_NODELIST": "node[1-2]", "NTASKS": "2", "PROCID": "1", "LOCALID": "0"}
+    for name, text in slurm.items():
+        environment.setenv(f"SLURM_{name}", text)
+    place = find()
+    assert (place.count, place.index, place.local_devices) == (2, 1, [0])
+    assert place.coordinator.startswith("node1:")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"address": 3}, "coordinator_address must be a text"),
+        ({"count": "2"}, "num_processes must be an integer; it is '2'"),
+        ({"index": True}, "process_id must be an integer; it is True"),
+        ({"index": 2}, "process_id must be from 0 to 1, as there are 2 processes; it is 2"),
+        ({"count": 0, "index": 0}, "num_processes must be 1 or more; it is 0"),
+        ({"address": "host"}, 'coordinator_address must be "host:port"'),
+        ({"address": "host:99999"}, 'coordinator_address must be "host:port"'),
+        ({"address": "::1:80"}, 'coordinator_address must be "host:port"'),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_wrong_arguments(environment, given, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        find(**{"address": "a:1", "count": 2, "index": 1, **given})
+
+
+def test_addresses():
+    assert addresses.split_address("[fd00::1]:80") == ("fd00::1", 80)
+    assert addresses.address_towards("localhost", 80) in ("127.0.0.1", "::1")
+    with pytest.raises(ValueError, match=r"host 'nowhere\.invalid' cannot be reached"):
+        addresses.address_towards("nowhere.invalid", 80)
+
+
+def test_a_host_that_is_not_known_yet(environment, caplog):
+    asked = []
+
+    def find(host, port):
+        asked.append((host, port))
+        if len(asked) < 3:
+            raise ValueError("not yet")
+        return "10.0.0.3"
+
+    environment.setattr(joining, "address_towards", find)
+    environment.setattr(joining.time, "sleep", lambda seconds: None)
+    assert joining._find_own_address("pod", 80, 5) == "10.0.0.3"
+    assert asked == [("pod", 80)] * 3
+    assert [record.getMessage()[:10] for record in caplog.records] == ["not yet It"]
+
+
+def test_processes_join_once_and_before_the_backend_runs(environment):
+    jax.devices()
+    with pytest.raises(RuntimeError, match="must be called before JAX's backend starts"):
+        distributed.initialize("127.0.0.1:1", 2, 0)
+    assert not distributed.is_initialized()
+    environment.setattr(joining, "_is_joined", True)
+    assert distributed.is_initialized()
+    with pytest.raises(RuntimeError, match="has joined the others already, by distributed.initialize"):
+        distributed.initialize("127.0.0.1:1", 2, 0)
+
+
+def test_times(environment):
+    environment.setattr(joining.jax_processes, "backends_run", lambda: False)
+    with pytest.raises(ValueError, match="death_timeout must be a number of seconds from 2; it is 1"):
+        distributed.initialize("127.0.0.1:1", 2, 0, death_timeout=1)
+    environment.setenv("IPU_PIPELINE_STALL_TIMEOUT", "soon")
+    with pytest.raises(ValueError, match="variable IPU_PIPELINE_STALL_TIMEOUT must be .* it is 'soon'"):
+        distributed.initialize("127.0.0.1:1", 2, 0)
+
+
+# What processes compare of a pipeline.
+
+
+def fingerprint(width=6, scale=2.0, **options):
+    def first(x):
+        return x @ get_variable("first", (5, width)) * scale
+
+    def last(h):
+        return (h**2).mean()
+
+    options = {"num_micro_batches": 4, "optimizer": optax.adam(0.1), **options}
+    pipeline = Pipeline([first, last], loss=lambda loss: loss, **options)
+    pipeline.trace(jax.ShapeDtypeStruct((3, 5), np.float32))
+    mapping, timetable = pipeline.device_mapping, pipeline.timetable(4)
+    return describe(pipeline._built, pipeline.options, mapping, timetable, pipeline.dispatch_plan)
+
+
+def test_fingerprints_of_pipelines():
+    found = fingerprint()
+    assert found == fingerprint()
+
+    def differences(**arguments):
+        other = fingerprint(**arguments)
+        return {name.partition(" of ")[0] for name in found | other if found.get(name) != other.get(name)}
+
+    assert differences(scale=3.0) == {"the program"}
+    assert {"the variables", "the program", "the optimizer's state"} <= differences(width=7)
+    assert "num_micro_batches" in differences(num_micro_batches=8)
+    assert "the schedule" in differences(schedule="sequential")
+    assert "device_mapping" in differences(device_mapping=[1, 0])
+    assert "the optimizer's state" in differences(optimizer=optax.sgd(0.1))
+
+
+def test_threads_wait_each_for_themselves(two):
+    two.waits_at = "here"
+    thread = threading.Thread(target=lambda: [setattr(two, "waits_at", at) for at in ("there", None)])
+    thread.start()
+    thread.join(30)
+    assert two.waits_at == "here"
+    two.waits_at = None
+    assert two.waits_at is None
