@@ -19,8 +19,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-
 from ipu_pipeline.engine.devices.residence import Residence
 from ipu_pipeline.engine.jaxprs.shapes import num_bytes
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms, read_sources
@@ -200,7 +198,7 @@ def plan_ipus(
             add("state", leaf.stage, residence.offloads_state, residence.part_of_leaf(number))
         owned = [(name, traced.owners[name]) for name in accumulator_dtypes]
         for name, stage in (*owned, *residence.accumulator_plan.extra.values()):
-            aval = jax.ShapeDtypeStruct(traced.variables[name].shape, accumulator_dtypes[name])
+            aval = residence.part_of_gradient(name, accumulator_dtypes[name])
             add("accumulators", stage, residence.offloads_accumulators, aval)
 
     def size(kind: str, ipu: int, is_offloaded: bool = False) -> int:
