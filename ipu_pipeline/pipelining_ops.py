@@ -16,7 +16,7 @@ from ipu_pipeline.engine.programs.collecting import find_sum_dtype
 from ipu_pipeline.engine.tracing import frames
 from ipu_pipeline.engine.tracing.captures import Captures
 from ipu_pipeline.engine.tracing.checkpoints import recomputation_checkpoint
-from ipu_pipeline.engine.tracing.tensor_parallel import TensorParallel
+from ipu_pipeline.engine.tracing.tensor_parallel import TensorParallel, constrain
 from ipu_pipeline.gradient_accumulation import GradientAccumulationReductionMethod
 from ipu_pipeline.graph.operations import Operation
 from ipu_pipeline.graph.placeholders import Placeholder, as_traced_inputs
@@ -58,6 +58,7 @@ __all__ = [
     "PipelineStageOptions",
     "RecomputationMode",
     "TensorParallel",
+    "constrain",
     "pipeline",
     "recomputation_checkpoint",
 ]

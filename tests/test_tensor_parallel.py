@@ -15,9 +15,12 @@ from jax.sharding import PartitionSpec as P
 import ipu_pipeline as ipu
 from ipu_pipeline import engine
 from ipu_pipeline.engine.schedules.actions import ActionKind
+from ipu_pipeline.ipu_pipeline_estimator import IPUPipelineEstimator, IPUPipelineEstimatorSpec
+from ipu_pipeline.ipu_run_config import IPURunConfig, RunConfig
 from ipu_pipeline.reports.events import EventKind
 from ipu_pipeline.reports.profile import read_profile
 from tests import front, joined, models
+from tests.estimating import variables_of
 from tests.test_replicas import COUNT, check, make, make_steps
 
 SIZE = 16
@@ -381,6 +384,46 @@ def test_arguments_of_the_front(tmp_path):
             NotImplementedError, match=r"one device for each stage, and this pipeline has 2"
         ):
             session.export(tmp_path / "exported", compiled)
+
+
+def model_fn(mode, params):
+    stages = make_stages()
+
+    def last(x, labels):
+        x = block("second", x)
+        logits = models.dense("last", 10, x)
+        return logits if mode == ipu.ModeKeys.PREDICT else models.cross_entropy(logits, labels)
+
+    def optimizer_function(loss):
+        opt = ipu.optimizers.CrossReplicaOptimizer(optax.adam(0.01))
+        return ipu.pipelining_ops.OptimizerFunctionOutput(opt, loss)
+
+    return IPUPipelineEstimatorSpec(
+        mode,
+        [stages[0], last],
+        gradient_accumulation_count=COUNT,
+        optimizer_function=optimizer_function,
+        eval_metrics_fn=lambda loss: {"loss": loss},
+        tensor_parallel=ipu.pipelining_ops.TensorParallel(params["size"], divide),
+    )
+
+
+def test_an_estimator(tmp_path):
+    elements = models.mlp_batches(np.random.default_rng(4), 4 * COUNT)
+    found = []
+    for size in (1, 2):
+        options = ipu.config.IPUConfig()
+        options.auto_select_ipus = 2 * 2 * size
+        run_config = IPURunConfig(
+            iterations_per_loop=COUNT, num_shards=2 * size, num_replicas=2, ipu_options=options
+        )
+        config = RunConfig(ipu_run_config=run_config, tf_random_seed=7)
+        estimator = IPUPipelineEstimator(model_fn, tmp_path / str(size), config, {"size": size})
+        estimator.train(lambda: elements, steps=2 * COUNT)
+        loss = estimator.evaluate(lambda: elements)["loss"]
+        predicted = np.stack(list(estimator.predict(lambda: elements)))
+        found.append((variables_of(estimator), loss, predicted))
+    models.assert_trees_close(found[1], found[0])
 
 
 def test_an_execution_report(tmp_path):
