@@ -1,5 +1,6 @@
 """Stages that several devices compute together: equal to a plain loop, and divided as was said."""
 
+import functools
 import itertools
 import re
 import warnings
@@ -147,59 +148,75 @@ def test_parallel_stages():
 
 
 def test_forwards_only():
-    stages = make_stages()
-    plain = engine.Pipeline(stages, num_micro_batches=COUNT)
-    divided = engine.Pipeline(
-        stages, num_micro_batches=COUNT, tensor_parallel=engine.TensorParallel(2, divide), num_replicas=2
-    )
-    (step,) = [models.mlp_batches(np.random.default_rng(1), 2 * COUNT)]
-    state = plain.init(jax.random.key(0), step[0])
-    _state, outputs = divided.step(divided.init(jax.random.key(0), step[0]), step)
-    assert [np.shape(loss) for loss in outputs.outputs] == [(2,)] * COUNT
-    del state
-
-
-def test_what_devices_have_and_compute():
-    """Nothing is compiled twice, blocks are cut as in Megatron-LM, and residuals stay divided."""
-    pipeline = make_divided(optimizer=optax.adam(0.01))
-    (step, *_rest) = make_steps(1)
-    state = pipeline.init(jax.random.key(0), step[0])
-    whole = make_divided(size=1)
-    whole.step(whole.init(jax.random.key(0), step[0]), step)
-    kept = []
-    pipeline.prepare().observer = lambda template, _chunk, values: kept.append(
-        [(value.shape, parts(value)) for value in values[0] or () if value is not None]
-    )
-    state, _outputs = pipeline.step(state, step)
-    hidden = [(shape, part) for some in kept for shape, part in some if shape[-1] == SIZE]
-    assert hidden
-    assert all(2 * part[-1] == shape[-1] for shape, part in hidden)
-    templates = pipeline.prepare().plan.templates
-    assert all(template.jitted._cache_size() == 1 for template in templates.values())
-    # One sum in a block's forward, and one in its backward, which the first stage does not need.
-    text = compiled_text(pipeline, state, step)
-    assert len(re.findall(r"all-reduce(-start)?\(", text)) == 1
-    assert not re.search(r"all-to-all|all-gather|collective-permute", text)
-    for own, plain in zip(pipeline.plan_ipu_memory(), whole.plan_ipu_memory(), strict=True):
-        divided = {
-            name: spec for name, spec in pipeline.variables.items() if "last" not in name and name != "seen"
-        }
-        held = sum(
-            4 * int(np.prod(spec.shape))
-            for n, spec in divided.items()
-            if n.startswith(("first", "second")[own.ipu])
+    stages = [lambda x, labels: block("first", x), lambda x: (jnp.sin(block("second", x)), jnp.sum(x))]
+    step = models.mlp_batches(np.random.default_rng(1), 2 * COUNT)
+    found = []
+    for size, num_replicas in ((1, 1), (2, 2)):
+        pipeline = engine.Pipeline(
+            stages,
+            num_micro_batches=2 * COUNT // num_replicas,
+            tensor_parallel=engine.TensorParallel(size, divide),
+            num_replicas=num_replicas,
         )
-        assert plain.num_variable_bytes - own.num_variable_bytes == held // 2
-        assert plain.num_optimizer_bytes - own.num_optimizer_bytes == held
-        assert plain.num_accumulator_bytes - own.num_accumulator_bytes == held // 2
+        _state, outputs = pipeline.step(pipeline.init(jax.random.key(0), step[0]), step)
+        leaves = zip(*map(jax.tree.leaves, outputs.outputs), strict=True)
+        found.append([np.stack(some).reshape(2 * COUNT, -1) for some in leaves])
+    models.assert_trees_close(found[1], found[0])
+
+
+def test_what_devices_have():
+    """Each has the part of variables, gradients, state and residuals that the plan says."""
+    whole, divided = make_divided(size=1), make_divided()
+    (step, *_rest) = make_steps(1)
+    whole.step(whole.init(jax.random.key(0), step[0]), step)
+    held = []
+
+    def observe(template, _chunk, values):
+        if template.kind is ActionKind.FORWARD and template.stage == 0 and not held:
+            held.extend(values[0][slot] for slot in template.kept)
+
+    divided.prepare = functools.partial(_prepare_with, divided, observe)
+    state = divided.init(jax.random.key(0), step[0])
+    state, _outputs = divided.step(state, step)
+    hidden = [array for array in held if array.shape[-1] == SIZE]
+    assert hidden
+    assert all(2 * parts(array)[-1] == SIZE for array in hidden)
+    assert divided.plan_memory()[0].num_held_bytes == sum(
+        array.addressable_shards[0].data.nbytes for array in held
+    )
+    assert divided.plan_memory()[0].num_held_bytes < whole.plan_memory()[0].num_held_bytes
+    num_divided = 4 * (2 * 12 * SIZE + SIZE)  # of a stage
+    for own, plain in zip(divided.plan_ipu_memory(), whole.plan_ipu_memory(), strict=True):
+        assert plain.num_variable_bytes - own.num_variable_bytes == num_divided // 2
+        assert plain.num_optimizer_bytes - own.num_optimizer_bytes == num_divided
+        assert plain.num_accumulator_bytes - own.num_accumulator_bytes == num_divided // 2
+    first = set(jax.devices()[:2])
     measured = sum(
         array.addressable_shards[0].data.nbytes
         for array in (*state.variables.values(), *jax.tree.leaves(state.optimizer_state))
-        if isinstance(array, jax.Array) and array.devices() == set(jax.devices()[:2])
+        if isinstance(array, jax.Array) and array.devices() == first
     )
-    (first, _second) = pipeline.plan_ipu_memory()
-    assert measured == first.num_variable_bytes + first.num_optimizer_bytes
-    assert first.num_activation_bytes < whole.plan_ipu_memory()[0].num_activation_bytes
+    planned = divided.plan_ipu_memory()[0]
+    assert measured == planned.num_variable_bytes + planned.num_optimizer_bytes
+
+
+def _prepare_with(pipeline, observe, *arguments):
+    runner = engine.Pipeline.prepare(pipeline, *arguments)
+    runner.observer = observe
+    return runner
+
+
+def test_what_is_compiled():
+    """Nothing twice; and a pair of dense layers has one sum over the devices, as in Megatron-LM."""
+    pipeline = make_divided()
+    (step, *_rest) = make_steps(1)
+    state = pipeline.init(jax.random.key(0), step[0])
+    state, _outputs = pipeline.step(state, step)
+    templates = pipeline.prepare().plan.templates
+    assert all(template.jitted._cache_size() == 1 for template in templates.values())
+    text = compiled_text(pipeline, state, step)
+    assert len(re.findall(r"all-reduce(-start)?\(", text)) == 1
+    assert not re.search(r"all-to-all|all-gather|collective-permute", text)
 
 
 def compiled_text(pipeline, state, step):
@@ -449,8 +466,8 @@ def test_an_execution_report(tmp_path):
 # Several processes.
 
 
-def train_in_processes(num_replicas):
-    return train(num_replicas, 2)[:3]
+def train_in_processes(num_replicas, directory):
+    return train(num_replicas, 2, directory)[:3]
 
 
 @pytest.mark.thorough
@@ -459,7 +476,13 @@ def test_two_processes(num_replicas, tmp_path):
     expected = train(num_replicas, 1)
     ipu.config.reset_ipu_configuration()
     processes = joined.start(
-        train_in_processes, 2, 2 * num_replicas, num_replicas, directory=tmp_path, joins_itself=True
+        train_in_processes,
+        2,
+        2 * num_replicas,
+        num_replicas,
+        str(tmp_path / "saved"),
+        directory=tmp_path,
+        joins_itself=True,
     )
     made = joined.finish(processes, tmp_path, timeout=200)
     assert sorted(len(one[0]) for one in made) == [0, len(expected[0])]
@@ -468,6 +491,10 @@ def test_two_processes(num_replicas, tmp_path):
         models.assert_trees_close(state, expected[2])
         if len(losses):
             models.assert_trees_close(losses, expected[0])
+    # One process goes on from what they saved after the first run, without dividing anything.
+    losses, variables, _state, _text = train(num_replicas, 1, tmp_path / "saved", restore=True)
+    models.assert_trees_close(losses[:COUNT], expected[0][COUNT:])
+    assert variables.keys() == expected[1].keys()
 
 
 def refuse():

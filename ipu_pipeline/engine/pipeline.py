@@ -255,7 +255,8 @@ class Pipeline:
             in_flight: Sequence[int] = (self.num_serialized,) * len(self.device_mapping)
         else:
             in_flight = [chunk_size * chunks for chunks in self.timetable(count // chunk_size).in_flight]
-        return plan_stages(self.traced, self._programs, self.device_mapping, in_flight)
+        known = {} if self._executor is None else self._executor.residual_bytes
+        return plan_stages(self.traced, self._programs, self.device_mapping, in_flight, known)
 
     def plan_ipu_memory(self, num_micro_batches: int | None = None) -> tuple[IpuMemory, ...]:
         """What each IPU needs while steps run: state, accumulators, micro-batches, and the programs.

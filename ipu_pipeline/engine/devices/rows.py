@@ -121,12 +121,12 @@ class Row:
         """The first device of each replica, which stands for the IPU in reports."""
         return tuple(self.replicated.mesh.devices[:, 0])
 
-    @property
+    @functools.cached_property
     def num_replicas(self) -> int:
         """How many replicas it has devices of."""
         return int(self.replicated.mesh.shape[REPLICA])
 
-    @property
+    @functools.cached_property
     def is_divided(self) -> bool:
         """Whether several devices compute a stage together."""
         return int(self.replicated.mesh.shape[MODEL]) > 1

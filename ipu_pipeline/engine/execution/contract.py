@@ -186,8 +186,7 @@ class Runner(abc.ABC, Generic[PendingT]):
         ipus = [row.ipu for row in self.residence.rows]
         activations: Counter[int] = Counter()
         for stage in stages:
-            residuals = self.residual_bytes.get(stage.stage, stage.num_residual_bytes)
-            activations[stage.ipu] += stage.in_flight * (residuals + stage.num_input_bytes)
+            activations[stage.ipu] += stage.num_live_bytes
         first = 0 if self.iterated is None else len(self.iterated.carried)
         fed = find_fed(self.residence.traced, self.programs, ipus, first)
         feeds = {ipu: self.num_waiting(every, every) * num_bytes(leaves) for ipu, leaves in fed.items()}

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from ipu_pipeline.engine.devices.residence import Residence
@@ -36,7 +37,8 @@ class StageMemory:
       stage: its number.
       ipu: the IPU that it runs on.
       in_flight: the largest number of micro-batches that have gone forward and not come back.
-      num_residual_bytes: per micro-batch, what the forward returns for the backward.
+      num_residual_bytes: per micro-batch, what the forward returns for the backward. Where several devices
+        compute a stage together, what each has of it, once that has been compiled; before, the whole.
       num_input_bytes: per micro-batch, the inputs that the backward takes. Those of a value that several
         stages on the IPU take are counted in each.
     """
@@ -104,6 +106,7 @@ def plan_stages(
     programs: Sequence[StagePrograms],
     ipus: Sequence[int],
     in_flight: Sequence[int],
+    residual_bytes: Mapping[int, int] = MappingProxyType({}),
 ) -> tuple[StageMemory, ...]:
     """What each stage holds of micro-batches in flight.
 
@@ -112,12 +115,14 @@ def plan_stages(
       programs: the programs of its stages.
       ipus: the IPU of each stage.
       in_flight: the largest number of micro-batches that each stage has in flight.
+      residual_bytes: by stage, what a device has of what the forward returns for the backward, where it is
+        known that the devices of an IPU have parts.
     """
     plans = []
     for index, (stage, own) in enumerate(zip(traced.stages, programs, strict=True)):
         taken = read_sources(stage, own.backward)
         held = [traced.aval(source) for source in taken if source.is_of_micro_batch]
-        sizes = (num_bytes(own.residuals), num_bytes(held))
+        sizes = (residual_bytes.get(index, num_bytes(own.residuals)), num_bytes(held))
         plans.append(StageMemory(index, ipus[index], in_flight[index], *sizes))
     return tuple(plans)
 
