@@ -15,6 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 import ipu_pipeline as ipu
 from ipu_pipeline import engine
+from ipu_pipeline.engine import reference
+from ipu_pipeline.engine.devices.everywhere import read_everywhere
 from ipu_pipeline.engine.schedules.actions import ActionKind
 from ipu_pipeline.ipu_pipeline_estimator import IPUPipelineEstimator, IPUPipelineEstimatorSpec
 from ipu_pipeline.ipu_run_config import IPURunConfig, RunConfig
@@ -22,7 +24,7 @@ from ipu_pipeline.reports.events import EventKind
 from ipu_pipeline.reports.profile import read_profile
 from tests import front, joined, models
 from tests.estimating import variables_of
-from tests.test_replicas import COUNT, check, make, make_steps
+from tests.test_replicas import COUNT, check, copied, make, make_steps
 
 SIZE = 16
 
@@ -219,6 +221,96 @@ def test_what_is_compiled():
     assert not re.search(r"all-to-all|all-gather|collective-permute", text)
 
 
+@pytest.mark.parametrize("options", [{}, {"shard": ["optimizer_state", "weights"]}], ids=["", "shared out"])
+def test_nothing_is_compiled_twice(options):
+    """Also where a partition ends with None, which JAX leaves away in what it gives back."""
+    variables = {"first/in": P(None, "model"), "first/out": P("model", None), "second/out": P(("model",))}
+    pipeline = make_divided(2, tensor_parallel=engine.TensorParallel(2, variables), **options)
+    check(pipeline, make_steps(2))
+    for column in pipeline.prepare().columns:
+        sizes = [template.jitted._cache_size() for template in column.plan.templates.values()]
+        assert sizes == [1] * len(sizes)
+
+
+def test_what_is_kept_and_goes_on():
+    """A value that both the next stage and the backward take is whole on each device, and counted so."""
+
+    def first(x, labels):
+        return jnp.tanh(jnp.tanh(x @ engine.get_variable("w", (12, 16), x.dtype))), labels
+
+    def second(x, labels):
+        return models.cross_entropy(models.dense("last", 10, x), labels)
+
+    pipeline = make_divided(
+        stages=[first, second], tensor_parallel=engine.TensorParallel(2, {"w": P(None, "model")})
+    )
+    held = []
+    pipeline.prepare = functools.partial(
+        _prepare_with,
+        pipeline,
+        lambda template, _chunk, values: held.append([values[0][slot] for slot in template.kept]),
+    )
+    check(pipeline, make_steps(1)[:1])
+    measured = sum(array.addressable_shards[0].data.nbytes for array in held[0])
+    assert pipeline.plan_memory()[0].num_held_bytes == measured
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_constraints_in_an_optimizer_say_nothing(num_replicas):
+    constrain = optax.stateless(
+        lambda updates, _params: jax.tree.map(
+            lambda update: engine.constrain(update, P("model" if update.shape[0] % 2 == 0 else None)),
+            updates,
+        )
+    )
+    pipeline = make_divided(num_replicas, optimizer=optax.chain(constrain, optax.sgd(0.1)))
+    check(pipeline, make_steps(num_replicas))
+
+
+def test_a_state_of_another_layout():
+    """Also divided along another axis, or where the new layout leaves it whole."""
+    steps = make_steps(1)
+    first = make_divided(
+        tensor_parallel=engine.TensorParallel(2, {"first/in": P("model"), "seen": P("model")})
+    )
+    layouts = [
+        make_divided(size=4, tensor_parallel=engine.TensorParallel(4, {"first/in": P(None, "model")})),
+        make_divided(size=8, device_mapping=[0, 0]),
+        make_divided(size=1),
+    ]
+    state = first.init(jax.random.key(3), steps[0][0])
+    state, _outputs = first.step(state, steps[0])
+    for number, pipeline in enumerate(layouts):
+        pipeline.trace(steps[0][0])
+        expected, _wanted = reference.step(
+            pipeline.traced,
+            copied(state),
+            steps[number % 3],
+            optimizer=pipeline.options.optimizer,
+            reduction="mean",
+        )
+        state, _outputs = pipeline.step(state, steps[number % 3])
+        models.assert_trees_close(state.variables, expected.variables)
+
+
+def test_replicas_come_and_go():
+    steps, pipeline = make_steps(2), make_divided()
+    state = pipeline.init(jax.random.key(3), steps[0][0])
+    for number_of, step in zip((1, 2, 1), steps, strict=True):
+        pipeline.set_replicas(number_of)
+        own = step[: COUNT * number_of]
+        expected, _wanted = reference.step(
+            pipeline.traced,
+            copied(state),
+            own,
+            optimizer=pipeline.options.optimizer,
+            reduction="mean",
+            num_replicas=number_of,
+        )
+        state, _outputs = pipeline.step(state, own)
+        models.assert_trees_close(state.variables, expected.variables)
+
+
 def compiled_text(pipeline, state, step):
     """What XLA made of the first stage's forward."""
     runner = pipeline.prepare()
@@ -256,6 +348,10 @@ WRONG = {
     "unknown name": ({"nobody": P("model")}, "there is no variable 'nobody'; there are first/in, "),
     "no partition": ({"first/in": "model"}, "variable first/in: its partition must be a .*PartitionSpec"),
     "other axis": ({"first/in": P("data")}, "variable first/in: .* must have 'model' in one place"),
+    "sums": (
+        {"first/in": P(None, None, unreduced={"model"})},
+        "must have 'model' in one place",
+    ),
     "two axes": ({"first/in": P("model", "model")}, "must have 'model' in one place at most"),
     "too long": ({"first/offset": P(None, "model")}, r"no more places than the shape \(16,\) has"),
     "odd": ({"last/bias": P("model")}, None),
@@ -495,6 +591,50 @@ def test_two_processes(num_replicas, tmp_path):
     losses, variables, _state, _text = train(num_replicas, 1, tmp_path / "saved", restore=True)
     models.assert_trees_close(losses[:COUNT], expected[0][COUNT:])
     assert variables.keys() == expected[1].keys()
+
+
+def change_layouts(num_devices, *layouts):
+    """Trains with one number of replicas and devices after another, on the state of the one before."""
+    jax.config.update("jax_num_cpu_devices", num_devices)
+    ipu.distributed.initialize()
+    rng = np.random.default_rng(7)
+    state = None
+    for num_replicas, size in layouts:
+        step = models.mlp_batches(rng, COUNT * num_replicas)
+        pipeline = make_divided(num_replicas, size)
+        if state is None:
+            state = pipeline.init(jax.random.key(3), step[0])
+        else:
+            pipeline.trace(step[0])
+        state, _outputs = pipeline.step(state, step)
+    values = read_everywhere(list(state.variables.values()))
+    return {name: np.asarray(value) for name, value in zip(state.variables, values, strict=True)}
+
+
+@pytest.mark.thorough
+def test_layouts_change_in_two_processes(tmp_path):
+    layouts = [(1, 4), (2, 2), (4, 1), (1, 4)]
+    for number in (1, 2):
+        (tmp_path / str(number)).mkdir()
+    found = [
+        joined.finish(
+            joined.start(
+                change_layouts,
+                number,
+                8 // number,
+                8 // number,
+                *layouts,
+                directory=tmp_path / str(number),
+                joins_itself=True,
+            ),
+            tmp_path / str(number),
+            timeout=200,
+        )
+        for number in (1, 2)
+    ]
+    ((expected,), made) = found
+    for variables in made:
+        models.assert_trees_close(variables, expected)
 
 
 def refuse():

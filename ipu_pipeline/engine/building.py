@@ -91,17 +91,18 @@ def build(recipe: Recipe, element: Any, inputs: tuple[Any, ...], recompute: Reco
     """
     options = recipe.options
     parallel = options.tensor_parallel or TensorParallel(1)
-    with frames.unchanged_on_error(options.program_names), dividing(parallel.size) as dividing_values:
+    with frames.unchanged_on_error(options.program_names):
         faults = Faults()
-        traced = stages.trace(
-            recipe.functions,
-            element,
-            inputs,
-            options.loss,
-            options.program_names,
-            faults,
-            options.captures,
-        )
+        with dividing(parallel.size) as divided_values:
+            traced = stages.trace(
+                recipe.functions,
+                element,
+                inputs,
+                options.loss,
+                options.program_names,
+                faults,
+                options.captures,
+            )
         trained: dict[str, VariableSpec] = {}
         if options.optimizer is not None:
             with faults.collecting("the optimizer"):
@@ -109,7 +110,7 @@ def build(recipe: Recipe, element: Any, inputs: tuple[Any, ...], recompute: Reco
         if faults:
             raise faults.as_error()
         partitions = parallel.resolve(traced.variables)
-        if parallel.size > 1 and not partitions and not dividing_values.is_used:
+        if parallel.size > 1 and not partitions and not divided_values.is_used:
             warnings.warn(
                 f"tensor_parallel: each IPU has {parallel.size} devices, but nothing is divided over them, "
                 "so all of them compute the same. Say in TensorParallel.variables what is divided.",

@@ -19,7 +19,7 @@ from ipu_pipeline.engine.devices.links import Tag, links
 from ipu_pipeline.engine.tracing.replicas import REPLICA
 from ipu_pipeline.engine.tracing.tensor_parallel import MODEL
 
-__all__ = ["is_all_here", "join_parts", "move", "put_own", "row_sharding"]
+__all__ = ["can_move_parts", "is_all_here", "join_parts", "move", "put_own", "row_sharding"]
 
 
 def row_sharding(array: Any) -> NamedSharding | None:
@@ -49,6 +49,11 @@ def put_own(arrays: Sequence[Any], target: NamedSharding) -> list[Any]:
     )
 
 
+def can_move_parts(source: NamedSharding, target: NamedSharding) -> bool:
+    """Whether a row divides arrays as another one does: then each device sends its part to its like."""
+    return source.spec == target.spec and source.mesh.devices.shape == target.mesh.devices.shape
+
+
 def move(
     arrays: Sequence[Any], source: NamedSharding, target: NamedSharding, tag: Tag | None, is_kept: bool
 ) -> list[Any]:
@@ -66,11 +71,8 @@ def move(
     """
     pairs = _pair(list(source.mesh.devices.flat), list(target.mesh.devices.flat))
     crosses = any(one.process_index != other.process_index for one, other in pairs)
-    is_whole = source.is_fully_replicated
-    # What is divided goes part by part, to a row that has as many devices and divides it as this one.
-    if not is_whole and source.spec == target.spec and len(pairs) == source.mesh.size:
-        is_whole = source.mesh.devices.shape == target.mesh.devices.shape
-    if not is_whole or (crosses and tag is None):
+    is_possible = source.is_fully_replicated or can_move_parts(source, target)
+    if not is_possible or (crosses and tag is None):
         devices = ", ".join(f"{d.id} (process {d.process_index})" for d in source.mesh.devices.flat)
         raise ValueError(
             f"An array on the devices {devices} is needed in another process. Only what belongs to a "

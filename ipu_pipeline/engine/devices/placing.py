@@ -10,11 +10,19 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ipu_pipeline.engine import jax_compat
-from ipu_pipeline.engine.devices.crossing import is_all_here, move, put_own, row_sharding
+from ipu_pipeline.engine.devices.crossing import (
+    can_move_parts,
+    is_all_here,
+    move,
+    put_own,
+    row_sharding,
+)
 from ipu_pipeline.engine.devices.elsewhere import absent_like, is_here
+from ipu_pipeline.engine.devices.everywhere import whole
 from ipu_pipeline.engine.devices.links import Tag
-from ipu_pipeline.engine.devices.rows import HOST_MEMORY, Row, partition_of
+from ipu_pipeline.engine.devices.rows import HOST_MEMORY, WHOLE, Row, partition_of
 from ipu_pipeline.engine.state import is_readable
+from ipu_pipeline.engine.tracing.tensor_parallel import MODEL
 
 __all__ = ["copy_to", "is_offloaded", "keep", "put", "put_host_copies"]
 
@@ -24,10 +32,17 @@ def is_offloaded(array: Any) -> bool:
     return bool(array.sharding.memory_kind == HOST_MEMORY)
 
 
-def put(arrays: Sequence[Any], row: Row, offloaded: bool = False, tag: Tag | None = None) -> list[Any]:
+def put(
+    arrays: Sequence[Any],
+    row: Row,
+    offloaded: bool = False,
+    tag: Tag | None = None,
+    partitions: Sequence[PartitionSpec] | None = None,
+) -> list[Any]:
     """The arrays on a row, or in host memory for it. Those that are there already stay the same objects.
 
-    What lies divided over the devices of a replica is divided in the same way there.
+    What lies divided over the devices of a replica stays so on its own row, and comes to another one
+    divided where that is what is wanted there. Everything else is whole on each device.
 
     JAX arrays are transferred without waiting for them. NumPy arrays may be shared instead of copied
     on a CPU: whoever can change them afterwards uses `put_host_copies`.
@@ -37,86 +52,75 @@ def put(arrays: Sequence[Any], row: Row, offloaded: bool = False, tag: Tag | Non
       row: where they are to be.
       offloaded: whether in host memory.
       tag: what the transfers between processes are; needed if arrays of other rows may be among them.
+      partitions: how each is wanted there; None: whole.
     """
-    return _put(arrays, row, offloaded, is_copied=False, tag=tag)
+    return _put(arrays, row, offloaded, False, tag, partitions)
 
 
 def put_host_copies(
-    arrays: Sequence[Any], row: Row, offloaded: bool = False, tag: Tag | None = None
+    arrays: Sequence[Any],
+    row: Row,
+    offloaded: bool = False,
+    tag: Tag | None = None,
+    partitions: Sequence[PartitionSpec] | None = None,
 ) -> list[Any]:
     """The arrays where `put` puts them, sharing no memory with NumPy arrays of the caller's."""
-    return _put(arrays, row, offloaded, is_copied=True, tag=tag)
+    return _put(arrays, row, offloaded, True, tag, partitions)
 
 
-def _put(arrays: Sequence[Any], row: Row, offloaded: bool, is_copied: bool, tag: Tag | None) -> list[Any]:
-    sharding = row.host if offloaded else row.replicated
+def _put(
+    arrays: Sequence[Any],
+    row: Row,
+    offloaded: bool,
+    is_copied: bool,
+    tag: Tag | None,
+    partitions: Sequence[PartitionSpec] | None,
+) -> list[Any]:
+    whole_there = row.host if offloaded else row.replicated
+    if not row.is_divided:
+        return _put_as(arrays, row, whole_there, is_copied, tag)
+    placed, groups = list(arrays), dict[PartitionSpec, list[int]]()
+    for place, array in enumerate(arrays):
+        wanted = WHOLE if partitions is None else partitions[place]
+        groups.setdefault(_partition_on(array, row, wanted), []).append(place)
+    for partition, places in groups.items():
+        sharding = NamedSharding(whole_there.mesh, partition, memory_kind=whole_there.memory_kind)
+        own = None if tag is None or not partition else tag._replace(edge=f"{tag.edge}, {partition}")
+        moved = _put_as([arrays[place] for place in places], row, sharding, is_copied, own or tag)
+        for place, array in zip(places, moved, strict=True):
+            placed[place] = array
+    return placed
+
+
+def _partition_on(array: Any, row: Row, wanted: PartitionSpec) -> PartitionSpec:
+    """How an array is to be divided over the devices of a replica when it comes to a row."""
+    source, partition = row_sharding(array), partition_of(array)
+    if source is None or source.mesh == row.replicated.mesh:
+        return partition
+    is_alike = partition == wanted and source.mesh.shape[MODEL] == row.replicated.mesh.shape[MODEL]
+    return wanted if is_alike else WHOLE
+
+
+def _put_as(
+    arrays: Sequence[Any], row: Row, sharding: NamedSharding, is_copied: bool, tag: Tag | None
+) -> list[Any]:
+    """The arrays with a sharding of the row."""
+    offloaded = sharding.memory_kind == HOST_MEMORY
+    placed = list(arrays)
     away = [
         place
         for place, array in enumerate(arrays)
         if not (isinstance(array, jax.Array) and array.sharding == sharding)
     ]
-    if row.is_divided and away:
-        return _put_divided(arrays, away, row, sharding, is_copied, tag)
-    return _put_whole(arrays, away, row, sharding, is_copied, tag)
-
-
-def _put_divided(
-    arrays: Sequence[Any],
-    away: Sequence[int],
-    row: Row,
-    sharding: NamedSharding,
-    is_copied: bool,
-    tag: Tag | None,
-) -> list[Any]:
-    """As `_put_whole`, of arrays some of which may be divided over the devices of a replica."""
-    placed = list(arrays)
-    divided: dict[PartitionSpec, list[int]] = {}
-    for place in away:
-        divided.setdefault(partition_of(arrays[place]), []).append(place)
-    for number, (partition, places) in enumerate(divided.items()):
-        target = NamedSharding(sharding.mesh, partition, memory_kind=sharding.memory_kind)
-        own = (
-            None if tag is None else tag._replace(edge=f"{tag.edge} ({partition})" if number else tag.edge)
-        )
-        found = [arrays[place] for place in places]
-        off = [
-            number
-            for number, array in enumerate(found)
-            if not (isinstance(array, jax.Array) and array.sharding == target)
-        ]
-        for place, array in zip(places, _put_whole(found, off, row, target, is_copied, own), strict=True):
-            placed[place] = array
-    return placed
-
-
-def _put_whole(
-    arrays: Sequence[Any],
-    away: list[int],
-    row: Row,
-    sharding: NamedSharding,
-    is_copied: bool,
-    tag: Tag | None,
-) -> list[Any]:
-    """The arrays, those of some places with a sharding of the row."""
-    offloaded = sharding.memory_kind == HOST_MEMORY
-    placed = list(arrays)
-    if row.has_peers:
+    if row.has_peers or any(_is_partly_elsewhere(arrays[place]) for place in away):
         sources = {place: row_sharding(arrays[place]) for place in away}
         for number, source in enumerate(dict.fromkeys(sources.values())):
             if is_all_here(sharding) and (source is None or is_all_here(source)):
                 continue  # as in a process alone, below
             places = [place for place in away if sources[place] == source]
             found = [arrays[place] for place in places]
-            if source is None:
-                moved = put_own(found, sharding)
-            elif source.mesh == sharding.mesh:
-                moved = _relocate(found, sharding)
-            else:
-                own = None if tag is None else tag._replace(edge=f"{tag.edge} ({number})")
-                kept = NamedSharding(sharding.mesh, sharding.spec)
-                moved = move(found, source, kept, own, is_kept=False)
-                moved = _relocate(moved, sharding) if offloaded else moved
-            for place, array in zip(places, moved, strict=True):
+            own = None if tag is None else tag._replace(edge=f"{tag.edge} ({number})")
+            for place, array in zip(places, _bring(found, source, row, sharding, own), strict=True):
                 placed[place] = array
                 away.remove(place)
     if not offloaded and row.send is not None and all(_is_plain(arrays[place]) for place in away):
@@ -132,12 +136,39 @@ def _put_whole(
     return placed
 
 
+def _is_partly_elsewhere(array: Any) -> bool:
+    return isinstance(array, jax.Array) and not array.is_fully_addressable
+
+
+def _bring(
+    arrays: Sequence[Any], source: NamedSharding | None, row: Row, sharding: NamedSharding, tag: Tag | None
+) -> list[Any]:
+    """Arrays in several processes: from where all of them are to a sharding of a row."""
+    if source is None:
+        return put_own(arrays, sharding)
+    if source.mesh == sharding.mesh:
+        return _relocate(arrays, sharding)
+    target = NamedSharding(sharding.mesh, sharding.spec)
+    if not source.is_fully_replicated and not can_move_parts(source, target):
+        arrays = list(map(whole, arrays))
+        source, target = NamedSharding(source.mesh, WHOLE), row.replicated
+    return _relocate(move(arrays, source, target, tag, is_kept=False), sharding)
+
+
 def _relocate(arrays: Sequence[Any], sharding: NamedSharding) -> list[Any]:
-    """Arrays of a row in the memory of a sharding of the same row."""
+    """Arrays of a row with another sharding of the same row."""
     if not any(map(is_here, sharding.mesh.devices.flat)):
         return absent_like(arrays, sharding)
-    moved: list[Any] = jax.device_put(list(arrays), sharding)
+    found = list(arrays)
+    if any(array.sharding.spec != sharding.spec for array in found):
+        device = NamedSharding(sharding.mesh, sharding.spec)
+        found = jax.jit(_same, out_shardings=[device] * len(found))(found)
+    moved: list[Any] = jax.device_put(found, sharding)
     return moved
+
+
+def _same(arrays: list[Any]) -> list[Any]:
+    return arrays
 
 
 def _is_plain(array: Any) -> bool:

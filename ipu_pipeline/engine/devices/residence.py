@@ -16,7 +16,7 @@ from ipu_pipeline.engine.devices import action_log
 from ipu_pipeline.engine.devices.links import Tag, links
 from ipu_pipeline.engine.devices.offloading import Offload
 from ipu_pipeline.engine.devices.placing import put, put_host_copies
-from ipu_pipeline.engine.devices.rows import Row
+from ipu_pipeline.engine.devices.rows import WHOLE, Row, divided_in_replica
 from ipu_pipeline.engine.devices.sharding import (
     Shard,
     gather_replicas,
@@ -35,7 +35,6 @@ __all__ = ["NO_LOSS_SCALE", "Residence"]
 
 
 NO_LOSS_SCALE = np.float32(1)
-_WHOLE = PartitionSpec()
 _MAX_CONSTANTS = 4096  # per row; loops count their iterations without end
 # Processes -> numbers of what lives in these; all of them make it in the same order.
 _numbers: collections.defaultdict[tuple[int, ...], Iterator[int]] = collections.defaultdict(itertools.count)
@@ -161,7 +160,8 @@ class Residence:
             for place, (array, sharding) in enumerate(zip(arrays, wanted, strict=True))
             if not (isinstance(array, jax.Array) and array.sharding == sharding)
         ]
-        moved = put_host_copies([found[place] for place in away], row, is_offloaded, tag)
+        partitions = [divided_in_replica(wanted[place]) for place in away]
+        moved = put_host_copies([found[place] for place in away], row, is_offloaded, tag, partitions)
         moved = share_out(moved, [wanted[place] for place in away], row)
         for place, array in zip(away, moved, strict=True):
             found[place] = array
@@ -171,7 +171,7 @@ class Residence:
         row = self.rows[self.traced.owners[name]]
         if name not in self.sharded:
             return self.sharding_in_program(name, row)
-        return sharding_of(row, self.traced.variables[name].shape, self.partitions.get(name, _WHOLE))
+        return sharding_of(row, self.traced.variables[name].shape, self.partitions.get(name, WHOLE))
 
     def sharding_in_program(self, name: str, row: Row) -> NamedSharding:
         """How a variable and its gradient lie on a row while a program of a stage there uses them."""
@@ -185,7 +185,7 @@ class Residence:
             or name not in self.partitions
             or leaf.aval.shape != self.traced.variables[name].shape
         ):
-            return _WHOLE
+            return WHOLE
         return self.partitions[name]
 
     def _sharding_of_leaf(self, number: int) -> NamedSharding:
@@ -223,12 +223,18 @@ class Residence:
             return self.sharding_in_program(value.key, row)
         if value.kind == UpdateKind.PARAMETER:
             own = self._sharding_of_variable(value.key)
-            partition = self.partitions.get(value.key, _WHOLE)
+            partition = self.partitions.get(value.key, WHOLE)
         elif value.kind == UpdateKind.STATE:
             own, partition = self._sharding_of_leaf(value.key), self._leaf_partitions[value.key]
         else:
             return row.replicated
         return own if own.mesh == row.replicated.mesh else row.divided(partition)
+
+    def _partitions_in_update(self, values: Sequence[UpdateValue], row: Row) -> list[PartitionSpec] | None:
+        """How values are divided over the devices of a replica while an update's program uses them."""
+        if not row.is_divided:
+            return None
+        return [divided_in_replica(self.sharding_in_update(value, row)) for value in values]
 
     def place_accumulators(self, accumulators: Mapping[str, Any]) -> dict[str, Any]:
         """Accumulators by key, each on its row."""
@@ -342,7 +348,8 @@ class Residence:
             if self.shards_anything:
                 found, arguments = self._find_shared_out(program, found, row)
             else:
-                arguments = put(found, row, tag=self.tag(program.name))
+                partitions = self._partitions_in_update(program.arguments, row)
+                arguments = put(found, row, tag=self.tag(program.name), partitions=partitions)
             for value, before, after in zip(program.arguments, found, arguments, strict=True):
                 if after is not before:
                     copies[value, row.ipu] = after
@@ -381,7 +388,10 @@ class Residence:
         apart = [place for place, array in enumerate(whole) if is_apart(array)]
         rest = [place for place in range(len(whole)) if place not in apart]
         arguments = list(whole)
-        placed = put([whole[place] for place in rest], row, tag=self.tag(program.name))
+        partitions = self._partitions_in_update([program.arguments[place] for place in rest], row)
+        placed = put(
+            [whole[place] for place in rest], row, tag=self.tag(program.name), partitions=partitions
+        )
         for place, array in zip(rest, placed, strict=True):
             arguments[place] = array
         kind = row.replicated.memory_kind

@@ -27,12 +27,14 @@ from ipu_pipeline.engine.devices.crossing import (
 )
 from ipu_pipeline.engine.devices.elsewhere import NotRun, absent, is_here
 from ipu_pipeline.engine.tracing.replicas import REPLICA
-from ipu_pipeline.engine.tracing.tensor_parallel import MODEL
+from ipu_pipeline.engine.tracing.tensor_parallel import MODEL, normal_partition
 
 __all__ = [
     "HOST_MEMORY",
+    "WHOLE",
     "Row",
     "check_processes",
+    "divided_in_replica",
     "join",
     "make_rows",
     "names_of",
@@ -225,11 +227,11 @@ def _own_parts(array: Any) -> list[Any]:
     return [found[device] for device in array.sharding.mesh.devices.flat if device in found]
 
 
-_WHOLE = PartitionSpec()
+WHOLE = PartitionSpec()
 
 
 def over_replicas(
-    mesh: Any, function: Callable[..., Any], arguments: Any = _WHOLE, results: Any = _WHOLE
+    mesh: Any, function: Callable[..., Any], arguments: Any = WHOLE, results: Any = WHOLE
 ) -> Callable[..., Any]:
     """The function on each device of a mesh, of what `join` put there; its results are for `split`.
 
@@ -293,13 +295,17 @@ def _expand(part: jax.Array, axis: int) -> jax.Array:
     return jnp.expand_dims(part, axis)
 
 
+def divided_in_replica(sharding: NamedSharding) -> PartitionSpec:
+    """How a sharding of a row divides what a replica has over its devices."""
+    return normal_partition([MODEL if MODEL in names_of(entry) else None for entry in sharding.spec])
+
+
 def partition_of(array: Any) -> PartitionSpec:
     """How an array is divided over the devices of each replica; not at all if it lies on no row."""
     sharding = row_sharding(array)
     if sharding is None or sharding.is_fully_replicated:
-        return _WHOLE
-    names = [MODEL if MODEL in names_of(entry) else None for entry in sharding.spec]
-    return PartitionSpec(*names) if MODEL in names else _WHOLE
+        return WHOLE
+    return divided_in_replica(sharding)
 
 
 def names_of(entry: Any) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from ipu_pipeline.engine.devices.crossing import row_sharding
 from ipu_pipeline.engine.devices.elsewhere import NotRun
 from ipu_pipeline.engine.devices.rows import Row, names_of, partition_of
 from ipu_pipeline.engine.tracing.replicas import REPLICA
+from ipu_pipeline.engine.tracing.tensor_parallel import normal_partition
 
 __all__ = ["Shard", "gather_replicas", "is_apart", "parse_shard", "sharding_of", "share_out"]
 
@@ -53,7 +54,7 @@ def sharding_of(row: Row, shape: Sequence[int], partition: PartitionSpec) -> Nam
     number, names = row.num_replicas, [*partition, *[None] * (len(shape) - len(partition))]
     for axis, size in enumerate(shape):
         if size and size % number == 0 and names[axis] is None:
-            return row.divided(PartitionSpec(*names[:axis], REPLICA, *names[axis + 1 :]))
+            return row.divided(normal_partition([*names[:axis], REPLICA, *names[axis + 1 :]]))
     return row.divided(partition)
 
 

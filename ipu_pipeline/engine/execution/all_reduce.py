@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ipu_pipeline.engine.devices.rows import Row, join, over_replicas, partition_of
 from ipu_pipeline.engine.tracing.replicas import REPLICA
@@ -49,9 +49,8 @@ def join_replicas(row: Row, parts: Parts) -> Joined:
     """Joins what the replicas have on a row; does not wait for it."""
     accumulators, assigned = _join_all(row, parts.accumulators), _join_all(row, parts.assigned)
     divided, kept = _partitions(accumulators), _partitions(assigned)
-    joined = _joining(row.replicated.mesh, divided, kept)
-    results = dict(divided), dict(divided), dict(kept)
-    program = row.program(joined, jax.tree.map(row.divided, results))
+    joining = _joining(row.replicated.mesh, divided, kept)
+    program = row.program(joining.program, joining.shardings)
     return Joined(*program(accumulators, assigned))
 
 
@@ -74,9 +73,18 @@ def _partitions(arrays: Mapping[str, Any]) -> _Partitions:
     return tuple((key, partition_of(array)) for key, array in arrays.items())
 
 
+class _Joining(NamedTuple):
+    """A program that joins what replicas have, and how its results lie."""
+
+    program: Callable[..., Any]
+    shardings: Any
+
+
 @functools.lru_cache(maxsize=256)
-def _joining(mesh: Mesh, accumulators: _Partitions, assigned: _Partitions) -> Callable[..., Any]:
+def _joining(mesh: Mesh, accumulators: _Partitions, assigned: _Partitions) -> _Joining:
     divided, kept = dict(accumulators), dict(assigned)
+    results = divided, divided, kept
+    shardings = jax.tree.map(lambda partition: NamedSharding(mesh, partition), results)
 
     def join_parts(accumulators: dict[str, Any], assigned: dict[str, Any]) -> Any:
         return (
@@ -85,8 +93,8 @@ def _joining(mesh: Mesh, accumulators: _Partitions, assigned: _Partitions) -> Ca
             {name: _mean_or_first(value) for name, value in assigned.items()},
         )
 
-    whole = over_replicas(mesh, join_parts, (divided, kept), (divided, divided, kept))
-    return jax.jit(whole, donate_argnums=0)
+    joined = over_replicas(mesh, join_parts, (divided, kept), results)
+    return _Joining(jax.jit(joined, donate_argnums=0, out_shardings=shardings), shardings)
 
 
 @functools.lru_cache(maxsize=256)

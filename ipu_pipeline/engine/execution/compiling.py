@@ -59,7 +59,7 @@ class _Lowered(NamedTuple):
 
 
 class _Divided(NamedTuple):
-    """A result whose sharding XLA's partitioner chooses, while its program is being compiled."""
+    """A result whose sharding XLA's partitioner may choose, while its program is being compiled."""
 
     struct: jax.ShapeDtypeStruct
     compiled: Future[Any]
@@ -288,14 +288,14 @@ def _start_templates(
             for _row, places, to in template.transfers
             for place, slot in zip(places, to, strict=True)
         ]
-        divided: dict[int, _Divided] = {}  # by slot
         for place, slot in (*template.stores, *moved):
             slots[slot] = results[place].update(sharding=plan.slot_rows[slot].replicated)
             if compiled is not None and row.is_divided and template.shardings[place] is None:
                 slots[slot] = _Divided(results[place], compiled, place)
-                divided[slot] = slots[slot]
-        if divided:
-            programs.divided[template.stage] = list(divided.values())
+        if compiled is not None and row.is_divided and template.residuals:
+            programs.divided[template.stage] = [
+                _Divided(results[place], compiled, place) for place in template.residuals
+            ]
     return list(traced.output_avals)
 
 

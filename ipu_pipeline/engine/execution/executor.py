@@ -20,7 +20,7 @@ from ipu_pipeline.engine.devices.elsewhere import absent
 from ipu_pipeline.engine.devices.feeds import Element, Feed, Take, gather
 from ipu_pipeline.engine.devices.placing import copy_to, put, put_host_copies
 from ipu_pipeline.engine.devices.residence import Residence
-from ipu_pipeline.engine.devices.rows import Row
+from ipu_pipeline.engine.devices.rows import WHOLE, Row
 from ipu_pipeline.engine.execution import watched
 from ipu_pipeline.engine.execution.agreeing import take_everywhere
 from ipu_pipeline.engine.execution.compiling import Column, Compiled, compile_ahead
@@ -470,7 +470,9 @@ class Executor(Runner[PendingStep]):
             if name in self.residence.offloaded and name not in self.gathered:
                 arguments[place] = variables[name]
         places = [place for place, value in enumerate(arguments) if value is not None]
-        loaded = put([arguments[place] for place in places], template.row)
+        named = dict(template.variables)
+        partitions = [self.residence.partitions.get(named.get(place, ""), WHOLE) for place in places]
+        loaded = put([arguments[place] for place in places], template.row, partitions=partitions)
         for place, value in zip(places, loaded, strict=True):
             arguments[place] = value
 
@@ -545,7 +547,8 @@ class Executor(Runner[PendingStep]):
             here = [(p, name) for p, name in template.variables if name not in lacking]
             # A shared variable is copied from its home once per step.
             shared = tag("variables of others", template.index)
-            read = put([pipeline.variables[name] for _place, name in here], row, tag=shared)
+            partitions = [self.residence.partitions.get(name, WHOLE) for _place, name in here]
+            read = put([pipeline.variables[name] for _place, name in here], row, False, shared, partitions)
             for (place, _name), value in zip(here, read, strict=True):
                 arguments[place] = value
             for place, position in template.inputs:

@@ -72,6 +72,7 @@ class Template:
       stores: (result, slot).
       transfers: (row, results, slots).
       releases: slots that nobody reads afterwards.
+      residuals: results that the backward of the stage reads.
       kept: slots that only backwards read from now on.
       joint: what is called for all replicas at once, in place of `function` for each; None for most.
     """
@@ -100,6 +101,7 @@ class Template:
     stores: tuple[tuple[int, int], ...] = ()
     transfers: tuple[tuple[Row, tuple[int, ...], tuple[int, ...]], ...] = ()
     releases: tuple[int, ...] = ()
+    residuals: tuple[int, ...] = ()
     kept: tuple[int, ...] = ()
     joint: Joint | None = None
 
@@ -220,8 +222,11 @@ class TemplateMaker:
         stores: list[tuple[int, int]] = []
         assigned: list[tuple[int, str]] = []
         enqueued: list[tuple[int, int]] = []
+        residuals: list[int] = []
         transfers: dict[Row, list[tuple[int, int]]] = {}
         for place, bound in enumerate(self.bindings.results(work.stage, work.program)):
+            if any(binding.kind is BindingKind.RESIDUAL for binding in bound):
+                residuals.append(place)
             for binding in bound:
                 if binding.kind is BindingKind.ASSIGNED:
                     assigned.append((place, binding.key))
@@ -240,6 +245,7 @@ class TemplateMaker:
         template.stores = tuple(stores)
         template.assigned = tuple(assigned)
         template.enqueued = tuple(enqueued)
+        template.residuals = tuple(residuals)
         template.transfers = tuple(
             (target, tuple(place for place, _slot in pairs), tuple(slot for _place, slot in pairs))
             for target, pairs in transfers.items()

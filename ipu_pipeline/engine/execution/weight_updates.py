@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from ipu_pipeline.engine.devices.compiler_options import Options
 from ipu_pipeline.engine.devices.placing import put
 from ipu_pipeline.engine.devices.residence import Residence
+from ipu_pipeline.engine.devices.rows import divided_in_replica
 from ipu_pipeline.engine.execution.templates import jit_update
 from ipu_pipeline.engine.updates.accumulators import Accumulator
 from ipu_pipeline.engine.updates.cutting import UpdateProgram
@@ -133,7 +134,8 @@ class WeightUpdate:
     def _add_to_home(self, accumulator: Accumulator, total: Any, part: Any) -> Any:
         home = self.residence.rows[self.residence.traced.owners[accumulator.variable]]
         tag = self.residence.tag(f"{accumulator.variable} of stage {accumulator.stage}")
-        total, part = put([total, part], home, tag=tag)
+        partition = divided_in_replica(self.residence.sharding_in_program(accumulator.variable, home))
+        total, part = put([total, part], home, tag=tag, partitions=[partition] * 2)
         return home.program(_adding(total.sharding), total.sharding)(total, part)
 
     def _clear(self, key: str, accumulator: Any) -> Any:

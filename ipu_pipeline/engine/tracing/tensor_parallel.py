@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from ipu_pipeline.engine.tracing.replicas import REPLICA
 from ipu_pipeline.engine.tracing.specs import VariableSpec
 
-__all__ = ["MODEL", "Partitions", "TensorParallel", "constrain", "dividing"]
+__all__ = ["MODEL", "Partitions", "TensorParallel", "constrain", "dividing", "normal_partition"]
 
 MODEL = "model"  # the axis of the devices that compute a stage together
 
@@ -60,6 +60,8 @@ class TensorParallel:
                 "TensorParallel: variables must be a dict from full names to PartitionSpecs, or a "
                 f"function; got {self.variables!r}."
             )
+        if isinstance(self.variables, Mapping):  # what the caller does with it later does not count
+            object.__setattr__(self, "variables", dict(self.variables))
 
     def resolve(self, variables: Mapping[str, VariableSpec]) -> dict[str, PartitionSpec]:
         """How each variable that is divided is divided; none if there is one device.
@@ -93,8 +95,18 @@ class TensorParallel:
                     f"{what}: axis {axis} of its shape {shape} must be a multiple of size {self.size} to "
                     "be divided. Divide another axis, or leave it whole."
                 )
-            divided[name] = partition
+            divided[name] = normal_partition(
+                [MODEL if place == axis else None for place in range(axis + 1)]
+            )
         return divided
+
+
+def normal_partition(names: Sequence[str | None]) -> PartitionSpec:
+    """A `PartitionSpec` in the form that JAX gives back, without None at the end; others are not equal."""
+    found = list(names)
+    while found and found[-1] is None:
+        found.pop()
+    return PartitionSpec(*found)
 
 
 @dataclass
@@ -127,8 +139,8 @@ def dividing(size: int) -> Iterator[_Tracing]:
 def constrain(x: Any, partition: PartitionSpec) -> Any:
     """Says how a value within a stage is divided over the devices that compute the stage together.
 
-    Where nothing is said the partitioner decides, from how variables are divided. Outside of a pipeline,
-    and where an IPU is one device, this returns the value as it is.
+    Where nothing is said the partitioner decides, from how variables are divided. Outside of stages, as in
+    optimizers, and where an IPU is one device, this returns the value as it is.
 
     Args:
       x: an array.
@@ -164,12 +176,14 @@ def _check(partition: Any, shape: Sequence[int], what: str) -> int | None:
     """
     if not isinstance(partition, PartitionSpec):
         raise ValueError(f"{what}: its partition must be a jax.sharding.PartitionSpec; got {partition!r}.")
+    is_summed = getattr(partition, "unreduced", None) or getattr(partition, "reduced", None)
+    entries = () if is_summed else tuple(partition)  # JAX warns of those that are summed
     names = [
-        tuple(name or ()) if isinstance(name, (tuple, type(None))) else (str(name),) for name in partition
+        tuple(name or ()) if isinstance(name, (tuple, type(None))) else (str(name),) for name in entries
     ]
     unknown = {name for some in names for name in some} - {MODEL}
     axes = [axis for axis, some in enumerate(names) if some]
-    if unknown or len(axes) > 1 or len(names) > len(shape):
+    if unknown or is_summed or len(axes) > 1 or len(names) > len(shape):
         raise ValueError(
             f"{what}: {partition} must have {MODEL!r} in one place at most, None in others, and no more "
             f"places than the shape {tuple(shape)} has."
