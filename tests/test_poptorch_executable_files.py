@@ -383,6 +383,11 @@ MANIFESTS = {
     ),
     "number": (lambda data: data["model"]["tensors"][0].update(number=10**9), "IndexError"),
     "random numbers": (lambda data: data.update({"rng state": ["x"]}), "'x' is no int"),
+    "negative random numbers": (
+        lambda data: data.update({"rng state": [1, 1, -1]}),
+        "is no state of random numbers",
+    ),
+    "other random numbers": (lambda data: data.update({"rng state": [1, 1]}), "another kind of random"),
 }
 
 

@@ -7,11 +7,13 @@ import collections
 import copy
 import dataclasses
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -131,6 +133,7 @@ def test_training_goes_on(tmp_path, name):
     assert loaded.model.third.weight is loaded.model.second.weight
 
 
+@pytest.mark.thorough
 def test_a_schedule_of_rates_goes_on(tmp_path):
     def train(model, interrupted):
         optimizer = poptorch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -298,6 +301,7 @@ class Renamed(nn.Module):
         return self.one(x) if target is None else target
 
 
+@pytest.mark.thorough
 def test_arguments_unlike_those_of_the_file(tmp_path):
     training = poptorch.trainingModel(seeded(Everything), make_options())
     training.compileAndExport(tmp_path / "file", x, target, factor=3)
@@ -409,6 +413,7 @@ def test_options_come_back(tmp_path, monkeypatch):
     assert torch.equal(loaded.getAnchoredTensor("hidden"), executor.getAnchoredTensor("hidden"))
 
 
+@pytest.mark.thorough
 def test_random_numbers(tmp_path):
     model = nn.Dropout(0.5)
     executor = poptorch.inferenceModel(model, make_options(random_seed=3))
@@ -468,6 +473,7 @@ def test_detached(tmp_path):
     assert_goes_on(training, poptorch.load(tmp_path / "file"), x, target)
 
 
+@pytest.mark.thorough
 def test_float16_and_bfloat16(tmp_path):
     for dtype in (torch.float16, torch.bfloat16):
         model = seeded(lambda: nn.Linear(3, 4)).to(dtype)
@@ -479,6 +485,7 @@ def test_float16_and_bfloat16(tmp_path):
         assert torch.equal(actual, expected)
 
 
+@pytest.mark.thorough
 def test_control_flow(tmp_path):
     class Branches(nn.Module):
         def __init__(self):
@@ -515,9 +522,15 @@ def test_saving_needs_a_compiled_model(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_directories_and_links(tmp_path):
-    executor = poptorch.inferenceModel(seeded(TwoLayers), make_options())
-    executor(x)
+@pytest.fixture(scope="module")
+def executor():
+    """A small model that has run."""
+    made = poptorch.inferenceModel(seeded(TwoLayers), make_options())
+    made(x)
+    return made
+
+
+def test_directories_and_links(tmp_path, executor):
     (tmp_path / "link").symlink_to(tmp_path / "new" / "file")
     executor.save(tmp_path / "link")
     assert (tmp_path / "link").is_symlink()
@@ -529,9 +542,7 @@ def test_directories_and_links(tmp_path):
 
 
 @pytest.mark.parametrize("error", [OSError("disk full"), KeyboardInterrupt(), MemoryError()])
-def test_an_export_that_fails_leaves_the_old_file(tmp_path, monkeypatch, error):
-    executor = poptorch.inferenceModel(seeded(TwoLayers), make_options())
-    executor(x)
+def test_an_export_that_fails_leaves_the_old_file(tmp_path, monkeypatch, executor, error):
     file = tmp_path / "file"
     executor.save(file)
     before = file.read_bytes()
@@ -547,13 +558,11 @@ def test_an_export_that_fails_leaves_the_old_file(tmp_path, monkeypatch, error):
     assert file.read_bytes() == before
     assert os.listdir(tmp_path) == ["file"]
     executor.save(file)
-    assert torch.equal(poptorch.load(file)(x), executor(x))
 
 
-def test_files_are_written_alike_and_readable_by_others(tmp_path):
-    executor = poptorch.inferenceModel(seeded(TwoLayers), make_options())
-    executor(x)
+def test_files_are_readable_as_others_are(tmp_path, executor):
     executor.save(tmp_path / "file")
+    executor.save(tmp_path / "again")
     mask = os.umask(0)
     os.umask(mask)
     assert (tmp_path / "file").stat().st_mode & 0o777 == 0o666 & ~mask
@@ -584,6 +593,7 @@ while True:
         poptorch.load(file)
 
 
+@pytest.mark.thorough
 def test_two_threads_write_and_read_at_once(tmp_path):
     file = tmp_path / "file"
     executors = [poptorch.inferenceModel(seeded(TwoLayers, seed), make_options()) for seed in (0, 1)]
@@ -688,6 +698,7 @@ def count_compilations(wrap, **variables):
     return int(hits), int(misses), float(loss)
 
 
+@pytest.mark.thorough
 def test_a_later_process_that_loads_the_model_finds_it_compiled(tmp_path):
     """Nor does it know the class of the model."""
     environment = {"POPTORCH_CACHE_DIR": str(tmp_path / "cache")}
@@ -712,3 +723,21 @@ def test_a_later_process_finds_the_model_compiled(tmp_path):
     assert hits == 0
     assert misses > 3
     assert count_compilations(wrap) == (misses, 0, loss)
+
+
+# The documentation.
+
+PAGE = Path(__file__).parent.parent / "docs" / "poptorch_executables.md"
+
+
+def test_the_pages_example(capsys):
+    block = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[0]
+    exec(compile(block, str(PAGE), "exec"), {"__name__": "example"})  # noqa: S102  # the page is ours
+    assert re.fullmatch(r"loss \d\.\d\d\n", capsys.readouterr().out)
+
+
+def test_the_page_names_tests_that_exist():
+    rows = re.findall(r"^\| \d+ \| .* \| (.*) \|$", PAGE.read_text(), re.MULTILINE)
+    names = [name for row in rows for name in re.findall(r"`::(\w+)`", row)]
+    assert len(names) == 4
+    assert all(name in globals() for name in names)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import numpy as np
 import torch
 
 from ipu_pipeline.poptorch.errors import Error
@@ -49,6 +50,14 @@ class Exported(abc.ABC):
     @abc.abstractmethod
     def _bring_newer(self) -> None:
         """Puts on the devices what has changed elsewhere since the last call."""
+
+    @abc.abstractmethod
+    def isCompiled(self) -> bool:
+        """Whether the model is compiled."""
+
+    @abc.abstractmethod
+    def destroy(self) -> None:
+        """Copies newer weights to the host, and forgets everything that was compiled."""
 
     @abc.abstractmethod
     def _attached(self) -> CompiledModel:
@@ -151,6 +160,8 @@ class Exported(abc.ABC):
             try:
                 self.go_on_from(loaded)
             except BaseException:
+                if self.isCompiled():
+                    self.destroy()
                 self._graph = before
                 raise
 
@@ -159,6 +170,12 @@ class Exported(abc.ABC):
         assert self._graph is not None
         compiled = self._compile(make_arguments(self._graph, self._signature, batching_of(self.options)))
         if loaded.rng_state is not None:
+            if len(loaded.rng_state) != len(self._read_rng_state()):
+                raise Error(
+                    "The file has the state of another kind of random numbers than JAX makes here: set "
+                    "jax_default_prng_impl as it was when the model was exported, or export it with "
+                    "save_rng_state=False."
+                )
             self._write_rng_state(loaded.rng_state)
         if loaded.model is None:
             return
@@ -225,7 +242,8 @@ class Exported(abc.ABC):
 
     def _write_rng_state(self, state: list[int]) -> None:
         assert self._compiled is not None
-        key = jax.random.wrap_key_data(jax.numpy.asarray(state[:-1], jax.numpy.uint32))
+        words: Any = np.asarray(state[:-1], np.uint32)  # NumPy's, as making JAX's compiles a program
+        key = jax.random.wrap_key_data(words)
         found = {"key": key, "execution_count": int(state[-1])}
         if self._compiled.state is not None:
             self._compiled.replace(**found)

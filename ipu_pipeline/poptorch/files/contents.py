@@ -167,7 +167,7 @@ def read(filename: PathLike) -> Contents:
         saved = manifest["model"]
         model = None if saved is None else _decode_model(saved, tensors, graph.trains)
         state = manifest["rng state"]
-        return Contents(graph, model, None if state is None else [_typed(word, int) for word in state])
+        return Contents(graph, model, None if state is None else _check_rng_state(state))
 
 
 def _find_versions() -> dict[str, str]:
@@ -204,6 +204,13 @@ def _read_program(content: bytes, made_by: Mapping[str, str]) -> torch.export.Ex
             f"The file was made with torch {made_by['torch']}, and torch {here} cannot read its program "
             f"({type(error).__name__}: {error}). Export the model again."
         ) from error
+
+
+def _check_rng_state(state: Sequence[Any]) -> list[int]:
+    *words, count = (_typed(word, int) for word in state)
+    if count < 0 or not all(0 <= word < 2**32 for word in words):
+        raise ValueError(f"{state} is no state of random numbers")
+    return [*words, count]
 
 
 def _typed(value: Any, kind: type) -> Any:
