@@ -131,8 +131,7 @@ class Exported(abc.ABC):
             graph = to_graph(compiled.captured, self._first.structure, wrapped.model, wrapped.trains)
             rng_state = self._read_rng_state() if save_rng_state else None
             model = self._save_model() if export_model else None
-            with self._host.unwatched():
-                contents.write(filename, Contents(graph, model, rng_state))
+            contents.write(filename, Contents(graph, model, rng_state))
 
     def loadExecutable(self, filename: PathLike) -> None:
         """Takes over a model as it was captured for a file, and compiles it.
@@ -154,7 +153,8 @@ class Exported(abc.ABC):
                     "The model has been compiled already. Call destroy() first, or loadExecutable before "
                     "the first call."
                 )
-            loaded = contents.read(filename)
+            with torch.inference_mode(False):
+                loaded = contents.read(filename)
             bind(loaded.graph, self._wrapped.model, self._wrapped.trains)
             before, self._graph = self._graph, loaded.graph
             try:
@@ -168,7 +168,7 @@ class Exported(abc.ABC):
     def go_on_from(self, loaded: Contents) -> None:
         """Compiles the graph of a file, and goes on where the file ends; `poptorch.load` calls it."""
         assert self._graph is not None
-        compiled = self._compile(make_arguments(self._graph, self._signature, batching_of(self.options)))
+        self._compile(make_arguments(self._graph, self._signature, batching_of(self.options)))
         if loaded.rng_state is not None:
             if len(loaded.rng_state) != len(self._read_rng_state()):
                 raise Error(
@@ -177,13 +177,6 @@ class Exported(abc.ABC):
                     "save_rng_state=False."
                 )
             self._write_rng_state(loaded.rng_state)
-        if loaded.model is None:
-            return
-        count = {"update_count": loaded.model.update_count}
-        if compiled.state is not None:
-            compiled.replace(**count)
-        elif self._detached is not None:
-            self._detached = {**self._detached, **count}
 
     def _check_like_graph(self, arguments: Arguments) -> None:
         """Checks the arguments of a call against those of a file's graph, if there is one.
@@ -206,8 +199,6 @@ class Exported(abc.ABC):
             for tensor in named.values():
                 if id(tensor) not in values:
                     values[id(tensor)] = tensor.detach().clone()
-        kept = self._detached if state is None else {"update_count": state.update_count}
-        assert kept is not None
         return SavedModel(
             class_name=type(model).__name__ if not isinstance(model, RestoredModel) else model.class_name,
             is_training=self._wrapped.modes[model],
@@ -217,7 +208,6 @@ class Exported(abc.ABC):
             ],
             options=self.options,
             optimizer=self._optimizer,
-            update_count=kept["update_count"],
         )
 
     @property

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from ipu_pipeline.poptorch.execution.executor import PoplarExecutor
 from ipu_pipeline.poptorch.execution.recalled import RestoredModel
 from ipu_pipeline.poptorch.execution.wrapping import inferenceModel, trainingModel
@@ -38,7 +40,8 @@ def load(filename: PathLike, edit_opts_fn: Callable[[Options], Any] | None = Non
     """
     if edit_opts_fn is not None and not callable(edit_opts_fn):
         raise TypeError(f"edit_opts_fn must be a function of the options; got {edit_opts_fn!r}.")
-    loaded = contents.read(filename)
+    with torch.inference_mode(False):  # the model's tensors are to train
+        loaded = contents.read(filename)
     saved = loaded.model
     assert saved is not None, (
         f"{filename} was exported with export_model=False: it has no weights, options and optimizer. Wrap "

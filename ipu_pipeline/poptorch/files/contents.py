@@ -83,7 +83,6 @@ class SavedModel:
       tensors: its parameters and buffers.
       options: of the wrapper.
       optimizer: with its state; None without training.
-      update_count: weight updates so far.
     """
 
     class_name: str
@@ -91,7 +90,6 @@ class SavedModel:
     tensors: Sequence[SavedTensor]
     options: Options
     optimizer: torch.optim.Optimizer | None
-    update_count: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -264,7 +262,6 @@ def _encode_model(model: SavedModel, tensors: TensorList) -> Any:
         ],
         "options": encode_options(model.options),
         "optimizer": None if optimizer is None else encode_optimizer(optimizer, names, tensors.add),
-        "update count": model.update_count,
     }
 
 
@@ -287,5 +284,4 @@ def _decode_model(data: Any, tensors: Sequence[torch.Tensor], trains: bool) -> S
         tensors=found,
         options=decode_options(data["options"]),
         optimizer=optimizer,
-        update_count=_typed(data["update count"], int),
     )
