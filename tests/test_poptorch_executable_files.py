@@ -199,6 +199,24 @@ def set_first(key, value):
     return change
 
 
+def set_in_node(**changes):
+    return lambda data: find_dict(data, "target").update(changes)
+
+
+INJECTED = "x=__import__('pathlib').Path('EXPLODED').touch()"
+
+
+def test_names_that_are_code_are_real(tmp_path, exported):
+    """torch runs what it makes of the names in a graph."""
+    code = INJECTED.replace("EXPLODED", str(tmp_path / "exploded"))
+    program = unzip(exported)["program.pt2"]
+    parts = unzip(program)
+    parts[MODEL] = parts[MODEL].replace(b"tensors_0", code.encode())
+    with contextlib.suppress(Exception):
+        torch.export.load(io.BytesIO(pack(parts)))
+    assert (tmp_path / "exploded").exists()
+
+
 def set_spec(spec):
     return set_first("in_spec", json.dumps([1, spec]))
 
@@ -225,6 +243,16 @@ CODE = {
         set_first("target", "torch.ops.higher_order.triton_kernel_wrapper_mutation"),
         "a call of torch.ops.higher_order.triton",
     ),
+    "a name of an input": (
+        lambda data: data.update(json.loads(json.dumps(data).replace("tensors_0", INJECTED))),
+        "a name .x=__import__",
+    ),
+    "a name of a node": (set_in_node(name="a = 1; b"), "a name 'a = 1; b'"),
+    "a name of an argument": (
+        lambda data: find_dict(data, "target")["inputs"][0].update(name="a=1, b"),
+        "a name 'a=1, b'",
+    ),
+    "names of arguments": (set_first("forward_arg_names", ["a=1"]), "a forward_arg_names 'a=1'"),
     "a shape to evaluate": (
         set_first("as_int", {"as_expr": {"expr_str": "__import__('os')", "hint": None}}),
         "as_expr, expr_str|as_expr",

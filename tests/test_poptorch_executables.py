@@ -6,6 +6,7 @@ Listings 25, 26 and 27 of PopTorch's user guide are here.
 import collections
 import copy
 import dataclasses
+import json
 import os
 import re
 import signal
@@ -22,6 +23,8 @@ from torch import nn
 
 import ipu_pipeline.poptorch as poptorch
 from ipu_pipeline.poptorch.files import archives
+from ipu_pipeline.poptorch.files.options_json import decode_options, encode_options
+from ipu_pipeline.poptorch.lowering import registry
 from tests.poptorch_front import (
     TwoLayers,
     assert_close,
@@ -424,6 +427,9 @@ def test_options_come_back(tmp_path, monkeypatch):
     executor = poptorch.inferenceModel(seeded(TwoLayers), options)
     monkeypatch.setattr("ipu_pipeline.config.enable_executable_cache", lambda _path: None)
     executor.compileAndExport(tmp_path / "file", x)
+    monkeypatch.setenv(
+        "POPTORCH_DEFAULT_OPTIONS", '{"deviceIterations": 3, "randomSeed": 4, "useIpuId": 1}'
+    )
     loaded = poptorch.load(tmp_path / "file")
     expected = options.clone()
     expected.enableExecutableCaching(None)  # a path of the machine that wrote the file
@@ -432,6 +438,26 @@ def test_options_come_back(tmp_path, monkeypatch):
     assert not loaded.options.is_set("use_model")
     assert_equal_values(loaded(x), executor(x))
     assert torch.equal(loaded.getAnchoredTensor("hidden"), executor.getAnchoredTensor("hidden"))
+
+
+@pytest.mark.thorough
+def test_a_loaded_model_is_copied_and_wrapped_anew(tmp_path):
+    model = seeded(TwoLayers)
+    first = poptorch.trainingModel(model, make_options(), torch.optim.SGD(model.parameters(), lr=0.1))
+    first.compileAndExport(tmp_path / "file", x, target)
+    loaded = poptorch.load(tmp_path / "file")
+    copied = copy.deepcopy(loaded.model)
+    expected = loaded(x, target)
+    second = poptorch.trainingModel(copied, make_options(), torch.optim.SGD(copied.parameters(), lr=0.1))
+    assert_equal_values(second(x, target), expected)
+    assert_same(copied.state_dict(), loaded.model.state_dict())
+    with pytest.raises(RuntimeError, match="already been wrapped"):
+        poptorch.trainingModel(loaded)
+    loaded.destroy()
+    third = poptorch.trainingModel(loaded, make_options(), torch.optim.SGD(loaded.parameters(), lr=0.1))
+    assert_equal_values(third(x, target), second(x, target))
+    third.save(tmp_path / "file")
+    assert_goes_on(third, poptorch.load(tmp_path / "file"), x, target)
 
 
 @pytest.mark.thorough
@@ -522,6 +548,57 @@ def test_control_flow(tmp_path):
     executor.save(tmp_path / "file")
     loaded = poptorch.load(tmp_path / "file")
     assert_equal_values((loaded(x), loaded(-x)), expected)
+
+
+@torch.library.custom_op("test_poptorch_executables::scaled", mutates_args=())
+def scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
+    return x * factor
+
+
+@scaled.register_fake
+def scaled_fake(x, factor):  # the operation's
+    return torch.empty_like(x)
+
+
+class Scaled(nn.Module):
+    def forward(self, x):
+        return scaled(x, 2.5)
+
+
+def test_operations_of_the_users(tmp_path, monkeypatch):
+    poptorch.register_lowering("test_poptorch_executables::scaled", lambda x, factor: x * factor)
+    poptorch.inferenceModel(Scaled(), make_options()).compileAndExport(tmp_path / "file", x)
+    assert torch.equal(poptorch.load(tmp_path / "file")(x), x * 2.5)
+    monkeypatch.setattr(registry, "_registered", {})
+    with pytest.raises(
+        poptorch.Error, match=r"calls torch.ops.test.*scaled.default, which has no lowering"
+    ):
+        poptorch.load(tmp_path / "file")
+
+
+@pytest.mark.parametrize(("given", "restored"), [("name", "name"), ("../name", None), ("/name", None)])
+def test_names_that_are_paths_are_not_restored(given, restored):
+    options = decode_options(json.loads(json.dumps(encode_options(poptorch.Options().modelName(given)))))
+    assert options.values_by_name().get("model_name") == restored
+    assert options.is_set("model_name") is (restored is not None)
+
+
+STRATEGIES = [
+    poptorch.PipelinedExecution(poptorch.AutoStage.AutoIncrement),
+    poptorch.ShardedExecution(poptorch.Stage("a", "b"), poptorch.Stage("c").ipu(3)),
+    poptorch.SerialPhasedExecution(["a", "b"], "c").setTensorsLiveness(poptorch.Liveness.OffChipAfterFwd),
+    poptorch.ParallelPhasedExecution(
+        poptorch.Phase(poptorch.Stage("a"), poptorch.Stage("b")).ipus(0, 2), "c"
+    ).useSeparateBackwardPhase(),
+]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: type(strategy).__name__)
+def test_strategies_come_back(strategy):
+    options = poptorch.Options().setExecutionStrategy(strategy)
+    restored = decode_options(json.loads(json.dumps(encode_options(options))))
+    assert restored.execution_strategy == strategy
+    assert repr(restored.execution_strategy) == repr(strategy)
 
 
 def test_saving_needs_a_compiled_model(tmp_path):

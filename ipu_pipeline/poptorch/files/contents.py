@@ -55,6 +55,9 @@ class SavedGraph:
     outputs: Structure
     signature: inspect.Signature
 
+    def __deepcopy__(self, memo: Any) -> SavedGraph:
+        return self  # of copies of a model, which have tensors of their own
+
 
 @dataclass(frozen=True, eq=False)
 class SavedTensor:

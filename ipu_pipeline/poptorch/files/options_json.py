@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import PurePath
 from typing import Any, NoReturn
 
 from ipu_pipeline.poptorch.enums import ConnectionType
 from ipu_pipeline.poptorch.errors import Error
 from ipu_pipeline.poptorch.files.values import decode, encode
 from ipu_pipeline.poptorch.options import Options, TensorLocationSettings
-from ipu_pipeline.poptorch.options.base import OptionGroup
+from ipu_pipeline.poptorch.options.base import UNSET, OptionGroup
 
 __all__ = ["decode_options", "encode_options"]
 
@@ -42,8 +43,8 @@ def _encode_group(path: str, group: OptionGroup) -> Any:
 def decode_options(data: Any) -> Options:
     """The options of what `encode_options` made, not frozen.
 
-    What is about the machine, and processes, is as for new options. `ConnectionType.Never`, of a model that
-    was compiled for another machine, becomes `Always`.
+    What is about the machine, and processes, is as for new options; so is a `modelName` that is a path.
+    `ConnectionType.Never`, of a model that was compiled for another machine, becomes `Always`.
 
     Raises:
       Others: it is something else, or a value is out of its range.
@@ -51,13 +52,23 @@ def decode_options(data: Any) -> Options:
     options = Options()
     for path, group in _groups(options).items():
         values = decode(data[path]["values"], _refuse)
-        for name in group.settings:
-            if name not in _OF_THE_MACHINE and (name in values or hasattr(group, name)):
-                value = values[name]
-                if name == "connection_type" and value is ConnectionType.Never:
-                    value = ConnectionType.Always
-                group.restore(name, _as_given(name, value), name in data[path]["set"])
+        for name, setting in group.settings.items():
+            if name in _OF_THE_MACHINE:
+                continue
+            leads_elsewhere = name == "model_name" and not _is_plain(values.get(name))
+            if (name not in values and setting.default is UNSET) or leads_elsewhere:
+                group.unset(name)
+                continue
+            value = values[name]
+            if name == "connection_type" and value is ConnectionType.Never:
+                value = ConnectionType.Always
+            group.restore(name, _as_given(name, value), name in data[path]["set"])
     return options
+
+
+def _is_plain(name: Any) -> bool:
+    """Whether a model's name, in which a directory is called, leads to no other one."""
+    return isinstance(name, str) and name == PurePath(name).name
 
 
 def _groups(options: Options) -> dict[str, OptionGroup]:

@@ -1,7 +1,8 @@
 """What may be in a torch program's archive. `torch.export.load` is given nothing else.
 
 torch unpickles parts of such an archive where the archive says so, loads shared libraries that are in it,
-evaluates expressions of its shapes, imports modules that structures name, and calls what a node names.
+evaluates expressions of its shapes, imports modules that structures name, calls what a node names, and runs
+Python code that it makes of the names of nodes and arguments.
 Programs of ours have none of this: the names of the archive's parts, the configurations of its tensors and
 the graph are compared with what they have. What else there may be is refused, not found out about.
 """
@@ -34,7 +35,16 @@ _FIXED = {"archive_format": b"pt2", "archive_version": b"0", "byteorder": b"litt
 _FREE = {".data/version", ".data/serialization_id", ".format_version", ".storage_alignment"}
 _RAW = re.compile(r"data/(weights/weight|constants/tensor)_\d{1,9}", re.ASCII)
 # Keys of torch's JSON with what torch would evaluate or unpickle.
-_REFUSED_KEYS = {"as_expr", "expr_str", "as_custom_obj", "as_operator", "custom_obj"}
+_REFUSED_KEYS = {
+    "as_expr",
+    "expr_str",
+    "as_custom_obj",
+    "as_operator",
+    "as_string_to_argument",
+    "custom_obj",
+}
+# Names that stand in the code that torch makes of a graph.
+_NAME_KEYS = {"name", "as_name", "forward_arg_names"}
 _PLAIN_TYPES = {"builtins.tuple", "builtins.list", "builtins.dict", None}
 
 
@@ -98,6 +108,8 @@ def _check_program(program: Any) -> None:
                 if protocol != 1:
                     raise _refusal(f"{key} of kind {protocol!r}")
                 _check_structure(key, spec)
+        for key in _NAME_KEYS & holder.keys():
+            _check_names(key, holder[key])
         if "target" in holder:
             _check_target(holder["target"])
 
@@ -108,6 +120,14 @@ def _check_structure(key: str, spec: Any) -> None:
         raise _refusal(f"{key} with {kind} and {context}")
     for child in spec["children_spec"]:
         _check_structure(key, child)
+
+
+def _check_names(key: str, value: Any) -> None:
+    for name in value if isinstance(value, list) else [value]:
+        if name not in (None, "") and not (
+            isinstance(name, str) and name.isidentifier() and name.isascii()
+        ):
+            raise _refusal(f"a {key} {name!r}")
 
 
 def _check_target(name: Any) -> None:

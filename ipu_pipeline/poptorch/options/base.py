@@ -118,6 +118,11 @@ class OptionGroup:
         self._values[name] = self.settings[name].check(f"{self.path}.{name}", value)
         (self._explicit.add if is_explicit else self._explicit.discard)(name)
 
+    def unset(self, name: str) -> None:
+        """Takes away the value of an option that has none at first."""
+        self._values.pop(name, None)
+        self._explicit.discard(name)
+
     def freeze(self) -> None:
         """Lets nothing be changed any more, here and in the groups within."""
         self._frozen = True
