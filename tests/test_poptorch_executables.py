@@ -441,6 +441,28 @@ def test_options_come_back(tmp_path, monkeypatch):
 
 
 @pytest.mark.thorough
+class OddNames(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.größe = nn.Parameter(torch.ones(3))
+        self.parts = nn.ModuleDict({"a-b": nn.Linear(3, 3), "c d": nn.Sequential(nn.Linear(3, 3))})
+        self.register_buffer("name", torch.ones(3))
+        self.target = torch.ones(3)
+
+    def forward(self, x, target, name=None):
+        x = self.parts["c d"](self.parts["a-b"](x)) * self.größe + self.name + self.target
+        return {"name": x, "target": nn.functional.mse_loss(x, target)}
+
+
+def test_odd_names(tmp_path):
+    training = poptorch.trainingModel(seeded(OddNames), make_options())
+    training.compileAndExport(tmp_path / "file", x, target, name="größe")
+    loaded = poptorch.load(tmp_path / "file")
+    assert_equal_values(loaded(x, target, name="größe"), training(x, target, name="größe"))
+    training.copyWeightsToHost()
+    assert_same(training.model.state_dict(), loaded.model.state_dict())
+
+
 def test_a_loaded_model_is_copied_and_wrapped_anew(tmp_path):
     model = seeded(TwoLayers)
     first = poptorch.trainingModel(model, make_options(), torch.optim.SGD(model.parameters(), lr=0.1))

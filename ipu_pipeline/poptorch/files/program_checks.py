@@ -124,9 +124,7 @@ def _check_structure(key: str, spec: Any) -> None:
 
 def _check_names(key: str, value: Any) -> None:
     for name in value if isinstance(value, list) else [value]:
-        if name not in (None, "") and not (
-            isinstance(name, str) and name.isidentifier() and name.isascii()
-        ):
+        if name not in (None, "") and not (isinstance(name, str) and name.isidentifier()):
             raise _refusal(f"a {key} {name!r}")
 
 
