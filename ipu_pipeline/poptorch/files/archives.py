@@ -48,7 +48,8 @@ def find_target(filename: PathLike) -> str:
 def write_parts(filename: PathLike, parts: Iterable[tuple[str, bytes]]) -> None:
     """Writes a file, in directories that are made where they are missing.
 
-    It gets its name when it is whole: whatever happens before leaves what was there.
+    It gets its name when it is whole: whatever happens before leaves what was there. Who may read it is as
+    for the file that it replaces, or as for any new file.
 
     Args:
       filename: where to.
@@ -63,6 +64,8 @@ def write_parts(filename: PathLike, parts: Iterable[tuple[str, bytes]]) -> None:
         os.makedirs(os.path.dirname(target), exist_ok=True)
         try:
             with open(beside, "xb") as file:
+                with contextlib.suppress(FileNotFoundError):
+                    os.fchmod(file.fileno(), stat.S_IMODE(os.stat(target).st_mode))
                 _write(file, parts)
                 file.flush()
                 os.fsync(file.fileno())
