@@ -145,7 +145,8 @@ class Exported(abc.ABC):
 
         Raises:
           Error: the model is compiled already; or there is no such file, it is damaged, or of another
-          model. TypeError: `filename` is no path.
+            model.
+          TypeError: `filename` is no path.
         """
         with self._host.lock:
             if self._compiled is not None:

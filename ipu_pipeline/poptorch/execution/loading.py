@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -25,8 +26,9 @@ def load(filename: PathLike, edit_opts_fn: Callable[[Options], Any] | None = Non
 
     Args:
       filename: of `compileAndExport` or `save`, with `export_model=True`.
-      edit_opts_fn: is called with the options before the model is wrapped, and may change them: a random
-        seed, other devices, another strategy, more device iterations.
+      edit_opts_fn: is called with the options before the model is wrapped, and may change them: other
+        devices, another strategy, more device iterations, a new random seed (random numbers then start from
+        it).
 
     Returns:
       What `trainingModel` or `inferenceModel` returned when the model was exported, compiled. Its `model`
@@ -48,7 +50,10 @@ def load(filename: PathLike, edit_opts_fn: Callable[[Options], Any] | None = Non
         "the model as it was, and call loadExecutable of the result."
     )
     if edit_opts_fn is not None:
+        seed = saved.options.values_by_name().get("random_seed")
         edit_opts_fn(saved.options)
+        if saved.options.values_by_name().get("random_seed") != seed:
+            loaded = dataclasses.replace(loaded, rng_state=None)
     model = RestoredModel(loaded.graph, saved)
     if loaded.graph.trains:
         executor = trainingModel(model, saved.options, saved.optimizer)
