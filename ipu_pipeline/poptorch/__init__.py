@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from ipu_pipeline.poptorch.errors import Error, RecoverableError, UnrecoverableError
     from ipu_pipeline.poptorch.execution.executor import PoplarExecutor
     from ipu_pipeline.poptorch.execution.hooks import registerPostCompileHook, registerPreCompileHook
+    from ipu_pipeline.poptorch.execution.loading import load
     from ipu_pipeline.poptorch.execution.wrapping import inferenceModel, trainingModel
     from ipu_pipeline.poptorch.logs import setLogLevel
     from ipu_pipeline.poptorch.lowering.registry import register_lowering
@@ -113,6 +114,7 @@ __all__ = [
     "ipuHardwareIsAvailable",
     "ipuHardwareVersion",
     "isRunningOnIpu",
+    "load",
     "module_repr",
     "nop",
     "optim",
@@ -175,6 +177,7 @@ _HOMES = {  # of what is not a module itself
     "ipuHardwareIsAvailable": "operations",
     "ipuHardwareVersion": "operations",
     "isRunningOnIpu": "operations",
+    "load": "execution.loading",
     "module_repr": "annotations",
     "nop": "operations",
     "registerCustomArgParser": "structures",

@@ -21,7 +21,6 @@ NAMES = {
     "for_loop": "a Python loop, which is unrolled, or torch._higher_order_ops.while_loop does it",
     "fps": "torch_cluster has it; its operation needs poptorch.register_lowering",
     "ipu_print_tensor": "return the value, or keep it by Options.anchorTensor",
-    "load": "compiled models are not written to files",
     "ops": "the operations that there are, are in poptorch itself",
     "register_custom_op": "poptorch.register_lowering says an operation in JAX",
     "ReplicaGrouping": "a model runs as one replica",

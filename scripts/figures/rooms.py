@@ -97,6 +97,7 @@ FLOORS = (
     _folder("poptorch/options"),
     _folder("poptorch/optim"),
     _folder("poptorch/data"),
+    _folder("poptorch/files"),
     _folder("poptorch/execution"),
     _beside("poptorch: roof", "poptorch", "import ipu_pipeline.poptorch as poptorch"),
     _folder("command_line"),

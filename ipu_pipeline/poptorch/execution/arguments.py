@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,9 +66,9 @@ class Batching:
 class Signature:
     """The parameters of a model's forward."""
 
-    def __init__(self, forward: Callable[..., Any]) -> None:
+    def __init__(self, signature: inspect.Signature) -> None:
         """Reads them."""
-        self._signature = inspect.signature(forward)
+        self._signature = signature
         kinds = inspect.Parameter
         parameters = self._signature.parameters.values()
         self._positional = [

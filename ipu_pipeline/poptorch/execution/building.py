@@ -19,8 +19,10 @@ from ipu_pipeline.poptorch.execution.arguments import Arguments, Batching, first
 from ipu_pipeline.poptorch.execution.compiled import CompiledModel
 from ipu_pipeline.poptorch.execution.devices import select_devices
 from ipu_pipeline.poptorch.execution.progress import CompileProgress
+from ipu_pipeline.poptorch.execution.recalled import bind
 from ipu_pipeline.poptorch.execution.training import ModelOptimizer
 from ipu_pipeline.poptorch.execution.weights import host_weights_of, on_host
+from ipu_pipeline.poptorch.files.contents import SavedGraph
 from ipu_pipeline.poptorch.graphs.blocks import BlockId
 from ipu_pipeline.poptorch.graphs.capture import Modes, capture
 from ipu_pipeline.poptorch.graphs.stages import ModelStages, make_stages
@@ -65,6 +67,7 @@ def compile_model(
     arguments: Arguments,
     optimizer: torch.optim.Optimizer | None,
     progress: CompileProgress,
+    graph: SavedGraph | None = None,
 ) -> tuple[CompiledModel, ModelOptimizer | None]:
     """Compiles a model for the arguments of a call.
 
@@ -73,9 +76,11 @@ def compile_model(
       arguments: of a call.
       optimizer: of a model that trains.
       progress: is told of each part.
+      graph: of a file, in place of what the model's forward does.
 
     Raises:
-      Error: the model cannot be captured, placed or computed; or it has no single loss.
+      Error: the model cannot be captured, placed or computed; or it has no single loss; or the graph is
+        that of another model.
       Others: what the model raises, and what `engine.Pipeline` does.
     """
     options, trains = wrapped.options, wrapped.trains
@@ -86,15 +91,18 @@ def compile_model(
             f"Parameter {made[0]} was made within torch.inference_mode, and cannot be captured. Make the "
             "model outside of it."
         )
-    with host_weights_of(wrapped.model).unwatched():
-        captured = capture(
-            wrapped.model,
-            tensors,
-            arguments.structure,
-            wrapped.modes,
-            trains,
-            options.source_location_excludes,
-        )
+    if graph is not None:
+        captured = bind(graph, wrapped.model, trains)
+    else:
+        with host_weights_of(wrapped.model).unwatched():
+            captured = capture(
+                wrapped.model,
+                tensors,
+                arguments.structure,
+                wrapped.modes,
+                trains,
+                options.source_location_excludes,
+            )
     progress.done("capture")
     if not trains:
         _tell_of_training_mode(wrapped.modes)
@@ -138,9 +146,7 @@ def compile_model(
     seed = options.random_seed if options.is_set("random_seed") else torch.initial_seed()
     devices = select_devices(num_ipus, options)
     key = jax.random.fold_in(jax.random.key(seed % 2**32), seed >> 32 & 2**32 - 1)
-    compiled = CompiledModel(
-        wrapped.model, stages, captured.outputs, pipeline, devices, micro_batch, key, checks
-    )
+    compiled = CompiledModel(wrapped.model, stages, captured, pipeline, devices, micro_batch, key, checks)
     progress.done("trace")
     for section, ipu in zip(stages.sections, stages.ipus, strict=True):
         logger.info("IPU %d: %s, %d operations", ipu, section.name, len(section.nodes))

@@ -16,8 +16,8 @@ from ipu_pipeline.engine.state import Collected, PipelineState
 from ipu_pipeline.poptorch.dtypes import to_numpy, to_torch
 from ipu_pipeline.poptorch.errors import Error
 from ipu_pipeline.poptorch.execution.weights import on_host
+from ipu_pipeline.poptorch.graphs.capture import Captured
 from ipu_pipeline.poptorch.graphs.stages import ModelStages
-from ipu_pipeline.poptorch.structures import Structure
 from ipu_pipeline.processes import announcing, interrupts
 from ipu_pipeline.reports.capturing import start_automatic_report
 
@@ -29,6 +29,7 @@ class CompiledModel:
 
     Attributes:
       stages: the model's.
+      captured: the model as a graph.
       pipeline: the engine's.
       outputs: structure of what the model returns.
       state: on the devices; None while detached.
@@ -38,7 +39,7 @@ class CompiledModel:
         self,
         model: torch.nn.Module,
         stages: ModelStages,
-        outputs: Structure,
+        captured: Captured,
         pipeline: engine.Pipeline,
         devices: Sequence[Any],
         micro_batch: tuple[Any, ...],
@@ -50,7 +51,7 @@ class CompiledModel:
         Args:
           model: the user's.
           stages: the model's.
-          outputs: structure of what the model returns.
+          captured: the model as a graph.
           pipeline: made of the stages.
           devices: of the IPUs.
           micro_batch: an example.
@@ -59,7 +60,8 @@ class CompiledModel:
             does not donate its state.
         """
         self.stages = stages
-        self.outputs = outputs
+        self.captured = captured
+        self.outputs = captured.outputs
         self.pipeline = pipeline
         self._held = _find_held(model, stages.tensors.values())
         self._name, self._devices = type(model).__name__, list(devices)
@@ -147,6 +149,14 @@ class CompiledModel:
         with on_host():
             for name, value in values.items():
                 self.stages.tensors[name].copy_(to_torch(value))
+
+    def current_values(self) -> dict[int, torch.Tensor]:
+        """Copies of the parameters and buffers on the devices, by the `id` of the user's tensor."""
+        assert self.state is not None
+        values = jax.device_get(self.state.variables)
+        return {
+            id(tensor): to_torch(values[name], tensor.dtype) for name, tensor in self.stages.tensors.items()
+        }
 
     def read_from_host(self) -> None:
         """Copies the user's parameters and buffers to the devices.

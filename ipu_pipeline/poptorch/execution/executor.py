@@ -6,7 +6,6 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import torch
 from torch.utils.hooks import RemovableHandle
 
@@ -17,11 +16,13 @@ from ipu_pipeline.poptorch.execution.anchored import AnchoredValues
 from ipu_pipeline.poptorch.execution.arguments import Arguments, Signature, check_like_first, split
 from ipu_pipeline.poptorch.execution.building import Wrapped, batching_of, compile_model, output_mode_of
 from ipu_pipeline.poptorch.execution.compiled import CompiledModel
+from ipu_pipeline.poptorch.execution.exporting import NOT_COMPILED, Exported
 from ipu_pipeline.poptorch.execution.hooks import after_compiling, before_compiling
 from ipu_pipeline.poptorch.execution.measured import Measured
 from ipu_pipeline.poptorch.execution.outputs import join_outputs
 from ipu_pipeline.poptorch.execution.profiles import Profile
 from ipu_pipeline.poptorch.execution.progress import CompileProgress
+from ipu_pipeline.poptorch.execution.recalled import RestoredModel, signature_of
 from ipu_pipeline.poptorch.execution.refused import Refused
 from ipu_pipeline.poptorch.execution.timing import CallTimes
 from ipu_pipeline.poptorch.execution.training import ModelOptimizer, call_before_saving
@@ -35,10 +36,8 @@ from ipu_pipeline.processes import interrupts
 
 __all__ = ["PoplarExecutor"]
 
-_NOT_COMPILED = "Model has not been compiled or has been destroyed."
 
-
-class PoplarExecutor(Refused, Measured):
+class PoplarExecutor(Exported, Refused, Measured):
     """What `trainingModel` and `inferenceModel` return.
 
     Attributes and methods that are not here are those of the user's model.
@@ -56,8 +55,9 @@ class PoplarExecutor(Refused, Measured):
         super().__init__()
         self._wrapped = wrapped
         self._optimizer = optimizer
-        self._signature = Signature(wrapped.model.forward)
+        self._signature = Signature(signature_of(wrapped.model))
         self._host = host_weights_of(wrapped.model)
+        self._graph = wrapped.model.saved_graph if isinstance(wrapped.model, RestoredModel) else None
         self._compiled: CompiledModel | None = None
         self._training: ModelOptimizer | None = None
         self._detached: Mapping[str, Any] | None = None
@@ -121,25 +121,13 @@ class PoplarExecutor(Refused, Measured):
             self._call_ns = time.perf_counter_ns() - begin
             return compiled.outputs.unflatten(joined)
 
-    def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compiles the model for arguments like these, and runs nothing.
-
-        Args:
-          *args: as for a call.
-          **kwargs: likewise.
-
-        Raises:
-          Error: as for a call.
-        """
-        with self._host.lock:
-            self._compile(self._signature.bind(args, kwargs))
-
     def _compile(self, arguments: Arguments) -> CompiledModel:
         if self._compiled is not None:
             assert self._first is not None
             check_like_first(self._signature, self._first, arguments, self._shapes)
             self._compiled.check_same_tensors()
             return self._compiled
+        self._check_like_graph(arguments)
         before_compiling.call(self)
         wrapped = self._wrapped
         register(self, wrapped.model, wrapped.trains)
@@ -147,7 +135,7 @@ class PoplarExecutor(Refused, Measured):
         self._host.refresh()
         progress = CompileProgress(self.options.show_compilation_progress_bar)
         try:
-            compiled, training = compile_model(wrapped, arguments, self._optimizer, progress)
+            compiled, training = compile_model(wrapped, arguments, self._optimizer, progress, self._graph)
             if training is not None:
                 assert self._optimizer is not None
                 saved = training.take_saved(self._optimizer)
@@ -329,7 +317,7 @@ class PoplarExecutor(Refused, Measured):
 
     def _attached(self) -> CompiledModel:
         if self._compiled is None:
-            raise Error(_NOT_COMPILED)
+            raise Error(NOT_COMPILED)
         if self._compiled.state is None:
             raise Error("Device is not attached")
         return self._compiled
@@ -356,7 +344,7 @@ class PoplarExecutor(Refused, Measured):
                 "Trying to attach to an offline device (ConnectionType.Never)"
             )
             if self._compiled is None:
-                raise Error(_NOT_COMPILED)
+                raise Error(NOT_COMPILED)
             if self._detached is None:
                 raise Error("Device is already attached")
             self._host.refresh()
@@ -404,28 +392,13 @@ class PoplarExecutor(Refused, Measured):
         """The model's options, frozen."""
         return self._wrapped.options
 
-    @property
-    def rng_state(self) -> list[int]:
-        """Where the model's random numbers are: words of the key, and how often they were drawn from."""
-        state = self._attached().state
-        assert state is not None
-        return [*map(int, jax.random.key_data(state.key).ravel()), state.execution_count]
-
-    @rng_state.setter
-    def rng_state(self, state: list[int]) -> None:
-        if len(state) != len(self.rng_state):
-            raise ValueError(f"rng_state must have the numbers that it was read with; got {state!r}.")
-        with self._host.lock:
-            key = jax.random.wrap_key_data(jax.numpy.asarray(state[:-1], jax.numpy.uint32))
-            self._attached().replace(key=key, execution_count=int(state[-1]))
-
     def getTensorNames(self) -> list[str]:
         """The names of the model's values, for `Options.anchorTensor`.
 
         Raises:
           AssertionError: the model has not been compiled.
         """
-        assert self._compiled is not None, _NOT_COMPILED
+        assert self._compiled is not None, NOT_COMPILED
         return list(self._compiled.stages.value_names)
 
     def getAnchoredTensor(self, short_name: str) -> torch.Tensor:

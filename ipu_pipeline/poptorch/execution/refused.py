@@ -1,9 +1,8 @@
-"""What a wrapped model is asked for and does not do, or does to the user's model only."""
+"""What a wrapped model is asked for and does to the user's model only."""
 
 from __future__ import annotations
 
 import abc
-from typing import Any, NoReturn
 
 import torch
 
@@ -13,15 +12,8 @@ from ipu_pipeline.poptorch.logs import warn_once
 __all__ = ["Refused"]
 
 
-def _refuse_export(method: str) -> NoReturn:
-    raise NotImplementedError(
-        f"{method} does not exist here yet: compiled models are not written to files. Keep the weights by "
-        "torch.save(model.state_dict(), ...); Options.enableExecutableCaching keeps what was compiled."
-    )
-
-
 class Refused(abc.ABC):
-    """The part of a wrapped model that says no, and why."""
+    """The part of a wrapped model that says what it does not do, and why."""
 
     _wrapped: Wrapped
 
@@ -42,20 +34,3 @@ class Refused(abc.ABC):
     def eval(self) -> torch.nn.Module:
         """See `train`."""
         return self.train(False)
-
-    def save(self, filename: str, export_model: bool = True, save_rng_state: bool = True) -> NoReturn:
-        """Raises a NotImplementedError."""
-        del filename, export_model, save_rng_state
-        _refuse_export("save")
-
-    def compileAndExport(
-        self, filename: str, *args: Any, export_model: bool = True, **kwargs: Any
-    ) -> NoReturn:
-        """Raises a NotImplementedError."""
-        del filename, args, export_model, kwargs
-        _refuse_export("compileAndExport")
-
-    def loadExecutable(self, filename: str) -> NoReturn:
-        """Raises a NotImplementedError."""
-        del filename
-        _refuse_export("loadExecutable")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ipu_pipeline.poptorch import markers
 
-__all__ = ["BlockId", "Section", "cut_into_sections", "is_check"]
+__all__ = ["BlockId", "Section", "cut_into_sections", "is_check", "is_check_operation"]
 
 # Checks of torch's that hold for a graph of fixed shapes and dtypes.
 _CHECKS = frozenset(("_assert_async", "_assert_scalar", "_assert_tensor_metadata", "sym_constrain_range"))
@@ -78,7 +78,12 @@ def cut_into_sections(
 
 def is_check(node: torch.fx.Node) -> bool:
     """Whether a node is a check of torch's, which no stage makes."""
-    schema = getattr(node.target, "_schema", None)
+    return is_check_operation(node.target)
+
+
+def is_check_operation(operation: Any) -> bool:
+    """Whether a node that calls this is a check of torch's."""
+    schema = getattr(operation, "_schema", None)
     return schema is not None and schema.name.split("::")[-1] in _CHECKS
 
 

@@ -24,6 +24,11 @@ class VariableAttributes:
         self._allowed = tuple(allowed_attributes)
         self._variable = frozenset(variable_attributes)
 
+    @property
+    def variable(self) -> list[str]:
+        """The variable ones, sorted."""
+        return sorted(self._variable)
+
     def isConstant(self, attr: str) -> bool:
         """Whether an attribute is constant.
 

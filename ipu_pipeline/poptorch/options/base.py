@@ -103,6 +103,26 @@ class OptionGroup:
         """Whether an option was set, be it to its default."""
         return name in self._explicit
 
+    def values_by_name(self) -> dict[str, Any]:
+        """The options that have a value, without those of the groups within."""
+        return dict(self._values)
+
+    def restore(self, name: str, value: Any, is_explicit: bool) -> None:
+        """Sets an option to what it was, without telling anybody that it has no effect.
+
+        Args:
+          name: under which it is read.
+          value: as for `set`.
+          is_explicit: whether it had been set.
+        """
+        self._values[name] = self.settings[name].check(f"{self.path}.{name}", value)
+        (self._explicit.add if is_explicit else self._explicit.discard)(name)
+
+    def unset(self, name: str) -> None:
+        """Takes away the value of an option that has none at first."""
+        self._values.pop(name, None)
+        self._explicit.discard(name)
+
     def freeze(self) -> None:
         """Lets nothing be changed any more, here and in the groups within."""
         self._frozen = True

@@ -34,6 +34,11 @@ class Strategy:
         self._stages = tuple(stages)
         self._positions = associate(list(stages))
 
+    @property
+    def stages(self) -> list[Stage]:
+        """All stages there are; none where blocks become stages by themselves."""
+        return list(self._stages)
+
     def stage(self, block_id: str) -> Stage:
         """The stage of a block.
 

@@ -1,0 +1,63 @@
+"""`load`: a wrapped model out of a file."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ipu_pipeline.poptorch.execution.executor import PoplarExecutor
+from ipu_pipeline.poptorch.execution.recalled import RestoredModel
+from ipu_pipeline.poptorch.execution.wrapping import inferenceModel, trainingModel
+from ipu_pipeline.poptorch.files import contents
+from ipu_pipeline.poptorch.files.archives import PathLike
+from ipu_pipeline.poptorch.options import Options
+
+__all__ = ["load"]
+
+
+def load(filename: PathLike, edit_opts_fn: Callable[[Options], Any] | None = None) -> PoplarExecutor:
+    """Makes a wrapped model of a file, which goes on where it was when the file was written.
+
+    Nothing of the file is run or unpickled, and it needs no class of the model. XLA compiles the model
+    anew, unless `Options.enableExecutableCaching` has it.
+
+    Args:
+      filename: of `compileAndExport` or `save`, with `export_model=True`.
+      edit_opts_fn: is called with the options before the model is wrapped, and may change them: other
+        devices, another strategy, more device iterations, a new random seed (random numbers then start from
+        it).
+
+    Returns:
+      What `trainingModel` or `inferenceModel` returned when the model was exported, compiled. Its `model`
+      has the parameters and buffers by their names, and computes what was captured.
+
+    Raises:
+      AssertionError: the file was written with `export_model=False`.
+      Error: there is no such file; it is damaged, of another version, or something else; or it needs a
+        class or an operation that does not exist here.
+      TypeError: `filename` is no path, or `edit_opts_fn` no function.
+    """
+    if edit_opts_fn is not None and not callable(edit_opts_fn):
+        raise TypeError(f"edit_opts_fn must be a function of the options; got {edit_opts_fn!r}.")
+    with torch.inference_mode(False):  # the model's tensors are to train
+        loaded = contents.read(filename)
+    saved = loaded.model
+    assert saved is not None, (
+        f"{filename} was exported with export_model=False: it has no weights, options and optimizer. Wrap "
+        "the model as it was, and call loadExecutable of the result."
+    )
+    if edit_opts_fn is not None:
+        seed = saved.options.values_by_name().get("random_seed")
+        edit_opts_fn(saved.options)
+        if saved.options.values_by_name().get("random_seed") != seed:
+            loaded = dataclasses.replace(loaded, rng_state=None)
+    model = RestoredModel(loaded.graph, saved)
+    if loaded.graph.trains:
+        executor = trainingModel(model, saved.options, saved.optimizer)
+    else:
+        executor = inferenceModel(model, saved.options)
+    executor.go_on_from(loaded)
+    return executor

@@ -1,0 +1,197 @@
+"""Models as they were captured for a file, without the code of their forward: for devices and the host."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, TypeAlias
+
+import torch
+from torch.export.graph_signature import InputKind, OutputKind
+
+from ipu_pipeline.poptorch.errors import Error
+from ipu_pipeline.poptorch.execution.arguments import (
+    Arguments,
+    Batching,
+    Signature,
+    check_like_first,
+)
+from ipu_pipeline.poptorch.files.contents import SavedGraph, SavedModel
+from ipu_pipeline.poptorch.graphs.capture import Captured
+from ipu_pipeline.poptorch.structures import Structure
+
+__all__ = ["RestoredModel", "bind", "make_arguments", "signature_of", "to_graph"]
+
+_PREFIX = "model."  # of the targets: the program is that of a module that calls the model
+_TENSORS = (InputKind.PARAMETER, InputKind.BUFFER)
+
+Specs: TypeAlias = "list[tuple[torch.fx.Node, Any]]"
+
+
+def signature_of(model: torch.nn.Module) -> inspect.Signature:
+    """The signature of a model's forward."""
+    return (
+        model.saved_graph.signature
+        if isinstance(model, RestoredModel)
+        else inspect.signature(model.forward)
+    )
+
+
+def to_graph(captured: Captured, arguments: Structure, model: torch.nn.Module, trains: bool) -> SavedGraph:
+    """A captured model, for a file.
+
+    Args:
+      captured: the model.
+      arguments: the structure of what it was captured for.
+      model: the user's.
+      trains: whether it was captured with a loss.
+    """
+    constants = {
+        str(spec.target): captured.tensors[str(spec.target)]
+        for _node, spec in _inputs(captured.program)
+        if spec.kind not in (*_TENSORS, InputKind.USER_INPUT)
+    }
+    outputs, signature = captured.outputs, signature_of(model)
+    return SavedGraph(trains, captured.program, constants, arguments, outputs, signature)
+
+
+def bind(graph: SavedGraph, model: torch.nn.Module, trains: bool) -> Captured:
+    """Puts a model's tensors into a graph of a file.
+
+    Args:
+      graph: of the file.
+      model: the user's.
+      trains: whether the wrapper of the model trains it.
+
+    Raises:
+      Error: the graph is that of another model, or for another use.
+    """
+    if graph.trains is not trains:
+        have, want = ("inference", "training")[graph.trains], ("inference", "training")[trains]
+        raise Error(
+            f"The file has the model as it was captured for {have}, which cannot be used for {want}. Load "
+            f"one that was exported from a poptorch.{want}Model, by loadExecutable."
+        )
+    given, expected = signature_of(model), graph.signature
+    if [(p.name, p.kind) for p in given.parameters.values()] != [
+        (p.name, p.kind) for p in expected.parameters.values()
+    ]:
+        raise Error(f"The file is of a model with forward{expected}; that of this one is forward{given}.")
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    known = {**parameters, **dict(model.named_buffers(remove_duplicate=False))}
+    tensors: dict[str, torch.Tensor] = dict(graph.constants)
+    for node, spec in _inputs(graph.program):
+        target = str(spec.target)
+        if spec.kind not in _TENSORS:
+            continue
+        name = target.removeprefix(_PREFIX)
+        is_parameter = spec.kind is InputKind.PARAMETER
+        if name not in known or (name in parameters) is not is_parameter:
+            kind = "parameter" if is_parameter else "buffer"
+            raise Error(f"The file is of a model with a {kind} {name}, which this one does not have.")
+        held, wanted = known[name], node.meta["val"]
+        if (held.shape, held.dtype) != (wanted.shape, wanted.dtype):
+            raise Error(
+                f"The file is of a model whose {name} is {wanted.dtype} of shape {tuple(wanted.shape)}; "
+                f"that of this one is {held.dtype} of shape {tuple(held.shape)}."
+            )
+        tensors[target] = held
+    return Captured(graph.program, graph.outputs, tensors)
+
+
+def make_arguments(graph: SavedGraph, signature: Signature, batching: Batching) -> Arguments:
+    """Arguments like those that a graph was captured for, of zeros, for all micro-batches of a call.
+
+    Raises:
+      Error: a tensor has no dimension along which there could be several micro-batches.
+    """
+    number = batching.num_micro_batches
+    names = signature.name_tensors(graph.arguments)
+    tensors = []
+    values = [
+        node.meta["val"] for node, spec in _inputs(graph.program) if spec.kind is InputKind.USER_INPUT
+    ]
+    for name, value in zip(names, values, strict=True):
+        if number > 1 and not value.dim():
+            raise Error(
+                f"Input {name} of the model in the file has no dimension, and cannot be cut into {number} "
+                "micro-batches. Leave deviceIterations and gradientAccumulation at 1."
+            )
+        shape = (number * value.shape[0], *value.shape[1:]) if number > 1 else value.shape
+        tensors.append(torch.zeros((), dtype=value.dtype).expand(shape))
+    return Arguments(tensors, graph.arguments, names)
+
+
+def _inputs(program: torch.export.ExportedProgram) -> Specs:
+    nodes = [node for node in program.graph.nodes if node.op == "placeholder"]
+    return list(zip(nodes, program.graph_signature.input_specs, strict=True))
+
+
+class RestoredModel(torch.nn.Module):
+    """What `poptorch.load` made of a model: parameters and buffers by their names, and forward's graph.
+
+    Called on the host, it computes what was captured: in the train or eval mode, and for the shapes, of
+    then, for one micro-batch. Its results have no gradients.
+
+    Attributes:
+      saved_graph: as it was captured.
+      class_name: of the user's model.
+    """
+
+    def __init__(self, graph: SavedGraph, saved: SavedModel) -> None:
+        """Puts it together.
+
+        Args:
+          graph: of the forward.
+          saved: the tensors, which the model has from now on.
+
+        Raises:
+          Error: a name is none of a tensor.
+        """
+        super().__init__()
+        self.saved_graph = graph
+        self.class_name = saved.class_name
+        for one in saved.tensors:
+            *path, name = one.name.split(".")
+            part: torch.nn.Module = self
+            try:
+                for inner in path:
+                    if inner not in dict(part.named_children()):
+                        part.add_module(inner, torch.nn.Module())
+                    part = part.get_submodule(inner)
+                if isinstance(one.tensor, torch.nn.Parameter):
+                    part.register_parameter(name, one.tensor)
+                else:
+                    part.register_buffer(name, one.tensor, one.is_persistent)
+            except (KeyError, TypeError) as error:
+                raise Error(f"The file has a tensor of the name {one.name!r}: {error}.") from error
+        self.train(saved.is_training)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the user's forward returned for arguments like these.
+
+        Raises:
+          Error: the arguments are not like those that the model was captured for.
+        """
+        signature = Signature(self.saved_graph.signature)
+        given = signature.bind(args, kwargs)
+        first = make_arguments(self.saved_graph, signature, Batching(1, 1))
+        check_like_first(signature, first, given, [tensor.shape for tensor in first.tensors])
+        captured = bind(self.saved_graph, self, self.saved_graph.trains)
+        inputs = iter(given.tensors)
+        program = captured.program
+        values = [
+            next(inputs) if spec.kind is InputKind.USER_INPUT else captured.tensors[str(spec.target)]
+            for _node, spec in _inputs(program)
+        ]
+        with torch.no_grad():
+            made = torch.fx.Interpreter(program.graph_module).run(*values)
+            results = []
+            for spec, value in zip(program.graph_signature.output_specs, made, strict=True):
+                if spec.kind is OutputKind.BUFFER_MUTATION:
+                    captured.tensors[str(spec.target)].copy_(value)
+                else:
+                    results.append(value)
+        return captured.outputs.unflatten(results)
+
+    def _get_name(self) -> str:
+        return self.class_name

@@ -1,0 +1,1 @@
+"""Wrapped models as files: what is in one, written whole, and read without trusting it."""

@@ -1,0 +1,290 @@
+"""What a file of a model holds, as objects."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import inspect
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ipu_pipeline.poptorch.errors import Error
+from ipu_pipeline.poptorch.files.archives import MANIFEST, PROGRAM, PathLike, read_parts, write_parts
+from ipu_pipeline.poptorch.files.optimizers import decode_optimizer, encode_optimizer
+from ipu_pipeline.poptorch.files.options_json import decode_options, encode_options
+from ipu_pipeline.poptorch.files.programs import read_program, write_program
+from ipu_pipeline.poptorch.files.tensors import BYTE_ORDER, TensorList, read_tensors
+from ipu_pipeline.poptorch.files.values import decode, encode
+from ipu_pipeline.poptorch.options import Options
+from ipu_pipeline.poptorch.structures import Structure, compare, flatten
+
+__all__ = ["Contents", "SavedGraph", "SavedModel", "SavedTensor", "read", "write"]
+
+_FORMAT = "ipu_pipeline.poptorch"
+_VERSION = 1
+_P = inspect.Parameter
+_KINDS = (
+    _P.POSITIONAL_ONLY,
+    _P.POSITIONAL_OR_KEYWORD,
+    _P.VAR_POSITIONAL,
+    _P.KEYWORD_ONLY,
+    _P.VAR_KEYWORD,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class SavedGraph:
+    """A model as it was captured: what `Captured` has, without weights.
+
+    Attributes:
+      trains: whether it was captured for training, and has a loss.
+      program: the graph.
+      constants: tensors that are neither parameters nor buffers, by the targets of the program.
+      arguments: the structure of what it was compiled for: positional arguments, keyword arguments.
+      outputs: the structure of what it returns.
+      signature: of the model's forward. Defaults are not kept: `...` stands for each.
+    """
+
+    trains: bool
+    program: torch.export.ExportedProgram
+    constants: Mapping[str, torch.Tensor]
+    arguments: Structure
+    outputs: Structure
+    signature: inspect.Signature
+
+    def __deepcopy__(self, memo: Any) -> SavedGraph:
+        return self  # of copies of a model, which have tensors of their own
+
+
+@dataclass(frozen=True, eq=False)
+class SavedTensor:
+    """A parameter or a buffer of a model; one tensor may have several names.
+
+    Attributes:
+      name: in the model.
+      tensor: the model's; a `torch.nn.Parameter` if it is one.
+      value: what it holds, on the devices or here.
+      is_persistent: whether the model's state dict has it.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    value: torch.Tensor
+    is_persistent: bool
+
+
+@dataclass(frozen=True, eq=False)
+class SavedModel:
+    """What a wrapper was given, and what training made of it.
+
+    Attributes:
+      class_name: of the model.
+      is_training: the model's train flag.
+      tensors: its parameters and buffers.
+      options: of the wrapper.
+      optimizer: with its state; None without training.
+    """
+
+    class_name: str
+    is_training: bool
+    tensors: Sequence[SavedTensor]
+    options: Options
+    optimizer: torch.optim.Optimizer | None
+
+
+@dataclass(frozen=True, eq=False)
+class Contents:
+    """A file.
+
+    Attributes:
+      graph: the model as it was captured.
+      model: None with `export_model=False`.
+      rng_state: as `PoplarExecutor.rng_state`; None if it was not saved.
+    """
+
+    graph: SavedGraph
+    model: SavedModel | None
+    rng_state: list[int] | None
+
+
+def write(filename: PathLike, contents: Contents) -> None:
+    """Writes a file.
+
+    Raises:
+      Error: it cannot be written; or something is in it that no file can hold.
+      TypeError: `filename` is no path.
+    """
+    tensors = TensorList()
+    graph, model = contents.graph, contents.model
+    manifest = {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "made by": _find_versions(),
+        "byte order": BYTE_ORDER,
+        "trains": graph.trains,
+        "arguments": _encode_structure(graph.arguments, "What the model was compiled for"),
+        "outputs": _encode_structure(graph.outputs, "What the model returns"),
+        "signature": [
+            {"name": p.name, "kind": p.kind.name, "is optional": p.default is not p.empty}
+            for p in graph.signature.parameters.values()
+        ],
+        "constants": {name: tensors.add(tensor) for name, tensor in graph.constants.items()},
+        "rng state": contents.rng_state,
+        "model": None if model is None else _encode_model(model, tensors),
+    }
+    program = write_program(graph.program)
+    manifest["tensors"] = tensors.describe()
+
+    def parts() -> Any:
+        yield MANIFEST, json.dumps(manifest, indent=1).encode()
+        yield PROGRAM, program
+        yield from tensors.parts()
+
+    write_parts(filename, parts())
+
+
+def read(filename: PathLike) -> Contents:
+    """Reads a file. Nothing in it is run or unpickled.
+
+    Raises:
+      Error: there is no such file; or it is damaged, something else, or of another version.
+      TypeError: `filename` is no path.
+    """
+    with read_parts(filename) as archive:
+        manifest = json.loads(archive.read(MANIFEST))
+        _check_version(manifest)
+        tensors = read_tensors(manifest["tensors"], archive.read)
+        graph = SavedGraph(
+            trains=_typed(manifest["trains"], bool),
+            program=_read_program(archive.read(PROGRAM), manifest["made by"]),
+            constants={name: tensors[number] for name, number in manifest["constants"].items()},
+            arguments=_decode_structure(manifest["arguments"]),
+            outputs=_decode_structure(manifest["outputs"]),
+            signature=_decode_signature(manifest["signature"]),
+        )
+        saved = manifest["model"]
+        model = None if saved is None else _decode_model(saved, tensors, graph.trains)
+        state = manifest["rng state"]
+        return Contents(graph, model, None if state is None else _check_rng_state(state))
+
+
+def _find_versions() -> dict[str, str]:
+    """Of what makes and reads files."""
+    return {name: importlib.metadata.version(name).partition("+")[0] for name in ("ipu_pipeline", "torch")}
+
+
+def _check_version(manifest: Any) -> None:
+    if manifest["format"] != _FORMAT:
+        raise ValueError(f"its format is {manifest['format']!r}")
+    if manifest["version"] != _VERSION:
+        made = ", ".join(f"{name} {version}" for name, version in manifest["made by"].items())
+        raise Error(
+            f"The file is of version {manifest['version']!r} of its format, made by {made}. ipu_pipeline "
+            f"{_find_versions()['ipu_pipeline']} reads version {_VERSION}: export the model again with it."
+        )
+    if manifest["byte order"] != BYTE_ORDER:
+        raise Error(
+            f"The file has its tensors {manifest['byte order']}-endian, and this machine is {BYTE_ORDER}-"
+            "endian. Export the model again on a machine like this one."
+        )
+
+
+def _read_program(content: bytes, made_by: Mapping[str, str]) -> torch.export.ExportedProgram:
+    try:
+        return read_program(content)
+    except Error:
+        raise
+    except Exception as error:
+        here = _find_versions()["torch"]
+        if made_by["torch"] == here:
+            raise
+        raise Error(
+            f"The file was made with torch {made_by['torch']}, and torch {here} cannot read its program "
+            f"({type(error).__name__}: {error}). Export the model again."
+        ) from error
+
+
+def _check_rng_state(state: Sequence[Any]) -> list[int]:
+    *words, count = (_typed(word, int) for word in state)
+    if count < 0 or not all(0 <= word < 2**32 for word in words):
+        raise ValueError(f"{state} is no state of random numbers")
+    return [*words, count]
+
+
+def _typed(value: Any, kind: type) -> Any:
+    if type(value) is not kind:
+        raise TypeError(f"{value!r} is no {kind.__name__}")
+    return value
+
+
+def _encode_structure(structure: Structure, name: str) -> Any:
+    value = structure.unflatten([torch.empty(0)] * structure.num_tensors)
+    data = encode(value, name, lambda _tensor: None)
+    difference = compare(structure, _decode_structure(data), name)
+    if difference is not None:  # as with classes that registerCustomArgParser knows
+        raise Error(f"{name} would come back from a file as something else: {difference}.")
+    return data
+
+
+def _decode_structure(data: Any) -> Structure:
+    return flatten(decode(data, lambda _of: torch.empty(0)))[1]
+
+
+def _decode_signature(data: Any) -> inspect.Signature:
+    kinds = {kind.name: kind for kind in _KINDS}
+    return inspect.Signature(
+        [
+            inspect.Parameter(
+                one["name"],
+                kinds[one["kind"]],
+                default=... if one["is optional"] else inspect.Parameter.empty,
+            )
+            for one in data
+        ]
+    )
+
+
+def _encode_model(model: SavedModel, tensors: TensorList) -> Any:
+    names = {id(one.tensor): one.name for one in reversed(model.tensors)}
+    optimizer = model.optimizer
+    return {
+        "class": model.class_name,
+        "is training": model.is_training,
+        "tensors": [
+            {
+                "name": one.name,
+                "number": tensors.add(one.value),
+                "is parameter": isinstance(one.tensor, torch.nn.Parameter),
+                "requires grad": one.tensor.requires_grad,
+                "is persistent": one.is_persistent,
+            }
+            for one in model.tensors
+        ],
+        "options": encode_options(model.options),
+        "optimizer": None if optimizer is None else encode_optimizer(optimizer, names, tensors.add),
+    }
+
+
+def _decode_model(data: Any, tensors: Sequence[torch.Tensor], trains: bool) -> SavedModel:
+    made: dict[int, torch.Tensor] = {}
+    found = []
+    for one in data["tensors"]:
+        number = _typed(one["number"], int)
+        if number not in made:
+            value, grad = tensors[number], _typed(one["requires grad"], bool)
+            is_parameter = one["is parameter"] is True
+            made[number] = torch.nn.Parameter(value, grad) if is_parameter else value.requires_grad_(grad)
+        tensor, name = made[number], _typed(one["name"], str)
+        found.append(SavedTensor(name, tensor, tensor, one["is persistent"] is True))
+    parameters = {one.name: one.tensor for one in found if isinstance(one.tensor, torch.nn.Parameter)}
+    optimizer = decode_optimizer(data["optimizer"], parameters, tensors.__getitem__) if trains else None
+    return SavedModel(
+        class_name=_typed(data["class"], str),
+        is_training=data["is training"] is True,
+        tensors=found,
+        options=decode_options(data["options"]),
+        optimizer=optimizer,
+    )

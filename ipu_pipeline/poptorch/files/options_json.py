@@ -1,0 +1,94 @@
+"""Options as JSON and back."""
+
+from __future__ import annotations
+
+from pathlib import PurePath
+from typing import Any, NoReturn
+
+from ipu_pipeline.poptorch.enums import ConnectionType
+from ipu_pipeline.poptorch.errors import Error
+from ipu_pipeline.poptorch.files.values import decode, encode
+from ipu_pipeline.poptorch.options import Options, TensorLocationSettings
+from ipu_pipeline.poptorch.options.base import UNSET, OptionGroup
+
+__all__ = ["decode_options", "encode_options"]
+
+# What is about the machine and the run, and not about the model: a loaded one has what its process says.
+_OF_THE_MACHINE = {"executable_cache_path", "log_dir", "profiling", "profile_dir", "ipu_version"}
+_OF_THE_RUN = "Distributed"
+
+
+def encode_options(options: Options) -> Any:
+    """Options as what JSON has.
+
+    Raises:
+      Error: the schedule is a function.
+    """
+    return {path: _encode_group(path, group) for path, group in _groups(options).items()}
+
+
+def _encode_group(path: str, group: OptionGroup) -> Any:
+    values = {name: value for name, value in group.values_by_name().items() if name not in _OF_THE_MACHINE}
+    if callable(schedule := values.get("pipeline_schedule")):
+        raise Error(
+            f"Options.setPipelineSchedule({schedule!r}): a file of a model cannot hold a function. Name a "
+            "schedule; or export the model with one, and set the function by edit_opts_fn of load."
+        )
+    return {
+        "values": encode(values, f"Options.{path}".rstrip("."), _refuse),
+        "set": [name for name in values if group.is_set(name)],
+    }
+
+
+def decode_options(data: Any) -> Options:
+    """The options of what `encode_options` made, not frozen.
+
+    What is about the machine, and processes, is as for new options; so is a `modelName` that is a path.
+    `ConnectionType.Never`, of a model that was compiled for another machine, becomes `Always`.
+
+    Raises:
+      Others: it is something else, or a value is out of its range.
+    """
+    options = Options()
+    for path, group in _groups(options).items():
+        values = decode(data[path]["values"], _refuse)
+        for name, setting in group.settings.items():
+            if name in _OF_THE_MACHINE:
+                continue
+            leads_elsewhere = name == "model_name" and not _is_plain(values.get(name))
+            if (name not in values and setting.default is UNSET) or leads_elsewhere:
+                group.unset(name)
+                continue
+            value = values[name]
+            if name == "connection_type" and value is ConnectionType.Never:
+                value = ConnectionType.Always
+            group.restore(name, _as_given(name, value), name in data[path]["set"])
+    return options
+
+
+def _is_plain(name: Any) -> bool:
+    """Whether a model's name, in which a directory is called, leads to no other one."""
+    return isinstance(name, str) and name == PurePath(name).name
+
+
+def _groups(options: Options) -> dict[str, OptionGroup]:
+    return {"": options, **{name: getattr(options, name) for name in options.groups if name != _OF_THE_RUN}}
+
+
+def _as_given(name: str, value: Any) -> Any:
+    """What sets an option to a value, where it is not the value itself."""
+    if name == "available_memory_proportion":
+        return {f"IPU{number}": proportion for number, proportion in value.items()}
+    if name.startswith("location_"):
+        settings = TensorLocationSettings()
+        for key, number in value.items():
+            settings.set(**{key: bool(number) if type(number) is int and key in _FLAGS else number})
+        return settings
+    return value
+
+
+_FLAGS = {"onChip", "useReplicatedTensorSharding", "useIOTilesToLoad", "useIOTilesToStore"}
+
+
+def _refuse(_of: Any) -> NoReturn:
+    raise ValueError("options hold no tensors")
