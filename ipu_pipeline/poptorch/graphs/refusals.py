@@ -99,6 +99,12 @@ def explained(model: torch.nn.Module) -> Iterator[None]:
                 f"A tensor of {name}, neither a buffer nor an input, is changed by the model's forward. "
                 "Register it as a buffer (register_buffer)."
             ) from error
+        if "Attempting to use FunctionalTensor on its own" in str(error):
+            raise Error(
+                "A tensor is made of numbers within a branch or a body of a loop (torch.tensor), where "
+                "torch cannot capture it. Make it before, outside of the branch or body; or use "
+                "torch.full or torch.arange."
+            ) from error
         if "a fake tensor in the exported program constant's list" in str(error):
             raise Error(
                 "The model's forward takes a tensor out of torch's sight, as `requires_grad_()` does. "
