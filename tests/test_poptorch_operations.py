@@ -123,6 +123,7 @@ def test_one_program_slices_wherever_the_tensor_says():
         poptorch.dynamic_slice(x, 0, torch.tensor(7), 3, 1)
 
 
+@pytest.mark.thorough
 def test_a_slice_trains_as_in_torch():
     train_as_torch(
         lambda self, x: poptorch.dynamic_update(
@@ -176,7 +177,15 @@ OPERANDS = {
 }
 
 
-@pytest.mark.parametrize("mode", poptorch.MatMulSerializationMode)
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param(Disabled, marks=pytest.mark.thorough),
+        pytest.param(InputChannels, marks=pytest.mark.thorough),
+        ReducingDim,
+        OutputChannels,
+    ],
+)
 def test_serialized_products_and_their_gradients(mode):
     cases = {
         name: (lambda a, b: poptorch.serializedMatMul(a, b, mode, 2), draw(*lhs), draw(*rhs, seed=1))
@@ -193,7 +202,7 @@ def test_serialized_products_and_their_gradients(mode):
     lowered.compare_all(cases)
 
 
-@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("keeps", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_parts_of_float16_are_added_in_float32_if_that_is_wanted(keeps):
     # 2048 + 1 is 2048 in float16, so that adding one part after the other loses all that follow the first.
     lhs, rhs = torch.ones(1, 8).half(), torch.ones(8, 1).half()
@@ -233,8 +242,8 @@ def temporary_bytes(function, *args):
 @pytest.mark.parametrize(
     ("mode", "shapes"),
     [
-        (InputChannels, ((4096, 64), (64, 128))),
-        (ReducingDim, ((64, 4096), (4096, 128))),
+        pytest.param(InputChannels, ((4096, 64), (64, 128)), marks=pytest.mark.thorough),
+        pytest.param(ReducingDim, ((64, 4096), (4096, 128)), marks=pytest.mark.thorough),
         (OutputChannels, ((64, 128), (128, 4096))),
     ],
 )
@@ -248,7 +257,14 @@ def test_serialized_products_need_less_memory(mode, shapes):
     assert parts[1] < 0.8 * whole[1], (parts, whole)
 
 
-@pytest.mark.parametrize("mode", [InputChannels, ReducingDim, OutputChannels])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param(InputChannels, marks=pytest.mark.thorough),
+        pytest.param(ReducingDim, marks=pytest.mark.thorough),
+        OutputChannels,
+    ],
+)
 def test_a_serialized_product_trains_as_in_torch(mode):
     train_as_torch(lambda self, x: poptorch.serializedMatMul(x, self.last.weight.t(), mode, 2))
 
@@ -291,7 +307,7 @@ def test_printing_on_the_cpu_prints_values_and_gradients(capfd):
     )
 
 
-@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("blocks", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_printing_on_the_devices(capfd, blocks):
     def show(self, x):
         x = poptorch.ipu_print_tensor(x.sum(), "sum", digits=6)
@@ -372,18 +388,25 @@ def test_printing_that_is_refused(call, text):
 # What is kept for the backward
 
 
-def checkpointed(self, x):
-    for _layer in range(3):
-        x = torch.tanh(poptorch.recomputationCheckpoint(torch.sin(x)) * self.last.weight.sum())
+def checkpointed(self, x, mark=poptorch.recomputationCheckpoint):
+    for _layer in range(4):
+        x = mark(torch.sin(x))
+        for _operation in range(4):
+            x = torch.tanh(x * self.last.weight.sum())
     return x
 
 
+def bytes_held(mark):
+    """What the first stage holds of a micro-batch between its forward and its backward."""
+    model = Trained(lambda self, x: checkpointed(self, x, mark))
+    training = poptorch.trainingModel(model, make_options(1, 2))
+    training.compile(draw(8, 4))
+    return training._compiled.pipeline.plan_memory()[0].num_held_bytes
+
+
 def test_a_model_with_checkpoints_computes_the_rest_again():
-    training = train_as_torch(checkpointed)
-    plain = train_as_torch(lambda self, x: poptorch.nop(x).tanh())
-    recomputes = [t._compiled.pipeline._recompute for t in (training, plain)]
-    assert str(recomputes[0]) == "auto" or recomputes[0].value == "auto"
-    assert recomputes[1] is None
+    train_as_torch(checkpointed, calls=1)
+    assert 0 < bytes_held(poptorch.recomputationCheckpoint) < bytes_held(lambda x: x) / 2
     x, y = draw(2, 3), draw(3)
     assert poptorch.recomputationCheckpoint(x) is x
     assert poptorch.recomputationCheckpoint(x, y) == (x, y)
@@ -545,6 +568,7 @@ def test_control_flow_trains_as_torch(function):
     train_as_torch(function)
 
 
+@pytest.mark.thorough
 def test_both_branches_and_loops_within_each_other():
     def run(x, flag):
         (y,) = poptorch.cond(flag, lambda x: x + 1, [x], torch.neg, [x])
@@ -558,6 +582,36 @@ def test_both_branches_and_loops_within_each_other():
         assert_close(executor(x, flags), run(x, flags))
 
 
+def test_a_loop_draws_other_numbers_each_time():
+    def run(x):
+        def twice(x):
+            return poptorch.for_loop(2, lambda x, y: [torch.rand_like(x), x], [x, x])
+
+        outer = poptorch.for_loop(2, lambda a, b, c, d: [*twice(a), a, b], [x, x, x, x])
+        return torch.stack(outer)
+
+    made = infer(run, torch.zeros(3)).flatten().tolist()
+    assert len(set(made)) == 12
+    assert all(0 < value < 1 for value in made)
+
+
+@pytest.mark.thorough
+def test_what_a_body_asks_for_and_what_it_may_not_have():
+    def run(x):
+        return poptorch.for_loop(2, lambda x: x + 1 if poptorch.isRunningOnIpu() else x, [x])[0]
+
+    x = draw(3)
+    assert_close([infer(run, x)], [x + 2])
+    assert torch.equal(run(x), x)
+    for name, body in (
+        ("CPU", lambda x: poptorch.CPU(torch.neg, "neg")(x)),
+        ("custom_op", lambda x: poptorch.custom_op([x], "A", "a", 1, [x])[0]),
+    ):
+        with pytest.raises(poptorch.Error, match=f"poptorch.{name} cannot be used in a branch, or in the"):
+            infer(lambda x, body=body: poptorch.for_loop(2, body, [x])[0], x)
+
+
+@pytest.mark.thorough
 def test_a_loop_is_not_unrolled():
     def count(times):
         executor = poptorch.inferenceModel(
@@ -587,6 +641,7 @@ def test_operations_in_a_loops_body(capfd):
     assert err.count("[[7.0 7.0]\n [7.0 7.0]]") == 2
 
 
+@pytest.mark.thorough
 def test_constants_in_a_body_are_told():
     with pytest.raises(poptorch.Error, match="A tensor is made of numbers within a branch or a body"):
         infer(lambda x: poptorch.for_loop(2, lambda x: x + torch.tensor([1.0, 2.0]), [x])[0], draw(2))

@@ -20,14 +20,16 @@ def check_multi_convs(graph: torch.fx.Graph) -> None:
     Raises:
       Error: one has none; or it was given a list with another number of values.
     """
-    found: list[torch.fx.Node] = []
+    opened: list[list[torch.fx.Node]] = []
     for node in graph.nodes:
         part = markers.read_multi_conv(node)
         if node.target is torch.ops.aten.convolution.default:
-            found.append(node)
+            for inside in opened:
+                inside.append(node)
         elif part is not None and part.counts is None:
-            found = []
+            opened.append([])
         elif part is not None and part.counts is not None:
+            found = opened.pop()
             if not found:
                 raise Error(f"The MultiConv in {describe_place(node)} has no convolution in it.")
             for name, number in part.counts.items():

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["check_dim", "check_int", "check_tensor"]
+__all__ = ["check_dim", "check_int", "check_outside", "check_tensor"]
 
 
 def check_tensor(value: Any, message: str) -> None:
@@ -50,3 +50,13 @@ def check_dim(dim: Any, ndim: int, name: str) -> int:
             f"got {dim!r}."
         )
     return dim % ndim
+
+
+def check_outside(name: str) -> None:
+    """Raises within a branch or the body of a loop, where torch cannot capture everything.
+
+    Raises:
+      RuntimeError: it is called there.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        raise RuntimeError(f"poptorch.{name} cannot be used in a branch, or in the body of a loop.")

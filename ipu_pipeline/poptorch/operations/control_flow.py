@@ -23,7 +23,7 @@ def for_loop(count: int, body: Callable[..., Any], inputs: list[torch.Tensor]) -
     Args:
       count: how often; a Python number.
       body: takes as many tensors as `inputs` has, one after another, and returns as many of the same shapes
-        and dtypes, in a list or a tuple, or a single one. It changes nothing in place.
+        and dtypes, in a list or a tuple, or a single one.
       inputs: of the first time; a list.
 
     Returns:
@@ -68,7 +68,7 @@ def cond(
     Args:
       condition: a boolean scalar.
       then_body: takes as many tensors as `then_inps` has, and returns tensors in a list or a tuple, or a
-        single one. It changes nothing in place.
+        single one.
       then_inps: a list.
       else_body: likewise; its results have the shapes and dtypes of the other one's.
       else_inps: a list.

@@ -65,7 +65,8 @@ def ctc_beam_search_decoder(
 def _decode(
     probs: torch.Tensor, lengths: torch.Tensor, blank: int, beam_width: int, top_paths: int
 ) -> tuple[torch.Tensor, ...]:
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+    on_cpu = jax.default_device(jax.local_devices(backend="cpu")[0])
+    with on_cpu, jax.numpy_dtype_promotion("standard"):
         wide = probs if probs.dtype is torch.float64 else probs.float()
         found = beam_search(to_numpy(wide), to_numpy(lengths), blank, beam_width, top_paths)
         dtypes = (probs.dtype, torch.int32, torch.int32)

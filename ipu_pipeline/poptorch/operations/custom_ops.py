@@ -14,6 +14,7 @@ import torch
 from ipu_pipeline.poptorch import markers
 from ipu_pipeline.poptorch.dtypes import jax_dtype, to_numpy, to_torch
 from ipu_pipeline.poptorch.errors import Error
+from ipu_pipeline.poptorch.operations.checks import check_outside
 from ipu_pipeline.poptorch.operations.custom_registry import CustomOperation, find_custom_op
 
 __all__ = ["CUSTOM", "CustomCall", "custom_op"]
@@ -48,6 +49,7 @@ def custom_op(
       Error: no such operation is registered, or it returns something else.
       ValueError: an argument is none of these.
     """
+    check_outside("custom_op")
     inputs, examples = list(inputs), list(example_outputs)
     for what, tensors in (("inputs", inputs), ("example_outputs", examples)):
         if not tensors or not all(isinstance(tensor, torch.Tensor) for tensor in tensors):

@@ -11,6 +11,7 @@ import torch
 
 from ipu_pipeline.poptorch import markers
 from ipu_pipeline.poptorch.errors import Error
+from ipu_pipeline.poptorch.operations.checks import check_outside
 from ipu_pipeline.poptorch.operations.host_functions import HostFunction, Kind, find, keep
 from ipu_pipeline.poptorch.structures import Structure, flatten
 
@@ -54,6 +55,7 @@ class CPU:
         Raises:
           Error: while a model is compiled, the function fails on ones, or is given no tensor.
         """
+        check_outside("CPU")
         capture = markers.current_capture()
         if capture is None:
             return self.layer_to_call(*args, **kwargs)

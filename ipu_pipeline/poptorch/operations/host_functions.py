@@ -45,11 +45,11 @@ class HostFunction:
       name: what errors call it.
       inputs: what it takes.
       results: what it returns.
-      obstacle: why torch cannot differentiate it; None if it can.
+      obstacle: why its gradients cannot be computed; None if they can.
     """
 
     def __init__(self, name: str, function: Callable[[Tensors], Tensors], inputs: Sequence[Kind]) -> None:
-        """Calls the function on ones, twice: for its results, and for its gradients.
+        """Calls the function on ones: for its results, whether they vary, and for its gradients.
 
         Args:
           name: what errors call it.
@@ -67,6 +67,7 @@ class HostFunction:
             if any(type(tensor) is not torch.Tensor for tensor in made):
                 raise TypeError("it uses weights of the model, which have no values now")
             self.results = [Kind.of(tensor) for tensor in made]
+            varies = any(not _are_equal(*pair) for pair in zip(made, self.call(ones), strict=True))
             for kind in self.results:
                 jax_dtype(kind.dtype)
         except Exception as error:
@@ -76,6 +77,9 @@ class HostFunction:
                 "is given, and if it is a module, its own weights; others must be arguments."
             ) from error
         self.obstacle: str | None = None
+        if varies:
+            self.obstacle = "its results differ where its arguments do not, as those of dropout"
+            return
         try:
             self.differentiate(ones, [torch.ones(kind.shape, dtype=kind.dtype) for kind in self.results])
         except Exception as error:
@@ -170,7 +174,7 @@ def call_from_device(key: str, inputs: Sequence[Array]) -> list[Array]:
     def backward(saved: tuple[Array, ...], gradients: Sequence[Array]) -> tuple[Any, ...]:
         if function.obstacle is not None:
             raise Error(
-                f"poptorch.CPU {function.name!r} has no gradient, since torch cannot differentiate it: "
+                f"poptorch.CPU {function.name!r} has no gradient, which torch would compute: "
                 f"{function.obstacle}. Detach what goes in (tensor.detach()), or use it for inference."
             )
         given = [
@@ -185,6 +189,10 @@ def call_from_device(key: str, inputs: Sequence[Array]) -> list[Array]:
 
     call.defvjp(forward, backward)
     return call(*inputs)
+
+
+def _are_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and torch.allclose(a.double(), b.double(), 0, 0, equal_nan=True)
 
 
 def _to_tensors(kinds: Sequence[Kind], arrays: Sequence[Array]) -> Tensors:

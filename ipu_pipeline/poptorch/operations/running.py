@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from ipu_pipeline.poptorch import markers
 
 __all__ = ["ipuHardwareIsAvailable", "ipuHardwareVersion", "isRunningOnIpu"]
@@ -9,6 +11,8 @@ __all__ = ["ipuHardwareIsAvailable", "ipuHardwareVersion", "isRunningOnIpu"]
 
 def isRunningOnIpu() -> bool:
     """Whether a model's forward runs for its devices, and not on the CPU."""
+    if torch.compiler.is_dynamo_compiling():  # a branch, or the body of a loop
+        return bool(torch.compiler.is_exporting())
     return markers.current_capture() is not None
 
 
