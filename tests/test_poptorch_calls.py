@@ -225,6 +225,44 @@ def test_a_module_on_the_host_is_trained_as_in_torch():
     assert_close([p.detach() for p in model.parameters()], [p.detach() for p in plain.parameters()])
 
 
+class Normalized(nn.Module):
+    """A module on the host with buffers that it writes to; it is made there in forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 6))
+
+    def forward(self, x):
+        return poptorch.CPU(self.inner, "inner")(x) if poptorch.isRunningOnIpu() else self.inner(x)
+
+
+@pytest.mark.thorough
+def test_a_module_with_buffers_on_the_host():
+    torch.manual_seed(1)
+    normalized = Normalized()
+    buffers = copy.deepcopy(dict(normalized.named_buffers()))
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.normalized = nn.Linear(4, 6), normalized
+
+        def forward(self, x):
+            return poptorch.identity_loss(self.normalized(torch.tanh(self.first(x))).square(), "mean")
+
+    model = Model()
+    plain = copy.deepcopy(model)
+    x = draw(8, 4)
+    training = poptorch.trainingModel(model, make_options(), torch.optim.SGD(model.parameters(), lr=0.1))
+    training(x)
+    plain(x).backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    assert_close([p.detach() for p in model.parameters()], [p.detach() for p in plain.parameters()])
+    for name, buffer in normalized.named_buffers():
+        assert torch.equal(buffer, buffers[name])  # they stay as they are
+
+
 def test_gradients_of_functions_of_the_host():
     def function(x, index):
         return x.square() * index, index + 1, x.detach()

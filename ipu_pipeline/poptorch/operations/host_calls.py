@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.fx.experimental.proxy_tensor import _AttrProxy
 
 from ipu_pipeline.poptorch import markers
 from ipu_pipeline.poptorch.errors import Error
@@ -67,7 +68,7 @@ class CPU:
         kinds = [Kind.of(tensor) for tensor in inputs]
         # In this thread tensors have no values while the model is captured.
         with concurrent.futures.ThreadPoolExecutor(1) as thread:
-            function = thread.submit(HostFunction, self.ID, call, kinds).result()
+            function = thread.submit(HostFunction, self.ID, call, kinds, call.num_buffers).result()
         capture.held.append(function)
         assert call.results is not None
         return call.results.unflatten(_OPERATIONS.host_call(inputs, keep(function)))
@@ -76,13 +77,17 @@ class CPU:
 class _Call:
     """A call as a function of a list of tensors: those given, then the weights and buffers of a module."""
 
-    def __init__(self, function: Callable[..., Any], arguments: Structure) -> None:
+    def __init__(self, function: Any, arguments: Structure) -> None:
         self.state: dict[str, torch.Tensor] = {}
+        self.num_buffers = 0  # at the end of `state`
         self.results: Structure | None = None
         self._arguments = arguments
+        if isinstance(function, _AttrProxy):
+            function = getattr(function, "get_base")()  # noqa: B009  # what stands for a module while torch traces its parent
         self._function = function
         if isinstance(function, torch.nn.Module):
-            self.state = {**dict(function.named_parameters()), **dict(function.named_buffers())}
+            buffers = dict(function.named_buffers())
+            self.state, self.num_buffers = {**dict(function.named_parameters()), **buffers}, len(buffers)
             # A copy, whose tensors are put in for a call: other threads may use the module.
             tensors = [*function.parameters(), *function.buffers()]
             self._function = copy.deepcopy(function, {id(tensor): tensor for tensor in tensors})

@@ -44,22 +44,32 @@ class HostFunction:
     Attributes:
       name: what errors call it.
       inputs: what it takes.
+      varied: by which of these it is differentiated.
       results: what it returns.
       obstacle: why its gradients cannot be computed; None if they can.
     """
 
-    def __init__(self, name: str, function: Callable[[Tensors], Tensors], inputs: Sequence[Kind]) -> None:
+    def __init__(
+        self,
+        name: str,
+        function: Callable[[Tensors], Tensors],
+        inputs: Sequence[Kind],
+        num_buffers: int = 0,
+    ) -> None:
         """Calls the function on ones: for its results, whether they vary, and for its gradients.
 
         Args:
           name: what errors call it.
           function: takes a list of tensors, and returns one.
           inputs: what it takes.
+          num_buffers: so many of the last inputs have no gradient.
 
         Raises:
           Error: it fails.
         """
         self.name, self._function, self.inputs = name, function, list(inputs)
+        last = len(self.inputs) - num_buffers
+        self.varied = [kind.dtype.is_floating_point and n < last for n, kind in enumerate(self.inputs)]
         self._lock = threading.Lock()  # devices call it from several threads
         ones = [torch.ones(kind.shape, dtype=kind.dtype) for kind in self.inputs]
         try:
@@ -92,13 +102,13 @@ class HostFunction:
             return self._function(inputs)
 
     def differentiate(self, inputs: Tensors, gradients: Tensors) -> Tensors:
-        """The gradients by those inputs that are floating-point numbers.
+        """The gradients by the inputs that vary.
 
         Args:
           inputs: plain tensors.
           gradients: by the results.
         """
-        leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in inputs]
+        leaves = [t.detach().requires_grad_(v) for t, v in zip(inputs, self.varied, strict=True)]
         with self._lock, torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():  # noqa: SLF001
             made = self._function(leaves)
             pairs = [(r, g) for r, g in zip(made, gradients, strict=True) if r.requires_grad]
@@ -153,8 +163,7 @@ def call_from_device(key: str, inputs: Sequence[Array]) -> list[Array]:
     function = find(key)
     if not function.results:
         return []
-    is_varied = [kind.dtype.is_floating_point for kind in function.inputs]
-    varied = [kind for kind, is_one in zip(function.inputs, is_varied, strict=True) if is_one]
+    varied = [kind for kind, is_one in zip(function.inputs, function.varied, strict=True) if is_one]
 
     def on_host(*arrays: Array) -> list[Any]:
         return _to_arrays(function.check(function.call(_to_tensors(function.inputs, arrays))))
@@ -185,7 +194,7 @@ def call_from_device(key: str, inputs: Sequence[Array]) -> list[Array]:
         ]
         kinds = [kind.array for kind in varied]
         found = iter(jax.pure_callback(gradient_on_host, kinds, *saved, *given) if kinds else [])
-        return tuple(next(found) if is_one else None for is_one in is_varied)
+        return tuple(next(found) if is_one else None for is_one in function.varied)
 
     call.defvjp(forward, backward)
     return call(*inputs)
