@@ -5,10 +5,12 @@ import io
 import re
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 import torch
 
 import ipu_pipeline.poptorch as poptorch
+from ipu_pipeline.poptorch.operations import custom_registry
 from tests.poptorch_front import assert_close, assert_same_state, make_options, seeded
 
 QUIET = {"show_compilation_progress_bar": False}
@@ -352,6 +354,111 @@ def test_21_a_loss_of_ones_own():
     assert not torch.allclose(torchs.fc.weight, own.fc.weight)
 
 
+class Operations(torch.nn.Module):
+    """One of each operation; `plain` is the same in plain torch."""
+
+    def __init__(self):
+        super().__init__()
+        nn = torch.nn
+        self.first, self.second = nn.Conv1d(2, 3, 3), nn.Conv1d(2, 3, 3)
+        self.linear = nn.Linear(6, 4, bias=False)
+
+    def forward(self, x, start):
+        with poptorch.MultiConv():
+            x = torch.cat([self.first(x), self.second(x)], 1)
+        x = poptorch.nop(x)
+        x = poptorch.dynamic_update(x, 2 * poptorch.dynamic_slice(x, 2, start, 2, 1), 2, start, 2)
+        x = poptorch.set_available_memory(x, 0.3).mean(2)
+        mode = poptorch.MatMulSerializationMode.OutputChannels
+        x = poptorch.ipu_print_tensor(x, "x", print_gradient=False)
+        return poptorch.serializedMatMul(x, self.linear.weight.t(), mode, 2)
+
+    def plain(self, x, start):
+        x = torch.cat([self.first(x), self.second(x)], 1)
+        scale = torch.ones(x.shape[2])
+        scale[start : start + 2] = 2
+        return self.linear((x * scale).mean(2))
+
+
+def test_20_operations(capfd):
+    model = seeded(Operations)
+    generator = torch.Generator().manual_seed(1)
+    x, start = torch.randn(3, 2, 8, generator=generator), torch.tensor([3])
+    expected = model.plain(x, 3).detach()
+    assert_close([model(x, start).detach()], [expected])
+    printed = capfd.readouterr().err
+    assert printed.startswith("x:\n[[")
+    assert_close([poptorch.inferenceModel(model, quiet())(x, start)], [expected])
+    assert capfd.readouterr().err.count("x:\n[[") == 1
+
+    class Training(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, x, start):
+            return poptorch.identity_loss(self.model(x, start).square(), "mean")
+
+    plain = copy.deepcopy(model)
+    training = poptorch.trainingModel(Training(), quiet(), torch.optim.SGD(model.parameters(), lr=0.1))
+    training(x, start)
+    plain.plain(x, 3).square().mean().backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    assert_same_state(model, plain)
+
+    probs, lengths = torch.log_softmax(x.permute(2, 0, 1), -1), torch.tensor([8, 8, 5])
+    on_devices = poptorch.inferenceModel(Decoder(), quiet())(probs, lengths)
+    for made, wanted in zip(on_devices, Decoder()(probs, lengths), strict=True):
+        torch.testing.assert_close(made, wanted)
+
+
+class Decoder(torch.nn.Module):
+    def forward(self, log_probs, lengths):
+        return tuple(poptorch.ctc_beam_search_decoder(log_probs, lengths))
+
+
+def test_24_custom_operations(monkeypatch):
+    monkeypatch.setattr(custom_registry, "_registered", {})
+    given = []
+    poptorch.register_custom_op("com.acme", "Cube", 1, lambda x, bias: (x**3, x**3 + bias))
+    poptorch.register_custom_op("com.acme", "LeakyRelu", 1, lambda x, alpha: jnp.where(x > 0, x, alpha * x))
+
+    @poptorch.register_custom_op("test.poptorch", "ManyAttributeOp", 1)
+    def many(x, **attributes):
+        given.append(attributes)
+        return x
+
+    attributes = {
+        "float_one": 1.0,
+        "float_minus_two": -2.0,
+        "int_zero": 0,
+        "int_minus_five": -5,
+        "floats_one_two_three": [1.0, 2.0, 3.0],
+        "floats_minus_one_two_three": [-1.0, -2.0, -3.0],
+        "ints_one_two_three": [1, 2, 3],
+        "ints_minus_one_two_three": [-1, -2, -3],
+        "a_string": "string with quotes and slash \" ' \\ end",
+        "strs": ["abc", "def", "ghi"],
+    }
+
+    class Model(torch.nn.Module):
+        def forward(self, x, bias):
+            cube = poptorch.custom_op([x, bias], "Cube", "com.acme", 1, example_outputs=[x, x])
+            leaky = poptorch.custom_op(
+                (x,), "LeakyRelu", "com.acme", 1, example_outputs=(x,), attributes={"alpha": 0.02}
+            )
+            many = poptorch.custom_op([x], "ManyAttributeOp", "test.poptorch", 1, [x], attributes)
+            return *cube, *leaky, *many
+
+    x, bias = torch.linspace(-2, 2, 6), torch.ones(6)
+    expected = [x**3, x**3 + 1, torch.nn.functional.leaky_relu(x, 0.02), x]
+    assert_close(poptorch.inferenceModel(Model(), quiet())(x, bias), expected)
+    assert given
+    assert all(one == attributes for one in given)
+    assert [type(value) for value in given[0].values()] == [type(v) for v in attributes.values()]
+    assert_close(Model()(x, bias), expected)
+
+
 # 22 and 23 are tests/test_poptorch_capture.py::test_buffers_change_attributes_do_not.
 
 
@@ -363,7 +470,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "poptorch.md"
 def test_the_page_names_tests_that_exist():
     module = ""
     rows = re.findall(r"^\| [\d, ]+ \|.*\| `(.*)::(\w+)` \|$", PAGE.read_text(), re.MULTILINE)
-    assert len(rows) >= 14
+    assert len(rows) >= 16
     for file, name in rows:
         module = file or module
         assert f"def {name}(" in (Path(__file__).parent / module).read_text(), name

@@ -54,18 +54,29 @@ if TYPE_CHECKING:
     from ipu_pipeline.poptorch.execution.wrapping import inferenceModel, trainingModel
     from ipu_pipeline.poptorch.logs import setLogLevel
     from ipu_pipeline.poptorch.lowering.registry import register_lowering
-    from ipu_pipeline.poptorch.operations import (
+    from ipu_pipeline.poptorch.operations.control_flow import cond, for_loop
+    from ipu_pipeline.poptorch.operations.ctc_decoding import ctc_beam_search_decoder
+    from ipu_pipeline.poptorch.operations.custom_ops import custom_op
+    from ipu_pipeline.poptorch.operations.custom_registry import register_custom_op
+    from ipu_pipeline.poptorch.operations.hints import (
         NameScope,
-        identity_loss,
-        ipuHardwareIsAvailable,
-        ipuHardwareVersion,
-        isRunningOnIpu,
         nop,
         recomputationCheckpoint,
         set_available_memory,
         set_overlap_for_input,
         set_overlap_for_output,
     )
+    from ipu_pipeline.poptorch.operations.host_calls import CPU
+    from ipu_pipeline.poptorch.operations.losses import identity_loss
+    from ipu_pipeline.poptorch.operations.multi_conv import MultiConv
+    from ipu_pipeline.poptorch.operations.printing import ipu_print_tensor
+    from ipu_pipeline.poptorch.operations.products import serializedMatMul
+    from ipu_pipeline.poptorch.operations.running import (
+        ipuHardwareIsAvailable,
+        ipuHardwareVersion,
+        isRunningOnIpu,
+    )
+    from ipu_pipeline.poptorch.operations.slicing import dynamic_slice, dynamic_update
     from ipu_pipeline.poptorch.options import ConfigFileError, Options, TensorLocationSettings
     from ipu_pipeline.poptorch.options.phased import ParallelPhasedExecution, SerialPhasedExecution
     from ipu_pipeline.poptorch.options.stages import Phase, Stage
@@ -73,6 +84,7 @@ if TYPE_CHECKING:
     from ipu_pipeline.poptorch.structures import ICustomArgParser, registerCustomArgParser
 
 __all__ = [
+    "CPU",
     "AsynchronousDataAccessor",
     "AutoStage",
     "BeginBlock",
@@ -88,6 +100,7 @@ __all__ = [
     "Liveness",
     "MatMulSerializationMode",
     "MeanReductionStrategy",
+    "MultiConv",
     "MultiConvPlanType",
     "NameScope",
     "Options",
@@ -108,11 +121,18 @@ __all__ = [
     "UnrecoverableError",
     "VariableRetrievalMode",
     "__version__",
+    "cond",
+    "ctc_beam_search_decoder",
+    "custom_op",
+    "dynamic_slice",
+    "dynamic_update",
     "enums",
+    "for_loop",
     "identity_loss",
     "inferenceModel",
     "ipuHardwareIsAvailable",
     "ipuHardwareVersion",
+    "ipu_print_tensor",
     "isRunningOnIpu",
     "load",
     "module_repr",
@@ -124,8 +144,10 @@ __all__ = [
     "registerCustomArgParser",
     "registerPostCompileHook",
     "registerPreCompileHook",
+    "register_custom_op",
     "register_lowering",
     "removeBlocks",
+    "serializedMatMul",
     "setLogLevel",
     "set_available_memory",
     "set_overlap_for_input",
@@ -134,16 +156,12 @@ __all__ = [
 ]
 
 _HOMES = {  # of what is not a module itself
-    "set_overlap_for_output": "operations",
-    "set_overlap_for_input": "operations",
-    "set_available_memory": "operations",
-    "recomputationCheckpoint": "operations",
-    "NameScope": "operations",
     "AsynchronousDataAccessor": "data",
     "AutoStage": "enums",
     "BeginBlock": "annotations",
     "Block": "annotations",
     "BlockFunction": "annotations",
+    "CPU": "operations.host_calls",
     "CommGroupType": "enums",
     "ConfigFileError": "options",
     "ConnectionType": "enums",
@@ -154,7 +172,9 @@ _HOMES = {  # of what is not a module itself
     "Liveness": "enums",
     "MatMulSerializationMode": "enums",
     "MeanReductionStrategy": "enums",
+    "MultiConv": "operations.multi_conv",
     "MultiConvPlanType": "enums",
+    "NameScope": "operations.hints",
     "Options": "options",
     "OutputMode": "enums",
     "OverlapMode": "enums",
@@ -172,20 +192,33 @@ _HOMES = {  # of what is not a module itself
     "TensorLocationSettings": "options",
     "UnrecoverableError": "errors",
     "VariableRetrievalMode": "enums",
-    "identity_loss": "operations",
+    "cond": "operations.control_flow",
+    "ctc_beam_search_decoder": "operations.ctc_decoding",
+    "custom_op": "operations.custom_ops",
+    "dynamic_slice": "operations.slicing",
+    "dynamic_update": "operations.slicing",
+    "for_loop": "operations.control_flow",
+    "identity_loss": "operations.losses",
     "inferenceModel": "execution.wrapping",
-    "ipuHardwareIsAvailable": "operations",
-    "ipuHardwareVersion": "operations",
-    "isRunningOnIpu": "operations",
+    "ipuHardwareIsAvailable": "operations.running",
+    "ipuHardwareVersion": "operations.running",
+    "ipu_print_tensor": "operations.printing",
+    "isRunningOnIpu": "operations.running",
     "load": "execution.loading",
     "module_repr": "annotations",
-    "nop": "operations",
+    "nop": "operations.hints",
+    "recomputationCheckpoint": "operations.hints",
     "registerCustomArgParser": "structures",
     "registerPostCompileHook": "execution.hooks",
     "registerPreCompileHook": "execution.hooks",
+    "register_custom_op": "operations.custom_registry",
     "register_lowering": "lowering.registry",
     "removeBlocks": "annotations",
+    "serializedMatMul": "operations.products",
     "setLogLevel": "logs",
+    "set_available_memory": "operations.hints",
+    "set_overlap_for_input": "operations.hints",
+    "set_overlap_for_output": "operations.hints",
     "trainingModel": "execution.wrapping",
 }
 

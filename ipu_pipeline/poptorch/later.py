@@ -9,23 +9,12 @@ __all__ = ["NAMES", "Later"]
 NAMES = {
     "AnchorMode": "it was renamed OutputMode",
     "Attribute": "leave it out: it gave hints to PopTorch's compiler",
-    "CPU": "what runs on the host in the middle of a model: split the model there, into two wrapped ones",
     "HalfFloatCastingBehavior": "types are those of torch",
-    "MultiConv": "convolutions side by side: XLA computes them as they come, so leave it out",
     "autocasting": "torch.autocast does it",
-    "cond": "torch.cond does it",
-    "ctc_beam_search_decoder": "decode on the host, from the outputs",
-    "custom_op": "define an operation with torch.library, and poptorch.register_lowering says it in JAX",
-    "dynamic_slice": "torch.narrow, or torch.gather where the place is a tensor, does it",
-    "dynamic_update": "torch.scatter, or torch.where, does it",
-    "for_loop": "a Python loop, which is unrolled, or torch._higher_order_ops.while_loop does it",
     "fps": "torch_cluster has it; its operation needs poptorch.register_lowering",
-    "ipu_print_tensor": "return the value, or keep it by Options.anchorTensor",
     "ops": "the operations that there are, are in poptorch itself",
-    "register_custom_op": "poptorch.register_lowering says an operation in JAX",
     "ReplicaGrouping": "a model runs as one replica",
     "SerializedLinear": "torch.nn.Linear does it, in one piece",
-    "serializedMatMul": "torch.matmul does it, in one piece",
 }
 
 

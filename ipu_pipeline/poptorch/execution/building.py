@@ -123,6 +123,8 @@ def compile_model(
         assert optimizer is not None
         training = ModelOptimizer(optimizer, stages.tensors, stages.trained, options, wrapped.model)
         pipeline_options = {**training.pipeline_options(), "loss": _last, "collect_losses": False}
+        if stages.has_checkpoints:
+            pipeline_options["recompute"] = "auto"
     if options.executable_cache_path is not None:
         config.enable_executable_cache(options.executable_cache_path)
     checks = options.Precision.floating_point_exceptions

@@ -121,6 +121,8 @@ class CompiledModel:
                     self.state = state
                     told.done(num_done * every, state.update_count or state.execution_count)
                 collected += made
+        if self.stages.prints:
+            jax.effects_barrier()  # what a call prints stands there when it returns
         return collected
 
     def compile(self, num_updates: int) -> None:

@@ -22,6 +22,7 @@ import torch
 from ipu_pipeline.poptorch import markers
 from ipu_pipeline.poptorch.graphs import refusals
 from ipu_pipeline.poptorch.graphs.losses import mark_loss
+from ipu_pipeline.poptorch.graphs.multi_convs import check_multi_convs
 from ipu_pipeline.poptorch.lowering.registry import kept_operations
 from ipu_pipeline.poptorch.lowering.substitutes import exportable
 from ipu_pipeline.poptorch.structures import Structure, flatten
@@ -39,11 +40,13 @@ class Captured:
       program: its graph is functional, in core ATen, with the markers of blocks.
       outputs: the structure of what the model returned.
       tensors: what the graph's parameters, buffers and constants are, by the targets of the program.
+      held: what operations of the graph name, and must be there for as long as the graph is.
     """
 
     program: torch.export.ExportedProgram
     outputs: Structure
     tensors: Mapping[str, torch.Tensor]
+    held: Sequence[Any] = ()
 
 
 Modes = dict[torch.nn.Module, bool]
@@ -104,7 +107,7 @@ def capture(
         # What the caller of the model has switched off is nothing that forward does.
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(markers.capturing())
+        capturing = stack.enter_context(markers.capturing())
         stack.enter_context(_in_modes(modes or {}))
         stack.enter_context(refusals.refusing_own_backwards())
         stack.enter_context(refusals.with_detached_data())
@@ -131,8 +134,9 @@ def capture(
         with refusals.explained(model):
             program = program.run_decompositions(table)
         refusals.check_functional(program)
+        check_multi_convs(program.graph)
     _name_modules(program)
-    return Captured(program, noted[-1], _find_tensors(flat, program))
+    return Captured(program, noted[-1], _find_tensors(flat, program), tuple(capturing.held))
 
 
 def _mark_regions_without_gradients(module: torch.fx.GraphModule) -> None:

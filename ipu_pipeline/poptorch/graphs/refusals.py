@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch.export.graph_signature import OutputKind
+from torch.fx.experimental.proxy_tensor import _AttrProxy
 
 from ipu_pipeline.poptorch import markers
 from ipu_pipeline.poptorch.errors import Error
@@ -58,10 +59,16 @@ class Held:
     def of(model: torch.nn.Module) -> Held:
         """What a model holds now."""
         return Held(
-            dict(model.named_modules(remove_duplicate=False)),
+            {n: _without_proxy(m) for n, m in model.named_modules(remove_duplicate=False)},
             dict(model.named_parameters(remove_duplicate=False)),
             dict(model.named_buffers(remove_duplicate=False)),
         )
+
+
+def _without_proxy(module: Any) -> torch.nn.Module:
+    """The module that one stands for, where torch traces a model that has it under two names."""
+    found: torch.nn.Module = getattr(module, "get_base")() if isinstance(module, _AttrProxy) else module  # noqa: B009
+    return found
 
 
 _MODULE_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
@@ -99,6 +106,12 @@ def explained(model: torch.nn.Module) -> Iterator[None]:
                 f"A tensor of {name}, neither a buffer nor an input, is changed by the model's forward. "
                 "Register it as a buffer (register_buffer)."
             ) from error
+        if "Attempting to use FunctionalTensor on its own" in str(error):
+            raise Error(
+                "A tensor is made of numbers within a branch or a body of a loop (torch.tensor), where "
+                "torch cannot capture it. Make it before, outside of the branch or body; or use "
+                "torch.full or torch.arange."
+            ) from error
         if "a fake tensor in the exported program constant's list" in str(error):
             raise Error(
                 "The model's forward takes a tensor out of torch's sight, as `requires_grad_()` does. "
@@ -114,8 +127,9 @@ def explained(model: torch.nn.Module) -> Iterator[None]:
         names = _sharing_memory(model)
         if "expected compiled_fn to be GraphModule" in str(error) and names:
             raise Error(
-                f"{' and '.join(names)} share memory, as a tensor and a slice of it, and the model's "
-                "forward writes to one of them. Register a copy (clone()), or one of them alone."
+                f"{' and '.join(names)} share memory, as a tensor and a slice of it, or a module "
+                "under two names, and the model's forward writes to one of them. Register a copy "
+                "(clone()), or one of them alone."
             ) from error
         raise
 
@@ -123,7 +137,9 @@ def explained(model: torch.nn.Module) -> Iterator[None]:
 def _sharing_memory(model: torch.nn.Module) -> list[str]:
     """The names of different buffers and parameters in the same memory."""
     by_memory: dict[int, list[str]] = {}
-    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+    for name, tensor in itertools.chain(
+        model.named_parameters(), model.named_buffers(remove_duplicate=False)
+    ):
         by_memory.setdefault(tensor.untyped_storage().data_ptr(), []).append(name)
     return [name for names in by_memory.values() if len(names) > 1 for name in names]
 

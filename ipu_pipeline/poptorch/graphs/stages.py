@@ -42,6 +42,8 @@ class ModelStages:
       assigned: the variables that forward writes to.
       output_dtypes: torch's dtypes of the outputs, and of the values that are anchored.
       value_names: of all values, see `name_values`.
+      has_checkpoints: whether the model says what its backward keeps, by `recomputationCheckpoint`.
+      prints: whether the model prints tensors.
     """
 
     functions: tuple[Callable[..., tuple[Any, ...]], ...]
@@ -51,6 +53,8 @@ class ModelStages:
     assigned: frozenset[str]
     output_dtypes: tuple[torch.dtype, ...]
     value_names: tuple[str, ...]
+    has_checkpoints: bool
+    prints: bool
 
     @property
     def ipus(self) -> list[int]:
@@ -69,6 +73,7 @@ class _Parts:
       tensors: name within `SCOPE` -> the user's tensor.
       assigned: node -> names of the variables that get its value.
       results: what is returned, with the loss at the end if there is one.
+      held: of the captured model.
     """
 
     inputs: list[torch.fx.Node]
@@ -77,6 +82,7 @@ class _Parts:
     tensors: dict[str, torch.Tensor]
     assigned: dict[torch.fx.Node, list[str]]
     results: list[torch.fx.Node]
+    held: Sequence[Any]
 
 
 def make_stages(
@@ -128,6 +134,12 @@ def make_stages(
         assigned=frozenset(f"{SCOPE}/{name}" for names in parts.assigned.values() for name in names),
         output_dtypes=tuple(node.meta["val"].dtype for node in results),
         value_names=tuple(names),
+        has_checkpoints=any(map(markers.is_checkpoint, graph.nodes)),
+        prints=any(
+            node.target is torch.ops.ipu_poptorch.print_tensor.default
+            for part in captured.program.graph_module.modules()
+            for node in getattr(part, "graph", graph).nodes
+        ),
     )
 
 
@@ -139,7 +151,7 @@ def _find_parts(captured: Captured, model: torch.nn.Module) -> _Parts:
         *model.named_buffers(remove_duplicate=False),
     ]:
         names.setdefault(id(tensor), name)
-    parts = _Parts([], {}, {}, {}, {}, [])
+    parts = _Parts([], {}, {}, {}, {}, [], captured.held)
     output = next(node for node in program.graph.nodes if node.op == "output")
     outputs = list(zip(program.graph_signature.output_specs, output.args[0], strict=True))
     written = {spec.target for spec, _node in outputs if spec.kind is OutputKind.BUFFER_MUTATION}

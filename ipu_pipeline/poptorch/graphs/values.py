@@ -19,7 +19,8 @@ def name_values(
     """The values that can be looked at, by name.
 
     Parameters and buffers have torch's names, inputs those in the graph. What an operation computes is
-    called by the module that it is in and the operation: "layers.0/relu", "layers.0/relu_1".
+    called by the module that it is in and the operation: "layers.0/relu", "layers.0/relu_1". Before that
+    stand the `NameScope`s around it: "scope/layers.0/relu".
 
     Args:
       graph: of a model.
@@ -27,10 +28,19 @@ def name_values(
       has_module_names: whether the modules' names are left out if False.
     """
     names: dict[str, torch.fx.Node] = {}
+    scopes: list[str] = []
     for node in graph.nodes:
+        if scope := markers.read_scope(node):
+            (opened,) = scope
+            if opened is not None:
+                scopes.append(opened)
+            elif scopes:
+                scopes.pop()
         if not isinstance(node.meta.get("val"), torch.Tensor) or markers.is_marker(node):
             continue
         name = base = _name(node, variables, has_module_names)
+        if scopes and node.op == "call_function":
+            name = base = "/".join([*scopes, base])
         number = 0
         while name in names:
             number += 1

@@ -5,7 +5,6 @@ One module for each family of operations; importing them fills the registry.
 
 from ipu_pipeline.poptorch.lowering import (
     activations,
-    barriers,
     creation,
     indexing,
     linear_algebra,
@@ -32,6 +31,7 @@ from ipu_pipeline.poptorch.lowering.layers import (
     recurrent,
     resampling,
 )
+from ipu_pipeline.poptorch.lowering.operations import calls, marks, products, slicing
 from ipu_pipeline.poptorch.lowering.registry import (
     find_lowering,
     kept_operations,
@@ -43,7 +43,7 @@ __all__ = [
     "activations",
     "attention",
     "average_pooling",
-    "barriers",
+    "calls",
     "convolutions",
     "creation",
     "ctc",
@@ -59,10 +59,12 @@ __all__ = [
     "linear_cross_entropy",
     "losses",
     "lowers",
+    "marks",
     "max_pooling",
     "normalizations",
     "padding",
     "pointwise",
+    "products",
     "random_numbers",
     "recurrent",
     "reductions",
@@ -70,5 +72,6 @@ __all__ = [
     "resampling",
     "run_node",
     "shapes",
+    "slicing",
     "sorting",
 ]

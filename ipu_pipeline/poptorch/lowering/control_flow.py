@@ -6,7 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import torch
+
+from ipu_pipeline.poptorch.lowering.random_numbers import repeated
 
 __all__ = ["CONTROL_FLOW"]
 
@@ -51,9 +54,13 @@ def _while_loop(node: torch.fx.Node, read: Read, run_graph: RunGraph) -> Any:
         result = result[0] if isinstance(result, (tuple, list)) else result
         return result.reshape(())
 
-    return jax.lax.while_loop(
-        continues, lambda values: step(*values, *extra), tuple(_values(carried, read))
-    )
+    def again(numbered: Any) -> Any:
+        number, values = numbered
+        with repeated(number):
+            return number + 1, step(*values, *extra)
+
+    start = jnp.zeros((), jnp.int32), tuple(_values(carried, read))
+    return jax.lax.while_loop(lambda numbered: continues(numbered[1]), again, start)[1]
 
 
 def _scan(node: torch.fx.Node, read: Read, run_graph: RunGraph) -> Any:
@@ -61,18 +68,31 @@ def _scan(node: torch.fx.Node, read: Read, run_graph: RunGraph) -> Any:
     extra, carry = _values(fixed, read), tuple(_values(initial, read))
     step = _body(node, combine, run_graph)
 
-    def body(carry: tuple[Any, ...], row: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        results = step(*carry, *row, *extra)
+    def body(carry: tuple[Any, ...], numbered: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        number, row = numbered
+        with repeated(number):
+            results = step(*carry, *row, *extra)
         return results[: len(carry)], results[len(carry) :]
 
-    last, made = jax.lax.scan(body, carry, tuple(_values(rows, read)))
+    last, made = jax.lax.scan(body, carry, _numbered(_values(rows, read)))
     return (*last, *made)
 
 
 def _map(node: torch.fx.Node, read: Read, run_graph: RunGraph) -> Any:
     body, rows, fixed = node.args
     extra, step = _values(fixed, read), _body(node, body, run_graph)
-    return jax.lax.map(lambda row: step(*row, *extra), tuple(_values(rows, read)))
+
+    def apply(numbered: Any) -> tuple[Any, ...]:
+        number, row = numbered
+        with repeated(number):
+            return step(*row, *extra)
+
+    return jax.lax.map(apply, _numbered(_values(rows, read)))
+
+
+def _numbered(rows: list[Any]) -> tuple[Any, tuple[Any, ...]]:
+    """What a loop goes over, with the number of each time."""
+    return jnp.arange(rows[0].shape[0], dtype=jnp.int32), tuple(rows)
 
 
 def _invoke(node: torch.fx.Node, read: Read, run_graph: RunGraph) -> Any:

@@ -1,11 +1,13 @@
-"""Random numbers, drawn from `engine.next_rng_key`: other ones for every call and every micro-batch.
+"""Random numbers from `engine.next_rng_key`: others in each call, micro-batch, and iteration of a loop.
 
 They have torch's distributions, not its numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import contextvars
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -15,12 +17,37 @@ from ipu_pipeline.engine import next_rng_key
 from ipu_pipeline.poptorch.lowering.arrays import Array, to_float, widen
 from ipu_pipeline.poptorch.lowering.registry import lowers
 
-__all__ = ["drop", "keep_mask"]
+__all__ = ["draw_key", "drop", "keep_mask", "repeated"]
+
+# Of the loops around what is being traced the number of the iteration, the outermost first.
+_iterations: contextvars.ContextVar[tuple[Array, ...]] = contextvars.ContextVar("iterations", default=())
+
+
+@contextlib.contextmanager
+def repeated(iteration: Array) -> Iterator[None]:
+    """In the `with` block the body of a loop is traced, which draws other numbers each time.
+
+    Args:
+      iteration: its number, an integer in the loop's program.
+    """
+    token = _iterations.set((*_iterations.get(), iteration))
+    try:
+        yield
+    finally:
+        _iterations.reset(token)
+
+
+def draw_key() -> Array:
+    """A random key that nothing else gets."""
+    key = next_rng_key()
+    for iteration in _iterations.get():
+        key = jax.random.fold_in(key, iteration)
+    return key
 
 
 def keep_mask(p: float, shape: tuple[int, ...]) -> Array:
     """Which elements a dropout keeps, each with the probability 1 - p."""
-    return jax.random.bernoulli(next_rng_key(), 1 - p, shape)
+    return jax.random.bernoulli(draw_key(), 1 - p, shape)
 
 
 def drop(x: Array, p: float) -> tuple[Array, Array]:
@@ -45,22 +72,22 @@ def _wide(dtype: Any) -> Any:
 
 @lowers("rand")
 def _rand(size: Sequence[int], *, dtype: Any = None) -> Array:
-    return jax.random.uniform(next_rng_key(), tuple(size), _wide(dtype))
+    return jax.random.uniform(draw_key(), tuple(size), _wide(dtype))
 
 
 @lowers("rand_like")
 def _rand_like(x: Array, *, dtype: Any = None) -> Array:
-    return jax.random.uniform(next_rng_key(), x.shape, _wide(dtype or x.dtype))
+    return jax.random.uniform(draw_key(), x.shape, _wide(dtype or x.dtype))
 
 
 @lowers("randn")
 def _randn(size: Sequence[int], *, dtype: Any = None) -> Array:
-    return jax.random.normal(next_rng_key(), tuple(size), _wide(dtype))
+    return jax.random.normal(draw_key(), tuple(size), _wide(dtype))
 
 
 @lowers("randn_like")
 def _randn_like(x: Array, *, dtype: Any = None) -> Array:
-    return jax.random.normal(next_rng_key(), x.shape, _wide(dtype or x.dtype))
+    return jax.random.normal(draw_key(), x.shape, _wide(dtype or x.dtype))
 
 
 @lowers("randint", "randint.low")
@@ -69,7 +96,7 @@ def _randint(*args: Any, dtype: Any = None) -> Array:
     *bounds, size = args
     low, high = bounds if len(bounds) == 2 else (0, *bounds)
     del dtype  # that of the graph's result
-    return jax.random.randint(next_rng_key(), tuple(size), low, high)
+    return jax.random.randint(draw_key(), tuple(size), low, high)
 
 
 @lowers("randint_like")
@@ -77,30 +104,30 @@ def _randint_like(x: Array, *bounds: int, dtype: Any = None) -> Array:
     """(x, high) or (x, low, high)."""
     del dtype  # that of the graph's result
     low, high = bounds if len(bounds) == 2 else (0, *bounds)
-    return jax.random.randint(next_rng_key(), x.shape, low, high)
+    return jax.random.randint(draw_key(), x.shape, low, high)
 
 
 @lowers("randperm")
 def _randperm(n: int, *, dtype: Any = None) -> Array:
     del dtype
-    return jax.random.permutation(next_rng_key(), n)
+    return jax.random.permutation(draw_key(), n)
 
 
 @lowers("bernoulli.default", "bernoulli.Tensor", "bernoulli.p")
 def _bernoulli(x: Array, p: Any = None) -> Array:
     """Ones with the probability x, or p where it is given."""
     chance = x if p is None else jnp.broadcast_to(jnp.asarray(p), x.shape)
-    return jax.random.bernoulli(next_rng_key(), jax.lax.stop_gradient(to_float(chance))).astype(x.dtype)
+    return jax.random.bernoulli(draw_key(), jax.lax.stop_gradient(to_float(chance))).astype(x.dtype)
 
 
 @lowers("uniform", keep=True)
 def _uniform(x: Array, low: float = 0, high: float = 1) -> Array:
-    return jax.random.uniform(next_rng_key(), x.shape, _wide(x.dtype), low, high)
+    return jax.random.uniform(draw_key(), x.shape, _wide(x.dtype), low, high)
 
 
 @lowers("normal_functional", keep=True)
 def _normal_functional(x: Array, mean: float = 0, std: float = 1) -> Array:
-    return jax.random.normal(next_rng_key(), x.shape, _wide(x.dtype)) * std + mean
+    return jax.random.normal(draw_key(), x.shape, _wide(x.dtype)) * std + mean
 
 
 def _broadcast_shape(mean: Any, std: Any) -> tuple[int, ...]:
@@ -110,18 +137,18 @@ def _broadcast_shape(mean: Any, std: Any) -> tuple[int, ...]:
 @lowers("normal.Tensor_float", "normal.float_Tensor", "normal.Tensor_Tensor", keep=True)
 def _normal(mean: Any, std: Any = 1) -> Array:
     shape, dtype = _broadcast_shape(mean, std), _wide(jnp.result_type(mean, std))
-    return jax.random.normal(next_rng_key(), shape, dtype) * std + mean
+    return jax.random.normal(draw_key(), shape, dtype) * std + mean
 
 
 @lowers("exponential", keep=True)
 def _exponential(x: Array, lambd: float = 1) -> Array:
-    return jax.random.exponential(next_rng_key(), x.shape, _wide(x.dtype)) / lambd
+    return jax.random.exponential(draw_key(), x.shape, _wide(x.dtype)) / lambd
 
 
 @lowers("multinomial", keep=True)
 def _multinomial(x: Array, num_samples: int, replacement: bool = False) -> Array:
     logits = jnp.log(jax.lax.stop_gradient(to_float(x)))
-    key = next_rng_key()
+    key = draw_key()
     if replacement:
         drawn = jax.random.categorical(key, logits, -1, shape=(num_samples, *x.shape[:-1]))
         return jnp.moveaxis(drawn, 0, -1)
@@ -136,7 +163,7 @@ def _rrelu(
     if not training:
         made, noise = jnp.where(x > 0, x, widen(x) * ((lower + upper) / 2)), noise
     else:
-        slopes = jax.random.uniform(next_rng_key(), x.shape, _wide(x.dtype), lower, upper)
+        slopes = jax.random.uniform(draw_key(), x.shape, _wide(x.dtype), lower, upper)
         noise = jnp.where(x > 0, 1, slopes).astype(noise.dtype)
         made = x * noise
     return made, noise

@@ -1,0 +1,1 @@
+"""PopTorch's operations by JAX."""

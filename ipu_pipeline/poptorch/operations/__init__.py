@@ -1,0 +1,1 @@
+"""PopTorch's operations: functions for models, each also for plain torch."""

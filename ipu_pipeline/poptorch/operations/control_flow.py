@@ -1,0 +1,122 @@
+"""Loops and conditionals within a model, compiled once and not unrolled.
+
+They are torch's own, which `lowering/control_flow` has in JAX. In plain torch they are Python's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._higher_order_ops.scan import scan
+
+from ipu_pipeline.poptorch import markers
+from ipu_pipeline.poptorch.operations.checks import check_int
+
+__all__ = ["cond", "for_loop"]
+
+
+def for_loop(count: int, body: Callable[..., Any], inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Applies a function to tensors again and again. On the devices it is compiled once.
+
+    Args:
+      count: how often; a Python number.
+      body: takes as many tensors as `inputs` has, one after another, and returns as many of the same shapes
+        and dtypes, in a list or a tuple, or a single one.
+      inputs: of the first time; a list.
+
+    Returns:
+      What the last time returned; for a count of 0 copies of `inputs`.
+
+    Raises:
+      ValueError: `inputs` is no list of tensors, `count` no number, or the body returns something else.
+
+    Example:
+      (x,) = poptorch.for_loop(10, lambda x: [torch.tanh(self.layer(x))], [x])
+    """
+    _check_tensors(inputs, "poptorch.for_loop expects input tensors (inputs) to be a list of tensors.")
+    check_int(count, "poptorch.for_loop: count is how often the body runs.", 0)
+    if not markers.is_traced():
+        carried = [tensor.clone() for tensor in inputs]
+        for _time in range(count):
+            carried = _check_body(_as_list(body(*carried)), carried)
+        return carried
+
+    def step(
+        carried: list[torch.Tensor], row: torch.Tensor
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        del row
+        # torch allows no result that is an input, nor two that are one.
+        made = _as_list(body(*[tensor.clone() for tensor in carried]))
+        return [tensor.clone() for tensor in _check_body(made, carried)], []
+
+    rows = torch.zeros(count, dtype=torch.bool)  # a scan needs something to go over
+    last, _rows = scan(step, [tensor.clone() for tensor in inputs], rows) if count else (inputs, None)
+    return [tensor.clone() for tensor in last]
+
+
+def cond(
+    condition: torch.Tensor,
+    then_body: Callable[..., Any],
+    then_inps: list[torch.Tensor],
+    else_body: Callable[..., Any],
+    else_inps: list[torch.Tensor],
+) -> list[torch.Tensor]:
+    """One of two functions of tensors, as a tensor says.
+
+    Args:
+      condition: a boolean scalar.
+      then_body: takes as many tensors as `then_inps` has, and returns tensors in a list or a tuple, or a
+        single one.
+      then_inps: a list.
+      else_body: likewise; its results have the shapes and dtypes of the other one's.
+      else_inps: a list.
+
+    Returns:
+      What the function returned.
+
+    Raises:
+      ValueError: the inputs are no lists of tensors, or the condition is no boolean scalar.
+    """
+    for name, inputs in (("then_inps", then_inps), ("else_inps", else_inps)):
+        _check_tensors(inputs, f"poptorch.cond expects {name} to be a list of tensors.")
+    if not isinstance(condition, torch.Tensor) or condition.numel() != 1 or condition.dtype != torch.bool:
+        raise ValueError("poptorch.cond expects the condition to be a tensor of one boolean.")
+    if not markers.is_traced():
+        body, inputs = (then_body, then_inps) if bool(condition) else (else_body, else_inps)
+        return _as_list(body(*[tensor.clone() for tensor in inputs]))
+    number = len(then_inps)
+    made = torch.cond(
+        condition.reshape(()),
+        lambda *operands: _copied(then_body(*operands[:number])),
+        lambda *operands: _copied(else_body(*operands[number:])),
+        tuple(tensor.clone() for tensor in [*then_inps, *else_inps]),
+    )
+    return list(made)
+
+
+def _check_tensors(values: Any, message: str) -> None:
+    if not isinstance(values, list):
+        raise ValueError(f"{message} (Object is not list)")
+    for index, value in enumerate(values):
+        if not isinstance(value, torch.Tensor):
+            raise ValueError(f"{message} (Object contained in list at index {index} is not torch.tensor)")
+
+
+def _as_list(result: Any) -> list[torch.Tensor]:
+    return list(result) if isinstance(result, (list, tuple)) else [result]
+
+
+def _copied(result: Any) -> tuple[torch.Tensor, ...]:
+    return tuple(tensor.clone() for tensor in _as_list(result))
+
+
+def _check_body(made: list[torch.Tensor], carried: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    kinds = [[(tuple(t.shape), t.dtype) for t in tensors] for tensors in (made, carried)]
+    if kinds[0] != kinds[1]:
+        raise ValueError(
+            "poptorch.for_loop: the body must return tensors of the shapes and dtypes that it takes, "
+            f"{kinds[1]}; it returned {kinds[0]}."
+        )
+    return made

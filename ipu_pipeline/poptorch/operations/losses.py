@@ -1,0 +1,30 @@
+"""A loss of the user's own."""
+
+from __future__ import annotations
+
+import torch
+
+from ipu_pipeline.poptorch import markers
+
+__all__ = ["identity_loss"]
+
+_REDUCTIONS = ("sum", "mean", "none")
+
+
+def identity_loss(x: torch.Tensor, reduction: str) -> torch.Tensor:
+    """Makes a value the loss of a model. Where models run without devices, it is only reduced.
+
+    Args:
+      x: of any shape.
+      reduction: "sum" or "mean" over all elements; "none" only for a scalar, or within another loss.
+
+    Returns:
+      A scalar; with "none" a tensor of the shape of `x`.
+
+    Raises:
+      AssertionError: there is no such reduction.
+    """
+    assert reduction in _REDUCTIONS, (
+        f"Unsupported reduction type! It must be one of {', '.join(_REDUCTIONS)}; got {reduction!r}."
+    )
+    return markers.reduce_loss(x, reduction)

@@ -1,0 +1,81 @@
+"""Matrix products in parts, one after the other."""
+
+from __future__ import annotations
+
+import torch
+
+from ipu_pipeline.poptorch import markers
+from ipu_pipeline.poptorch.enums import MatMulSerializationMode
+from ipu_pipeline.poptorch.operations.checks import check_int, check_tensor
+
+__all__ = ["SERIALIZED", "serializedMatMul"]
+
+SERIALIZED = f"{markers.NAMESPACE}::serialized_matmul"
+
+
+def serializedMatMul(
+    lhs: torch.Tensor,
+    rhs: torch.Tensor,
+    mode: MatMulSerializationMode,
+    factor: int = 0,
+    keep_precision: bool = False,
+) -> torch.Tensor:
+    """`torch.matmul(lhs, rhs)`, on the devices in parts, which needs less memory while it runs.
+
+    The backward is done in the same parts. On the CPU it is the product in one piece.
+
+    Args:
+      lhs: of shape (..., m, n).
+      rhs: of shape (..., n, p).
+      mode: along what is cut: `InputChannels` m, `ReducingDim` n, `OutputChannels` p; `Disabled` nothing.
+      factor: number of parts; divides the dimension. Without a meaning for `Disabled`.
+      keep_precision: whether parts of float16 and bfloat16 that are added up, by `ReducingDim` and in the
+        backward, are added in float32.
+
+    Returns:
+      A tensor of shape (..., m, p).
+
+    Raises:
+      AssertionError: the mode, the factor or keep_precision is of a wrong type.
+      ValueError: the factor does not divide the dimension, or there is no such dimension.
+    """
+    for tensor in (lhs, rhs):
+        check_tensor(tensor, "serializedMatMul must take torch.tensor arguments.")
+    assert isinstance(mode, MatMulSerializationMode), (
+        f"serializedMatMul: mode must be a poptorch.MatMulSerializationMode; got {mode!r}."
+    )
+    assert isinstance(factor, int), f"serializedMatMul: factor must be an integer; got {factor!r}."
+    assert isinstance(keep_precision, bool), (
+        f"serializedMatMul: keep_precision must be a bool; got {keep_precision!r}."
+    )
+    if mode is MatMulSerializationMode.Disabled:
+        return torch.matmul(lhs, rhs)
+    cut = rhs if mode is MatMulSerializationMode.OutputChannels else lhs
+    if cut.dim() < (1 if mode is MatMulSerializationMode.ReducingDim else 2):
+        raise ValueError(
+            f"serializedMatMul: {mode} needs a matrix; {'rhs' if cut is rhs else 'lhs'} has "
+            f"{cut.dim()} dimensions."
+        )
+    length = cut.shape[-2 if mode is MatMulSerializationMode.InputChannels else -1]
+    check_int(factor, "serializedMatMul: factor is the number of parts.")
+    if length % factor:
+        raise ValueError(
+            f"serializedMatMul: factor must divide the dimension that {mode} cuts, {length}; got {factor}."
+        )
+    made: torch.Tensor = _OPERATIONS.serialized_matmul(lhs, rhs, mode.value, factor, keep_precision)
+    return made
+
+
+def _product(
+    lhs: torch.Tensor, rhs: torch.Tensor, mode: str, factor: int, keep_precision: bool
+) -> torch.Tensor:
+    del mode, factor, keep_precision
+    return torch.matmul(lhs, rhs)
+
+
+_library = torch.library.Library(markers.NAMESPACE, "FRAGMENT")
+_library.define(
+    "serialized_matmul(Tensor lhs, Tensor rhs, str mode, int factor, bool keep_precision) -> Tensor"
+)
+_library.impl("serialized_matmul", _product, "CompositeImplicitAutograd")
+_OPERATIONS = getattr(torch.ops, markers.NAMESPACE)

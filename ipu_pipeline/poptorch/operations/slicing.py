@@ -1,0 +1,118 @@
+"""Slices that begin where a tensor says.
+
+In plain torch they are selections by indices; on the devices XLA's slices. What would reach over the end of
+the tensor is an IndexError in plain torch; on the devices, which raise nothing, the slice begins earlier,
+so that it fits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ipu_pipeline.poptorch import markers
+from ipu_pipeline.poptorch.operations.checks import check_dim, check_int, check_tensor
+
+__all__ = ["SLICE", "UPDATE", "dynamic_slice", "dynamic_update"]
+
+SLICE, UPDATE = f"{markers.NAMESPACE}::dynamic_slice", f"{markers.NAMESPACE}::dynamic_update"
+
+
+def dynamic_slice(
+    tensor: torch.Tensor, dim: int, start: torch.Tensor, size: int, step: int
+) -> torch.Tensor:
+    """Every `step`-th element of a part of a tensor, along one dimension.
+
+    Args:
+      tensor: of any shape but a scalar's.
+      dim: the dimension.
+      start: where the part begins, from 0: one integer.
+      size: of the part.
+      step: from one element to the next one.
+
+    Returns:
+      A tensor of `tensor`'s shape, with ceil(size / step) along `dim`.
+
+    Raises:
+      ValueError: `start` is no tensor of one integer; or the part is larger than the tensor; or a number is
+        none.
+      IndexError: in plain torch, where the part is not within the tensor.
+    """
+    check_tensor(tensor, "dynamic_slice must take a torch.tensor argument.")
+    dim = check_dim(dim, tensor.dim(), "dynamic_slice")
+    _check_start(start, "dynamic_slice")
+    check_int(size, "Size must be an integer.")
+    check_int(step, "Step must be an integer.")
+    if size > tensor.shape[dim]:
+        raise ValueError(
+            f"dynamic_slice: size {size} is larger than dimension {dim} of the tensor, {tensor.shape[dim]}."
+        )
+    sliced: torch.Tensor = _OPERATIONS.dynamic_slice(tensor, dim, start, size, step)
+    return sliced
+
+
+def dynamic_update(
+    input: torch.Tensor, src: torch.Tensor, dim: int, start: torch.Tensor, size: int
+) -> torch.Tensor:
+    """A copy of a tensor, with a part of it replaced.
+
+    Args:
+      input: of any shape but a scalar's.
+      src: what takes the part's place, of the shape of `input`, with `size` along `dim`.
+      dim: the dimension.
+      start: where the part begins, from 0: one integer.
+      size: of the part.
+
+    Raises:
+      ValueError: `start` is no tensor of one integer; or the tensors do not go together.
+      IndexError: in plain torch, where the part is not within the tensor.
+    """
+    check_tensor(input, "dynamic_update must take a torch.tensor argument.")
+    check_tensor(src, "dynamic_update must take a torch.tensor argument.")
+    if input.dim() != src.dim():
+        raise ValueError(
+            "input and src tensors must have same dimensionality. They have "
+            f"{input.dim()} and {src.dim()} dimensions."
+        )
+    if input.dtype != src.dtype:
+        raise ValueError(
+            f"input and src tensor must have same dtype. They have {input.dtype} and {src.dtype}."
+        )
+    dim = check_dim(dim, input.dim(), "dynamic_update")
+    _check_start(start, "dynamic_update")
+    check_int(size, "Size must be an integer.")
+    wanted = [size if number == dim else length for number, length in enumerate(input.shape)]
+    if list(src.shape) != wanted or size > input.shape[dim]:
+        raise ValueError(
+            f"dynamic_update: src must have the shape of input, {tuple(input.shape)}, with size {size} "
+            f"along dimension {dim}, at most {input.shape[dim]}; it has {tuple(src.shape)}."
+        )
+    updated: torch.Tensor = _OPERATIONS.dynamic_update(input, src, dim, start)
+    return updated
+
+
+def _check_start(start: Any, name: str) -> None:
+    check_tensor(start, f"Slice start argument to {name} must be a torch.tensor.")
+    if start.numel() != 1 or start.is_floating_point() or start.dtype is torch.bool:
+        raise ValueError(
+            f"{name}: start must have one integer; got a tensor of {start.dtype} with {start.numel()} "
+            "elements."
+        )
+
+
+def _slice(tensor: torch.Tensor, dim: int, start: torch.Tensor, size: int, step: int) -> torch.Tensor:
+    return tensor.index_select(dim, start.reshape(()) + torch.arange(0, size, step, device=start.device))
+
+
+def _update(input: torch.Tensor, src: torch.Tensor, dim: int, start: torch.Tensor) -> torch.Tensor:
+    places = start.reshape(()) + torch.arange(src.shape[dim], device=start.device)
+    return input.index_copy(dim, places, src)
+
+
+_library = torch.library.Library(markers.NAMESPACE, "FRAGMENT")
+_library.define("dynamic_slice(Tensor tensor, int dim, Tensor start, int size, int step) -> Tensor")
+_library.impl("dynamic_slice", _slice, "CompositeImplicitAutograd")
+_library.define("dynamic_update(Tensor input, Tensor src, int dim, Tensor start) -> Tensor")
+_library.impl("dynamic_update", _update, "CompositeImplicitAutograd")
+_OPERATIONS = getattr(torch.ops, markers.NAMESPACE)
