@@ -438,7 +438,6 @@ def test_methods_that_come_later():
         lambda: executor.save("file"),
         lambda: executor.compileAndExport("file", x),
         lambda: executor.loadExecutable("file"),
-        lambda: executor.weight.replicaGrouping(0, 1, 0),
     ):
         with pytest.raises(NotImplementedError, match="does not exist here yet"):
             call()

@@ -256,6 +256,40 @@ def test_9_and_10_blocks(kind, ipus):
 # 11 is tests/test_poptorch_annotations.py::test_a_block_that_goes_back_to_an_earlier_ipu.
 
 
+class SquareOfProduct(torch.nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.W = torch.nn.Parameter(weight.clone())
+
+    def forward(self, x):
+        z = x @ self.W
+        return z, poptorch.identity_loss(z**2, reduction="mean")
+
+
+def test_16_groups_of_replicas():
+    generator = torch.Generator().manual_seed(100)
+    x = torch.randn(24, 40, generator=generator)
+    weight = torch.randn(40, 56, generator=generator) * (5 * 8) ** -0.5
+    plain = SquareOfProduct(weight)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.01)
+    model = SquareOfProduct(weight.reshape(40, 4, 14).permute(1, 0, 2).contiguous())
+    options = quiet().replicationFactor(8).outputMode(poptorch.OutputMode.All)
+    options.inputReplicaGrouping(4, poptorch.CommGroupType.Consecutive)
+    executor = poptorch.trainingModel(model, options, torch.optim.SGD(model.parameters(), lr=0.01))
+    executor.W.replicaGrouping(
+        poptorch.CommGroupType.Orthogonal, 2, poptorch.VariableRetrievalMode.OnePerGroup
+    )
+    for _call in range(4):
+        z, losses = executor(x)
+        optimizer.zero_grad()
+        expected, loss = plain(x)
+        loss.backward()
+        optimizer.step()
+        blocks = [torch.cat(list(row), dim=1) for row in z.reshape(2, 4, 12, 14)]
+        assert_close([losses.sum() / 8, torch.cat(blocks)], [loss.detach(), expected])
+    assert_close([model.W.permute(1, 0, 2).reshape(40, 56)], [plain.W])
+
+
 def test_17_loss_scaling():
     results = []
     for scaled in (False, True):

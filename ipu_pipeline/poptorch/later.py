@@ -24,7 +24,7 @@ NAMES = {
     "load": "compiled models are not written to files",
     "ops": "the operations that there are, are in poptorch itself",
     "register_custom_op": "poptorch.register_lowering says an operation in JAX",
-    "ReplicaGrouping": "a model runs as one replica",
+    "ReplicaGrouping": "parameters of a wrapped model have a method replicaGrouping",
     "SerializedLinear": "torch.nn.Linear does it, in one piece",
     "serializedMatMul": "torch.matmul does it, in one piece",
 }

@@ -13,7 +13,7 @@ import torch
 
 from ipu_pipeline import engine
 from ipu_pipeline.engine.state import Collected, PipelineState
-from ipu_pipeline.poptorch.dtypes import to_numpy, to_torch
+from ipu_pipeline.poptorch.dtypes import to_torch
 from ipu_pipeline.poptorch.errors import Error
 from ipu_pipeline.poptorch.execution.weights import on_host
 from ipu_pipeline.poptorch.graphs.stages import ModelStages
@@ -85,8 +85,7 @@ class CompiledModel:
           What the last stage gave, in their order.
         """
         pipeline = self.pipeline
-        every = pipeline.num_micro_batches
-        assert every is not None
+        every = self._num_taken
         assert self.state is not None
         total = len(micro_batches) // every
         runner = pipeline.prepare()
@@ -130,10 +129,15 @@ class CompiledModel:
         assert self.state is not None
         self.pipeline.compile(self.state, num_updates)
 
+    @property
+    def _num_taken(self) -> int:
+        """How many micro-batches a weight update takes, those of all replicas."""
+        assert self.pipeline.num_micro_batches is not None
+        return self.pipeline.num_micro_batches * self.pipeline.num_replicas
+
     def _make_synthetic(self) -> list[Any]:
         if self._synthetic is None:
-            every = self.pipeline.num_micro_batches
-            assert every is not None
+            every = self._num_taken
             runner, element = self.pipeline.prepare(), self.pipeline.traced.element
             zeros = tuple(np.zeros(leaf.shape, leaf.dtype) for leaf in element)
             self._synthetic = runner.place_ahead([runner.place_element(zeros) for _number in range(every)])
@@ -146,7 +150,8 @@ class CompiledModel:
         values = jax.device_get({name: self.state.variables[name] for name in changing})
         with on_host():
             for name, value in values.items():
-                self.stages.tensors[name].copy_(to_torch(value))
+                rows = self.stages.group_rows.get(name)
+                self.stages.tensors[name].copy_(to_torch(value if rows is None else rows.to_host(value)))
 
     def read_from_host(self) -> None:
         """Copies the user's parameters and buffers to the devices.
@@ -199,9 +204,9 @@ class CompiledModel:
         with on_host(*tensors.values()):
             return {
                 name: jax.numpy.asarray(
-                    to_numpy(tensor, f"Tensor {name}").copy(), self.pipeline.variables[name].dtype
+                    self.stages.read_tensor(name).copy(), self.pipeline.variables[name].dtype
                 )
-                for name, tensor in tensors.items()
+                for name in tensors
             }
 
     def replace(self, **changes: Any) -> None:

@@ -13,10 +13,11 @@ from torch.utils.hooks import RemovableHandle
 from ipu_pipeline.poptorch.annotations import module_repr
 from ipu_pipeline.poptorch.enums import ConnectionType
 from ipu_pipeline.poptorch.errors import Error
-from ipu_pipeline.poptorch.execution.anchored import AnchoredValues
+from ipu_pipeline.poptorch.execution.anchored import Anchored, AnchoredValues
 from ipu_pipeline.poptorch.execution.arguments import Arguments, Signature, check_like_first, split
 from ipu_pipeline.poptorch.execution.building import Wrapped, batching_of, compile_model, output_mode_of
 from ipu_pipeline.poptorch.execution.compiled import CompiledModel
+from ipu_pipeline.poptorch.execution.grouped import Grouped
 from ipu_pipeline.poptorch.execution.hooks import after_compiling, before_compiling
 from ipu_pipeline.poptorch.execution.measured import Measured
 from ipu_pipeline.poptorch.execution.outputs import join_outputs
@@ -38,7 +39,7 @@ __all__ = ["PoplarExecutor"]
 _NOT_COMPILED = "Model has not been compiled or has been destroyed."
 
 
-class PoplarExecutor(Refused, Measured):
+class PoplarExecutor(Anchored, Grouped, Refused, Measured):
     """What `trainingModel` and `inferenceModel` return.
 
     Attributes and methods that are not here are those of the user's model.
@@ -67,6 +68,7 @@ class PoplarExecutor(Refused, Measured):
         self._shapes: list[torch.Size] = []
         self._seen_version = 0
         self._anchored = AnchoredValues(wrapped.options)
+        self.per_replica_params = {}
         self._profile = Profile(wrapped.options, wrapped.trains)
 
     # Calls.
@@ -76,7 +78,7 @@ class PoplarExecutor(Refused, Measured):
 
         Args:
           *args: as for the model's forward. Tensors have micro-batches one after another along their first
-            dimension: device iterations outermost, then those of gradient accumulation.
+            dimension: device iterations outermost, then those of gradient accumulation, then of replicas.
           **kwargs: likewise.
 
         Returns:
@@ -115,7 +117,13 @@ class PoplarExecutor(Refused, Measured):
             asked = time.perf_counter()
             mode = output_mode_of(self.options, self._wrapped.trains)
             first, dtypes = compiled.outputs.num_tensors, compiled.stages.output_dtypes
-            joined = join_outputs(collected, dtypes[:first], mode, self.options.output_return_period)
+            joined = join_outputs(
+                collected,
+                dtypes[:first],
+                mode,
+                self.options.output_return_period,
+                has_replicas=self.options.replication_factor > 1,
+            )
             self._anchored.keep(collected, dtypes, first, mode)
             times.note_outputs(asked)
             self._call_ns = time.perf_counter_ns() - begin
@@ -147,7 +155,9 @@ class PoplarExecutor(Refused, Measured):
         self._host.refresh()
         progress = CompileProgress(self.options.show_compilation_progress_bar)
         try:
-            compiled, training = compile_model(wrapped, arguments, self._optimizer, progress)
+            compiled, training = compile_model(
+                wrapped, arguments, self._optimizer, progress, self.per_replica_params
+            )
             if training is not None:
                 assert self._optimizer is not None
                 saved = training.take_saved(self._optimizer)
@@ -419,31 +429,14 @@ class PoplarExecutor(Refused, Measured):
             key = jax.random.wrap_key_data(jax.numpy.asarray(state[:-1], jax.numpy.uint32))
             self._attached().replace(key=key, execution_count=int(state[-1]))
 
-    def getTensorNames(self) -> list[str]:
-        """The names of the model's values, for `Options.anchorTensor`.
-
-        Raises:
-          AssertionError: the model has not been compiled.
-        """
-        assert self._compiled is not None, _NOT_COMPILED
-        return list(self._compiled.stages.value_names)
-
-    def getAnchoredTensor(self, short_name: str) -> torch.Tensor:
-        """The value of the last call that `Options.anchorTensor` kept.
-
-        Args:
-          short_name: the first argument there.
-
-        Raises:
-          AssertionError: there is none of that name, or no call was made.
-        """
-        return self._anchored.find(short_name)
-
     def __getattr__(self, name: str) -> Any:
         """What is no attribute here is one of the user's model."""
         if name == "_wrapped":  # while it is being made
             raise AttributeError(name)
-        return getattr(self._wrapped.model, name)
+        value = getattr(self._wrapped.model, name)
+        if isinstance(value, torch.nn.Parameter):
+            self._host.ask(self, self._wrapped.model, value)
+        return value
 
     def __repr__(self) -> str:
         with on_host():
