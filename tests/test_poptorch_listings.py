@@ -5,6 +5,7 @@ import io
 import re
 from pathlib import Path
 
+import jax
 import pytest
 import torch
 
@@ -196,6 +197,43 @@ class Tuples(torch.nn.Module):
 
     def forward(self, tokens):
         return tuple(self.model(tokens).values())
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (None, "fine"),
+        ("UNAVAILABLE: gone", "again: IPU_RESET"),
+        ("ABORTED: gone", "anew: PARTITION_RESET"),
+        ("INTERNAL: CUDA_ERROR_LAUNCH_FAILED: gone", "new process: FULL_RESET"),
+        ("DATA_LOSS: gone", "broken: data_loss"),
+        ("INTERNAL: gone", "Error internal PoplarExecutor.__call__: INTERNAL: gone"),
+    ],
+)
+def test_7_errors(text, expected, monkeypatch):
+    model = seeded(lambda: torch.nn.Bilinear(3, 3, 2))
+    executor = poptorch.inferenceModel(model, quiet())
+    x = torch.ones(1, 3)
+    executor(x, x)
+
+    def fail(*_arguments, **_named):
+        raise jax.errors.JaxRuntimeError(text)
+
+    if text is not None:
+        monkeypatch.setattr(executor._compiled.pipeline, "accumulate", fail)
+    try:
+        executor(x, x)
+        found = "fine"
+    except poptorch.RecoverableError as error:
+        what = {"IPU_RESET": "again", "PARTITION_RESET": "anew", "FULL_RESET": "new process"}
+        found = f"{what[error.recovery_action]}: {error.recovery_action}"
+    except poptorch.UnrecoverableError as error:
+        found = f"broken: {error.type}"
+    except poptorch.Error as error:
+        found = f"Error {error.type} {error.location}: {error.message}"
+    except Exception as error:
+        found = str(error)
+    assert found == expected
 
 
 def test_8_layers_of_an_existing_model_begin_blocks():

@@ -6,10 +6,10 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from ipu_pipeline.engine import PipelineState
 from ipu_pipeline.poptorch.annotations import module_repr
 from ipu_pipeline.poptorch.enums import ConnectionType
 from ipu_pipeline.poptorch.errors import Error
@@ -19,10 +19,12 @@ from ipu_pipeline.poptorch.execution.building import Wrapped, batching_of, compi
 from ipu_pipeline.poptorch.execution.compiled import CompiledModel
 from ipu_pipeline.poptorch.execution.grouped import Grouped
 from ipu_pipeline.poptorch.execution.hooks import after_compiling, before_compiling
+from ipu_pipeline.poptorch.execution.jax_errors import translating
 from ipu_pipeline.poptorch.execution.measured import Measured
 from ipu_pipeline.poptorch.execution.outputs import join_outputs
 from ipu_pipeline.poptorch.execution.profiles import Profile
 from ipu_pipeline.poptorch.execution.progress import CompileProgress
+from ipu_pipeline.poptorch.execution.randomness import Random
 from ipu_pipeline.poptorch.execution.refused import Refused
 from ipu_pipeline.poptorch.execution.timing import CallTimes
 from ipu_pipeline.poptorch.execution.training import ModelOptimizer, call_before_saving
@@ -39,7 +41,7 @@ __all__ = ["PoplarExecutor"]
 _NOT_COMPILED = "Model has not been compiled or has been destroyed."
 
 
-class PoplarExecutor(Anchored, Grouped, Refused, Measured):
+class PoplarExecutor(Anchored, Grouped, Random, Refused, Measured):
     """What `trainingModel` and `inferenceModel` return.
 
     Attributes and methods that are not here are those of the user's model.
@@ -73,6 +75,7 @@ class PoplarExecutor(Anchored, Grouped, Refused, Measured):
 
     # Calls.
 
+    @translating
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the model on all micro-batches that the options say, and if it trains, updates the weights.
 
@@ -105,16 +108,15 @@ class PoplarExecutor(Anchored, Grouped, Refused, Measured):
             begin = time.perf_counter_ns()
             times = self._times = CallTimes()
             micro_batches, number = split(arguments, batching_of(self.options))
-            times.input = [begin / 1e9] * number
-            times.input_complete = [time.perf_counter()] * number
+            times.begin(begin / 1e9, number)
             if self._wrapped.trains:
                 # For torch's schedulers of rates, which warn of an optimizer that has not been used.
                 vars(self._optimizer)["_opt_called"] = True
                 # Before the run, since an interrupt may come at any time
                 self._host.mark_stale(self, self._read_back)
             with self._profile.of_first_call():
-                collected = compiled.run(micro_batches, is_synthetic=self.options.synthetic_data)
-            asked = time.perf_counter()
+                collected = compiled.run(micro_batches, self.options.synthetic_data, times.note_placed)
+            times.wait_for(collected)
             mode = output_mode_of(self.options, self._wrapped.trains)
             first, dtypes = compiled.outputs.num_tensors, compiled.stages.output_dtypes
             joined = join_outputs(
@@ -125,10 +127,10 @@ class PoplarExecutor(Anchored, Grouped, Refused, Measured):
                 has_replicas=self.options.replication_factor > 1,
             )
             self._anchored.keep(collected, dtypes, first, mode)
-            times.note_outputs(asked)
             self._call_ns = time.perf_counter_ns() - begin
             return compiled.outputs.unflatten(joined)
 
+    @translating
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compiles the model for arguments like these, and runs nothing.
 
@@ -201,6 +203,7 @@ class PoplarExecutor(Anchored, Grouped, Refused, Measured):
 
     # The optimizer.
 
+    @translating
     def setOptimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Takes another optimizer, or the values that have changed in the one in use. It compiles nothing.
 
@@ -248,16 +251,19 @@ class PoplarExecutor(Anchored, Grouped, Refused, Measured):
 
     def _leave_optimizer_state(self) -> None:
         with self._host.lock:
-            state = None if self._compiled is None else self._detached or self._compiled.state
+            state = self._find_state()
             if self._training is not None and self._optimizer is not None and state is not None:
                 self._training.leave_saved(self._optimizer, state)
 
     def _fetch_optimizer_state(self) -> SavedState | None:
         with self._host.lock:
-            if self._training is None or self._compiled is None:
-                return None
-            state = self._compiled.state if self._detached is None else self._detached
-            return None if state is None else self._training.save(state)
+            state = self._find_state()
+            return None if self._training is None or state is None else self._training.save(state)
+
+    def _find_state(self) -> PipelineState | Mapping[str, Any] | None:
+        if self._compiled is None or self._compiled.is_lost:
+            return None
+        return self._compiled.state if self._detached is None else self._detached
 
     def _put_optimizer_state(self, saved: SavedState) -> None:
         assert self._compiled is not None
@@ -268,6 +274,7 @@ class PoplarExecutor(Anchored, Grouped, Refused, Measured):
 
     # Weights.
 
+    @translating
     def copyWeightsToHost(self) -> None:
         """Copies parameters and buffers from the devices to the user's model.
 
@@ -282,10 +289,12 @@ class PoplarExecutor(Anchored, Grouped, Refused, Measured):
                 self._host.mark_fresh()
                 self._seen_version = self._host.version
 
+    @translating
     def copyWeightsToHostIfNeeded(self) -> bool:
         """Copies them if those on the devices are newer; says whether they were."""
         return self._host.refresh()
 
+    @translating
     def copyWeightsToDevice(self) -> None:
         """Copies parameters and buffers of the user's model to the devices.
 
@@ -297,6 +306,7 @@ class PoplarExecutor(Anchored, Grouped, Refused, Measured):
             self._attached().read_from_host()
             self._seen_version = self._host.version
 
+    @translating
     def copyNamedBuffersToDevice(self) -> None:
         """Copies the buffers that `Options.updatableNamedBuffers` names to the devices.
 
@@ -311,6 +321,7 @@ class PoplarExecutor(Anchored, Grouped, Refused, Measured):
             compiled = self._attached()
             compiled.read_buffers_from_host(self._wrapped.model, names)
 
+    @translating
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
         """Loads weights into the user's model, and if it is compiled, copies them to the devices.
 
@@ -328,9 +339,18 @@ class PoplarExecutor(Anchored, Grouped, Refused, Measured):
         if self._compiled is not None and self._compiled.state is not None:
             self._compiled.write_to_host()
 
+    @translating
     def _read_back(self) -> None:
         self._write_to_host()
         self._seen_version = self._host.version + 1  # of `mark_fresh`, which follows
+
+    def _refresh_if_there(self) -> None:
+        try:
+            self._host.refresh()
+        except Error:
+            if self._compiled is None or not self._compiled.is_lost:
+                raise
+            self._host.refresh()  # which now warns, and leaves the host's as they are
 
     def share_weights(self, host: HostWeights) -> None:
         """Keeps weights in step with other models' from now on."""
@@ -354,6 +374,7 @@ class PoplarExecutor(Anchored, Grouped, Refused, Measured):
         """Whether the model is compiled, and its weights are on the devices."""
         return self._compiled is not None and self._compiled.state is not None
 
+    @translating
     def attachToDevice(self) -> None:
         """Puts the weights of the user's model, and the optimizer's state, on the devices again.
 
@@ -376,6 +397,7 @@ class PoplarExecutor(Anchored, Grouped, Refused, Measured):
                 self._detached = None
             self._seen_version = self._host.version
 
+    @translating
     def detachFromDevice(self) -> None:
         """Copies the weights to the host if they are newer, and lets go of the devices' memory.
 
@@ -396,7 +418,7 @@ class PoplarExecutor(Anchored, Grouped, Refused, Measured):
         """
         with self._host.lock:
             if self._wrapped.trains:
-                self._host.refresh()
+                self._refresh_if_there()
                 self._disconnect()
             self._compiled = self._training = self._detached = self._first = None
             self._host.release(self)
@@ -413,21 +435,6 @@ class PoplarExecutor(Anchored, Grouped, Refused, Measured):
     def options(self) -> Options:
         """The model's options, frozen."""
         return self._wrapped.options
-
-    @property
-    def rng_state(self) -> list[int]:
-        """Where the model's random numbers are: words of the key, and how often they were drawn from."""
-        state = self._attached().state
-        assert state is not None
-        return [*map(int, jax.random.key_data(state.key).ravel()), state.execution_count]
-
-    @rng_state.setter
-    def rng_state(self, state: list[int]) -> None:
-        if len(state) != len(self.rng_state):
-            raise ValueError(f"rng_state must have the numbers that it was read with; got {state!r}.")
-        with self._host.lock:
-            key = jax.random.wrap_key_data(jax.numpy.asarray(state[:-1], jax.numpy.uint32))
-            self._attached().replace(key=key, execution_count=int(state[-1]))
 
     def __getattr__(self, name: str) -> Any:
         """What is no attribute here is one of the user's model."""
