@@ -169,7 +169,11 @@ def test_the_host_fails_while_a_program_runs():
 # Times and spans.
 
 
-@pytest.mark.parametrize("mode", [poptorch.OutputMode.All, poptorch.OutputMode.Sum])
+@pytest.mark.parametrize(
+    "mode",
+    [poptorch.OutputMode.All, pytest.param(poptorch.OutputMode.Sum, marks=pytest.mark.thorough)],
+    ids=["All", "Sum"],
+)
 def test_times_of_each_micro_batch(mode):
     options = make_options(3, mode=mode).replicationFactor(2).logCycleCount(True)
     executor = poptorch.inferenceModel(seeded(TwoLayers), options)

@@ -199,41 +199,49 @@ class Tuples(torch.nn.Module):
         return tuple(self.model(tokens).values())
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (None, "fine"),
-        ("UNAVAILABLE: gone", "again: IPU_RESET"),
-        ("ABORTED: gone", "anew: PARTITION_RESET"),
-        ("INTERNAL: CUDA_ERROR_LAUNCH_FAILED: gone", "new process: FULL_RESET"),
-        ("DATA_LOSS: gone", "broken: data_loss"),
-        ("INTERNAL: gone", "Error internal PoplarExecutor.__call__: INTERNAL: gone"),
-    ],
-)
-def test_7_errors(text, expected, monkeypatch):
-    model = seeded(lambda: torch.nn.Bilinear(3, 3, 2))
-    executor = poptorch.inferenceModel(model, quiet())
-    x = torch.ones(1, 3)
-    executor(x, x)
-
-    def fail(*_arguments, **_named):
-        raise jax.errors.JaxRuntimeError(text)
-
-    if text is not None:
-        monkeypatch.setattr(executor._compiled.pipeline, "accumulate", fail)
+def act_on_errors(executor, *inputs):
+    """What a program does about an error: the order of the classes matters."""
     try:
-        executor(x, x)
-        found = "fine"
+        executor(*inputs)
     except poptorch.RecoverableError as error:
         what = {"IPU_RESET": "again", "PARTITION_RESET": "anew", "FULL_RESET": "new process"}
-        found = f"{what[error.recovery_action]}: {error.recovery_action}"
+        return f"{what[error.recovery_action]}: {error.message.partition('.')[0]}"
     except poptorch.UnrecoverableError as error:
-        found = f"broken: {error.type}"
+        return f"broken: {error.type}"
     except poptorch.Error as error:
-        found = f"Error {error.type} {error.location}: {error.message}"
+        return f"{error.type} in {error.location}: {error.message}"
     except Exception as error:
-        found = str(error)
-    assert found == expected
+        return f"other: {error}"
+    return "fine"
+
+
+def test_7_errors(monkeypatch):
+    executor = poptorch.inferenceModel(seeded(lambda: torch.nn.Bilinear(3, 3, 2)), quiet())
+    x = torch.ones(1, 3)
+    assert act_on_errors(executor, x, x) == "fine"
+    assert act_on_errors(executor, x) == (
+        "poptorch_error in : Mandatory parameter input2 missing. The model's forward takes "
+        "['input1', 'input2']."
+    )
+    for error, expected in [
+        (jax.errors.JaxRuntimeError("UNAVAILABLE: gone."), "again: UNAVAILABLE: gone"),
+        (jax.errors.JaxRuntimeError("ABORTED: gone."), "anew: ABORTED: gone"),
+        (
+            jax.errors.JaxRuntimeError("INTERNAL: CUDA_ERROR_LAUNCH_FAILED."),
+            "new process: INTERNAL: CUDA_ERROR_LAUNCH_FAILED",
+        ),
+        (jax.errors.JaxRuntimeError("DATA_LOSS: gone"), "broken: data_loss"),
+        (jax.errors.JaxRuntimeError("INTERNAL: x"), "internal in PoplarExecutor.__call__: INTERNAL: x"),
+        (OSError("mine"), "other: mine"),
+    ]:
+
+        def fail(*_arguments, error=error, **_named):
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(executor._compiled.pipeline, "accumulate", fail)
+            assert act_on_errors(executor, x, x) == expected
+    assert act_on_errors(executor, x, x) == "fine"
 
 
 def test_8_layers_of_an_existing_model_begin_blocks():

@@ -63,11 +63,15 @@ def check_training(model, options, make_optimizer, mean=True):
     return executor
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "strategy",
+    [pytest.param(s, marks=pytest.mark.thorough if s == "sharded" else ()) for s in STRATEGIES],
+)
 def test_training_equals_plain_torch(strategy):
     check_training(make_model(), with_replicas(2, 2, 2, STRATEGIES[strategy]), make_sgd)
 
 
+@pytest.mark.thorough
 def test_four_replicas_of_two_stages():
     executor = check_training(make_model(), with_replicas(4, 2, 2), make_adam)
     state = executor._compiled.state
@@ -110,7 +114,15 @@ def test_a_sum_of_half_gradients_does_not_overflow():
     assert_close([model.weight], [torch.full((2,), -40000.0)])
 
 
-@pytest.mark.parametrize("mode", [OutputMode.Final, OutputMode.Sum, OutputMode.EveryN])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        OutputMode.Final,
+        OutputMode.Sum,
+        pytest.param(OutputMode.EveryN, marks=pytest.mark.thorough),
+    ],
+    ids=["Final", "Sum", "EveryN"],
+)
 def test_output_modes(mode):
     """4 micro-batches of 3 rows in each of 2 replicas."""
     model = make_model(ipus=(0, 0))
@@ -129,7 +141,11 @@ def test_output_modes(mode):
     assert_close([y, loss], [wanted(rows).reshape(-1, 3), wanted(losses).reshape(-1)])
 
 
-@pytest.mark.parametrize("kind", [CommGroupType.Consecutive, CommGroupType.Orthogonal])
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(CommGroupType.Consecutive, marks=pytest.mark.thorough), CommGroupType.Orthogonal],
+    ids=["Consecutive", "Orthogonal"],
+)
 def test_groups_of_replicas_with_the_same_inputs(kind):
     model = make_model(ipus=(0, 0))
     options = with_replicas(4, 3).inputReplicaGrouping(2, kind)
@@ -190,7 +206,9 @@ GROUPS = {
 }
 
 
-@pytest.mark.parametrize("name", GROUPS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n == "Orthogonal" else pytest.mark.thorough) for n in GROUPS]
+)
 def test_parameters_of_groups(name):
     kind, size, groups, rows = GROUPS[name]
     model = seeded(lambda: Rows(rows))
