@@ -2,6 +2,7 @@
 
 import copy
 
+import jax
 import pytest
 import torch
 
@@ -93,6 +94,21 @@ def test_reductions(reduction, strategy):
         poptorch.MeanReductionStrategy[strategy]
     )
     check_training(make_model(), options, make_sgd, reduction == "Mean")
+
+
+@pytest.mark.thorough
+def test_gradients_equal_plain_torch_in_float64():
+    with jax.enable_x64(True):
+        model = seeded(lambda: TwoLayers().double())
+        plain = reference(model, lambda parameters: torch.optim.SGD(parameters, lr=1.0))
+        options = with_replicas(4, 1, 2)
+        executor = poptorch.trainingModel(model, options, torch.optim.SGD(model.parameters(), lr=1.0))
+        batch = make_batch(16, dtype=torch.float64)
+        before = [p.detach().clone() for p in model.parameters()]
+        outputs = executor(*batch)
+        assert_close(leaves(outputs), join(plain.train(batch, 1, 8, second)), 1e-12)
+        gradients = [old - new.detach() for old, new in zip(before, model.parameters(), strict=True)]
+        assert_close(gradients, [p.grad for p in plain.model.parameters()], 1e-12)
 
 
 @pytest.mark.thorough
@@ -221,6 +237,56 @@ def test_parameters_of_groups(name):
         outputs = executor(*make_batch(8, seed=seed))
         expected = train_rows(plain, optimizer, make_batch(8, seed=seed), groups)
         assert_close(leaves(outputs), join(expected))
+        assert_same_state(model, plain)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("schedule", ["grouped", "interleaved", "sequential"])
+def test_parameters_of_groups_with_gradient_accumulation(schedule):
+    kind, size, groups, rows = GROUPS["Orthogonal"]
+    model = seeded(lambda: Rows(rows))
+    plain = copy.deepcopy(model)
+    optimizer = make_adam(plain.parameters())
+    options = with_replicas(4, 2, 4).setPipelineSchedule(schedule)
+    location = poptorch.TensorLocationSettings().useReplicatedTensorSharding(True)
+    options.TensorLocations.setWeightLocation(location)
+    executor = poptorch.trainingModel(model, options, make_adam(model.parameters()))
+    executor.weight.replicaGrouping(kind, size, VariableRetrievalMode.OnePerGroup)
+    for seed in range(2):
+        batch = make_batch(64, seed=seed)
+        outputs = executor(*batch)
+        expected = []
+        for update in zip(*(value.chunk(2) for value in batch), strict=True):
+            expected += train_rows(plain, optimizer, update, groups * 4)
+        assert_close(leaves(outputs), join(expected))
+        assert_same_state(model, plain)
+
+
+@pytest.mark.thorough
+def test_inference_with_weights_shared_out():
+    options = with_replicas(2, 3)
+    location = poptorch.TensorLocationSettings().useReplicatedTensorSharding(True)
+    options.TensorLocations.setWeightLocation(location).setOptimizerLocation(location)
+    model = make_model(hidden=6)
+    x = make_batch(12)[0]
+    with torch.no_grad():
+        assert_close([poptorch.inferenceModel(model, options)(x)], [model(x)])
+
+
+@pytest.mark.thorough
+def test_a_state_of_torchs_with_a_row_for_each_replica():
+    """torch's own optimizer goes on where the devices were, and they where it was."""
+    model = seeded(lambda: Rows((4,)))
+    plain = copy.deepcopy(model)
+    optimizer, plains = make_adam(model.parameters()), make_adam(plain.parameters())
+    for round_ in range(2):
+        executor = poptorch.trainingModel(model, with_replicas(4), optimizer)
+        executor.weight.replicaGrouping(CommGroupType.NoGrouping, 1, VariableRetrievalMode.AllReplicas)
+        executor(*make_batch(8, seed=round_))
+        train_rows(plain, plains, make_batch(8, seed=round_), range(4))
+        executor.destroy()
+        for known, chosen in ((optimizer, model), (plains, plain)):
+            train_rows(chosen, known, make_batch(8, seed=9), range(4))
         assert_same_state(model, plain)
 
 

@@ -36,11 +36,7 @@ COLOURS = {
 IDLE = "#dfe5ec"
 # Of numbers in the bars.
 INKS = dict.fromkeys(EventKind, "#ffffff") | {EventKind.FORWARD: "#0b2117", EventKind.OTHER: "#111111"}
-_TITLES = {
-    EventKind.TRANSFER: "transfer (to this IPU)",
-    EventKind.SPAN: "span of the program's own",
-    EventKind.OTHER: "other programs",
-}
+_TITLES = {EventKind.TRANSFER: "transfer (to this IPU)", EventKind.OTHER: "other programs"}
 _LINES = ("#2458a6", "#b3261e", "#1f7a55", "#a86f00", "#7040a0", "#5b4630", "#007c91", "#4a5561")
 _PARTS = {
     "variables": "#2458a6",
