@@ -115,12 +115,14 @@ class Loss(torch.nn.Module):
         return poptorch.identity_loss(x, "mean")
 
 
-def test_a_read_is_the_first_to_see_the_error():
-    """The loss is there before the update fails."""
-    model = torch.nn.Linear(3, 3)
+@pytest.mark.parametrize("reads", [True, False], ids=["reading", "destroying"])
+def test_what_is_first_to_see_an_error_of_an_update(reads):
+    """Its call has returned: the loss is there before the update fails."""
+    model = seeded(lambda: torch.nn.Linear(3, 3))
     executor = poptorch.trainingModel(
         torch.nn.Sequential(model, Loss()), make_options(), torch.optim.SGD(model.parameters(), lr=0.1)
     )
+    before = model.weight.detach().clone()
     executor(make_batch(1)[0])
     compiled = executor._compiled
 
@@ -133,10 +135,11 @@ def test_a_read_is_the_first_to_see_the_error():
         with pytest.raises(
             poptorch.Error, match="broken The weights and the optimizer's state .* were lost"
         ):
-            _ = model.weight + 1
-    assert compiled.is_lost
-    executor.destroy()
+            _ = model.weight + 1 if reads else executor.destroy()
+        assert compiled.is_lost
+        executor.destroy()
     assert not executor.isCompiled()
+    assert torch.equal(model.weight, before)
 
 
 def test_the_host_fails_while_a_program_runs():

@@ -344,14 +344,6 @@ class PoplarExecutor(Anchored, Grouped, Random, Refused, Measured):
         self._write_to_host()
         self._seen_version = self._host.version + 1  # of `mark_fresh`, which follows
 
-    def _refresh_if_there(self) -> None:
-        try:
-            self._host.refresh()
-        except Error:
-            if self._compiled is None or not self._compiled.is_lost:
-                raise
-            self._host.refresh()  # which now warns, and leaves the host's as they are
-
     def share_weights(self, host: HostWeights) -> None:
         """Keeps weights in step with other models' from now on."""
         self._host = host
@@ -411,18 +403,25 @@ class PoplarExecutor(Anchored, Grouped, Random, Refused, Measured):
             with interrupts.deferred():
                 self._detached = compiled.detach()
 
+    @translating
     def destroy(self) -> None:
         """Copies newer weights to the host, and forgets everything that was compiled.
 
         The user's model can be wrapped again. A call compiles anew.
+
+        Raises:
+          Error: the weights turn out to be lost; all else is done, and the host's stay as they are.
         """
         with self._host.lock:
-            if self._wrapped.trains:
-                self._refresh_if_there()
-                self._disconnect()
-            self._compiled = self._training = self._detached = self._first = None
-            self._host.release(self)
-            self._host.unregister(self, self._wrapped.model)
+            try:
+                if self._wrapped.trains:
+                    self._host.refresh()
+            finally:
+                if self._wrapped.trains:
+                    self._disconnect()
+                self._compiled = self._training = self._detached = self._first = None
+                self._host.release(self)
+                self._host.unregister(self, self._wrapped.model)
 
     # What is known.
 
