@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
+from jax.sharding import PartitionSpec
 
 import ipu_pipeline as ipu
 from ipu_pipeline import engine
@@ -104,7 +105,8 @@ def attend(config: Config, x: jax.Array) -> jax.Array:
     """Mixes what each position may see, itself and those before it; x has queries, keys and values."""
     sequences, positions, _width = x.shape
     size = config.width // config.heads
-    queries, keys, values = jnp.moveaxis(x.reshape(sequences, positions, 3, config.heads, size), 2, 0)
+    # Those of a head lie together, so that devices can divide the heads (`divide`).
+    queries, keys, values = jnp.moveaxis(x.reshape(sequences, positions, config.heads, 3, size), 3, 0)
     scores = jnp.einsum("sqhd,skhd->shqk", queries, keys) / math.sqrt(size)
     may_see = jnp.tril(jnp.ones((positions, positions), bool))
     shares = jax.nn.softmax(jnp.where(may_see, scores.astype(config.dtype), -jnp.inf))
@@ -161,6 +163,16 @@ def last_stage(config: Config, is_training: bool, parameters: Any, x: Any, targe
 
 def next_character_stage(config: Config, parameters: Any, x: Any, position: Any) -> Any:
     return predict(config, False, parameters, x)[:, position]
+
+
+def divide(variable: Any) -> PartitionSpec | None:
+    """How devices that compute a stage together divide its blocks: each has some heads and hidden units.
+
+    So they exchange values twice in a block, where "out" adds up what all of them have (Shoeybi et al.,
+    "Megatron-LM", 2019, section 3). The first axis is the block.
+    """
+    axes = {"in": (None, None, "model"), "out": (None, "model", None)}.get(variable.name.split("/")[-1])
+    return None if axes is None else PartitionSpec(*axes)
 
 
 def make_stages(config: Config, is_training: bool) -> list[Any]:
@@ -254,19 +266,22 @@ def make_trainer(config: Config, seed: int, **options: Any) -> engine.Pipeline:
     )
 
 
-def make_evaluator(config: Config, num_micro_batches: int) -> engine.Pipeline:
+def make_evaluator(config: Config, num_micro_batches: int, **options: Any) -> engine.Pipeline:
     """Forwards only, on the trainer's state: so it needs the shapes of the parameters, and no values."""
     shapes = jax.eval_shape(functools.partial(init, config), jax.random.key(0))
     return engine.Pipeline(
-        make_stages(config, is_training=False), parameters=shapes, num_micro_batches=num_micro_batches
+        make_stages(config, is_training=False),
+        parameters=shapes,
+        num_micro_batches=num_micro_batches,
+        **options,
     )
 
 
-def make_predictor(config: Config) -> engine.Pipeline:
+def make_predictor(config: Config, **options: Any) -> engine.Pipeline:
     """Forwards only, for one passage: out come the logits of what follows a position."""
     shapes = jax.eval_shape(functools.partial(init, config), jax.random.key(0))
     stages = [*make_stages(config, is_training=False)[:-1], functools.partial(next_character_stage, config)]
-    return engine.Pipeline(stages, parameters=shapes, num_micro_batches=1)
+    return engine.Pipeline(stages, parameters=shapes, num_micro_batches=1, **options)
 
 
 def generate(
@@ -350,6 +365,12 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         default="grouped",
         help="the pipeline's",
     )
+    training.add_argument(
+        "--tensor-parallel", type=positive, default=1, metavar="N", help="devices that share each stage"
+    )
+    training.add_argument(
+        "--replicas", type=positive, default=1, metavar="N", help="copies of it, each with micro-batches"
+    )
     training.add_argument("--seed", type=natural, default=0, help="of parameters, data, dropout and sample")
     running = parser.add_argument_group("what is done with it")
     running.add_argument(
@@ -370,6 +391,10 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         )
     if args.width % args.heads:
         parser.error(f"argument --heads: must divide --width {args.width}; got {args.heads}")
+    if args.heads % args.tensor_parallel:
+        parser.error(
+            f"argument --tensor-parallel: must divide --heads {args.heads}; got {args.tensor_parallel}"
+        )
     if not args.prompt or not args.prompt.isascii():
         parser.error(f"argument --prompt: must be at least one ASCII character; got {args.prompt!r}")
     if args.resume and args.checkpoint is None:
@@ -389,7 +414,8 @@ EXACT_OPTIONS = [
     "batch",
     "micro_batches",
 ]
-EXACT_OPTIONS += ["rate", "seed"]
+EXACT_OPTIONS += ["rate", "seed", "replicas"]
+LAYOUT = "queries, keys and values of a head together"  # of parameters; other checkpoints are refused
 
 
 class Checkpoints:
@@ -430,7 +456,8 @@ class Checkpoints:
 def open_checkpoints(args: argparse.Namespace, text: Text) -> Checkpoints | None:
     if args.checkpoint is None:
         return None
-    trained_with = {name: getattr(args, name) for name in EXACT_OPTIONS} | {"text": text.digest}
+    trained_with = {name: getattr(args, name) for name in EXACT_OPTIONS}
+    trained_with |= {"text": text.digest, "layout": LAYOUT}
     checkpoints = Checkpoints(args.checkpoint, trained_with)
     if checkpoints.newest is None and args.resume:
         raise ValueError(f"--resume: there is no checkpoint in {args.checkpoint}.")
@@ -471,14 +498,18 @@ def train(args: argparse.Namespace) -> engine.PipelineState:
         dtype="float64" if args.dtype == "float64" else "float32",
         compute_dtype=args.dtype,
     )
+    parallel = engine.TensorParallel(args.tensor_parallel, divide)
     trainer = make_trainer(
         config,
         args.seed,
         num_micro_batches=args.micro_batches,
         optimizer=make_optimizer(args.rate, args.steps, config.dtype),
         schedule=args.schedule,
+        num_replicas=args.replicas,
+        tensor_parallel=parallel,
     )
-    evaluator, predictor = make_evaluator(config, 8), make_predictor(config)
+    evaluator = make_evaluator(config, 8, tensor_parallel=parallel)
+    predictor = make_predictor(config, tensor_parallel=parallel)
     held_out = list(text.for_evaluation(8, args.batch))
     checkpoints = open_checkpoints(args, text)
     state = trainer.init(jax.random.key(args.seed), held_out[0])
@@ -497,7 +528,7 @@ def train(args: argparse.Namespace) -> engine.PipelineState:
     while state.update_count < end:
         step = state.update_count + 1
         try:
-            batches = text.draw(args.seed, step, args.micro_batches, args.batch)
+            batches = text.draw(args.seed, step, args.micro_batches * args.replicas, args.batch)
             state, outputs = trainer.step(state, batches)
             losses.append(float(np.mean(outputs.losses)))
             if not math.isfinite(losses[-1]):
@@ -529,7 +560,8 @@ def train(args: argparse.Namespace) -> engine.PipelineState:
 
 def main(arguments: list[str] | None = None) -> engine.PipelineState:
     args = parse_arguments(arguments)
-    ipu.set_num_devices(len(args.layers))  # as many CPU devices, where there are no accelerators
+    # As many CPU devices, where there are no accelerators.
+    ipu.set_num_devices(len(args.layers) * args.tensor_parallel * args.replicas)
     jax.config.update("jax_enable_x64", args.dtype == "float64")
     return train(args)
 

@@ -144,7 +144,7 @@ def _loop(
         has_count_operand=jax_compat.is_traced(count),
         count=None if jax_compat.is_traced(count) else count,
         infeed_queue=infeed_queue,
-        replication=Replication(builder.ipu_device, loop.num_ipus, averages),
+        replication=Replication(builder.ipu_device, loop.num_devices, averages),
     )
     operands = [*([count] if loop_call.has_count_operand else []), *traced.captured, *leaves]
     results = jax.tree.unflatten(tree, builder.add(loop_call, operands, avals))

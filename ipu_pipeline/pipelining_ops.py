@@ -16,6 +16,7 @@ from ipu_pipeline.engine.programs.collecting import find_sum_dtype
 from ipu_pipeline.engine.tracing import frames
 from ipu_pipeline.engine.tracing.captures import Captures
 from ipu_pipeline.engine.tracing.checkpoints import recomputation_checkpoint
+from ipu_pipeline.engine.tracing.tensor_parallel import TensorParallel, constrain
 from ipu_pipeline.gradient_accumulation import GradientAccumulationReductionMethod
 from ipu_pipeline.graph.operations import Operation
 from ipu_pipeline.graph.placeholders import Placeholder, as_traced_inputs
@@ -56,6 +57,8 @@ __all__ = [
     "PipelineSchedule",
     "PipelineStageOptions",
     "RecomputationMode",
+    "TensorParallel",
+    "constrain",
     "pipeline",
     "recomputation_checkpoint",
 ]
@@ -97,6 +100,7 @@ def pipeline(
     reduction_method: Any = GradientAccumulationReductionMethod.SUM,
     name: str | None = None,
     dispatch_plan: DispatchPlan | None = None,
+    tensor_parallel: TensorParallel | None = None,
 ) -> Operation:
     """Runs a model cut into stages, each on its IPU, and trains it if there is an optimizer.
 
@@ -166,6 +170,9 @@ def pipeline(
       dispatch_plan: over several IPUs, how many micro-batches a program handles, and whether a backward and
         the forward that follows it are one program. None: chosen for speed where the schedule is Grouped,
         and described in `Program.summary()`; `Program.dispatch_plans` has it, to be kept and given again.
+      tensor_parallel: how many IPUs compute each stage together, and how they divide its variables. With
+        a size of T the pipeline needs T times as many IPUs: those of `device_mapping` number i are T * i to
+        T * i + T - 1. What goes from stage to stage is whole on each of them. None: one.
 
     Returns:
       An operation, to be returned from the compiled function.
@@ -178,6 +185,8 @@ def pipeline(
     """
     if not isinstance(continuous_weight_updates, bool):
         raise TypeError(f"continuous_weight_updates must be False; got {continuous_weight_updates!r}.")
+    if tensor_parallel is not None and not isinstance(tensor_parallel, TensorParallel):
+        raise TypeError(f"tensor_parallel must be a TensorParallel, or None; got {tensor_parallel!r}.")
     if name is not None and (not isinstance(name, str) or not name):
         raise TypeError(f"name must be a non-empty string, or None; got {name!r}.")
     if continuous_weight_updates:
@@ -251,7 +260,9 @@ def pipeline(
             "pipelining_ops.pipeline was called within a computational stage; pipelines do not nest. Call "
             "it in the compiled function, or make its stages stages of the outer pipeline."
         )
-    reserve_ipus(builder.ipu_device, 1 + max(jax.tree.leaves(device_mapping)))  # stages may make arrays
+    size = 1 if tensor_parallel is None else tensor_parallel.size
+    # Stages may make arrays, which starts JAX.
+    reserve_ipus(builder.ipu_device, size * (1 + max(jax.tree.leaves(device_mapping))))
     if isinstance(count, Placeholder):
         count = count.traced()
     has_count_operand = isinstance(count, jax.Array)
@@ -295,13 +306,14 @@ def pipeline(
         sum_dtype=lambda aval: find_sum_dtype(aval, accumulate_outfeed_dtype, "accumulate_outfeed_dtype"),
         **options,
         dispatch_plan=dispatch_plan,
+        tensor_parallel=tensor_parallel,
     )
     element = None if infeed_queue is None else infeed_queue.element
     input_avals = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in input_leaves]
     engine_pipeline.trace(element, *jax.tree.unflatten(input_tree, input_avals))
     averages = optimizer is not None and optimizer.averages_replicas
-    num_ipus = engine_pipeline.num_ipus
-    replication = Replication(builder.ipu_device, num_ipus, averages, sharded=tuple(sharded))
+    num_devices = engine_pipeline.num_devices
+    replication = Replication(builder.ipu_device, num_devices, averages, sharded=tuple(sharded))
     replication.check(trains=not is_inference)
     call = PipelineCall(
         name=name or "Pipeline",

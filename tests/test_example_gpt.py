@@ -15,6 +15,7 @@ import optax
 import pytest
 
 from examples import gpt
+from ipu_pipeline import engine
 from tests import models
 from tests.programs import ROOT, environment, run
 
@@ -76,23 +77,30 @@ def make_plain_step(config, optimizer, batches):
     return step
 
 
+LAYOUT_2X2X2 = {"num_replicas": 2, "tensor_parallel": engine.TensorParallel(2, gpt.divide)}
+
+
 @pytest.mark.parametrize(
-    ("dtype", "layers", "steps", "tolerance"),
+    ("dtype", "layers", "options", "steps", "tolerance"),
     [
-        ("float64", (1, 1, 1, 1), 40, 1e-12),
-        pytest.param("float64", (2, 1, 1, 1), 300, 1e-10, marks=pytest.mark.thorough),
-        pytest.param("float32", (2, 1, 1, 1), 50, 1e-4, marks=pytest.mark.thorough),
+        ("float64", (1, 1, 1, 1), {}, 40, 1e-12),
+        ("float64", (1, 2), LAYOUT_2X2X2, 40, 1e-12),
+        pytest.param("float32", (2, 2), LAYOUT_2X2X2, 50, 1e-4, marks=pytest.mark.thorough),
+        pytest.param("float64", (2, 1, 1, 1), {}, 300, 1e-10, marks=pytest.mark.thorough),
+        pytest.param("float32", (2, 1, 1, 1), {}, 50, 1e-4, marks=pytest.mark.thorough),
     ],
+    ids=["float64", "divided", "divided float32", "float64 long", "float32"],
 )
-def test_training_equals_plain_jax(dtype, layers, steps, tolerance, short_text):
+def test_training_equals_plain_jax(dtype, layers, options, steps, tolerance, short_text):
     with jax.enable_x64(dtype == "float64"):
         text = gpt.Text(short_text, context=12)
         config, optimizer = make_config(text, dtype, layers=layers), gpt.make_optimizer(1e-2, steps, dtype)
 
         def batches(step):
-            return text.draw(seed=3, step=step, num_micro_batches=2, size=2)
+            count = 2 * options.get("num_replicas", 1)
+            return text.draw(seed=3, step=step, num_micro_batches=count, size=2)
 
-        trainer = gpt.make_trainer(config, seed=3, num_micro_batches=2, optimizer=optimizer)
+        trainer = gpt.make_trainer(config, seed=3, num_micro_batches=2, optimizer=optimizer, **options)
         state = trainer.init(jax.random.key(3), next(batches(1)))
         parameters = models.on_one_device(trainer.parameters(state))
         own = (
@@ -106,11 +114,17 @@ def test_training_equals_plain_jax(dtype, layers, steps, tolerance, short_text):
         for step in range(1, steps + 1):
             state, outputs = trainer.step(state, batches(step))
             own, opt_state, losses = plain_step(own, opt_state, step)
-            models.assert_trees_close(tuple(outputs.losses), losses, tolerance)
+            models.assert_trees_close(tuple(np.ravel(outputs.losses)), losses, tolerance)
             means.append(np.mean(losses))
         models.assert_trees_close(trainer.parameters(state), assemble(own), tolerance)
         assert state.variables["characters"].dtype == dtype
         assert np.mean(means[-10:]) < np.mean(means[:10]) - 0.5  # it did learn something
+        if options:  # each device has half of a block
+            for name, variable in state.variables.items():
+                whole, part = variable.shape, variable.addressable_shards[0].data.shape
+                is_divided = name.rpartition("/")[-1] in ("in", "out")
+                assert math.prod(part) * (1 + is_divided) == math.prod(whole)
+                assert len(variable.devices()) == 4
 
 
 @pytest.mark.thorough

@@ -12,7 +12,8 @@ import pytest
 import ipu_pipeline as ipu
 from ipu_pipeline.engine.devices import links
 from ipu_pipeline.engine.devices.links import Tag
-from ipu_pipeline.engine.devices.rows import copy_to, make_rows, put
+from ipu_pipeline.engine.devices.placing import copy_to, put
+from ipu_pipeline.engine.devices.rows import make_rows
 from tests import joined
 
 SIZE = 1024

@@ -112,6 +112,7 @@ PAGES = [
     "engine.md",
     "profiling.md",
     "simulator.md",
+    "tensor_parallel.md",
 ]
 
 

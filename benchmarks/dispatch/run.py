@@ -132,7 +132,7 @@ def make_bare_loops(
     import jax
     import jax.numpy as jnp
 
-    from ipu_pipeline.engine.devices.rows import copy_to
+    from ipu_pipeline.engine.devices.placing import copy_to
 
     numbers = Counter(template.index for template, _chunks in executor.plan.dispatches(timetable))
     calls, copies = [], []

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from ipu_pipeline import engine
-from ipu_pipeline.engine.devices.rows import copy_to
+from ipu_pipeline.engine.devices.placing import copy_to
 from ipu_pipeline.engine.execution.executor import Executor
 from ipu_pipeline.engine.schedules import ActionKind, Costs, Scenario, predict_step_time
 

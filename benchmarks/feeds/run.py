@@ -46,7 +46,8 @@ def measure_queued(batches: Any) -> float:
     """Examples per second of an infeed queue that places them on a device."""
     import jax
 
-    from ipu_pipeline.engine.devices.rows import make_rows, put_host_copies
+    from ipu_pipeline.engine.devices.placing import put_host_copies
+    from ipu_pipeline.engine.devices.rows import make_rows
     from ipu_pipeline.ipu_infeed_queue import IPUInfeedQueue
 
     (row,) = make_rows(jax.devices(), [0])

@@ -20,6 +20,7 @@ from ipu_pipeline.engine.tracing.metrics import metric
 from ipu_pipeline.engine.tracing.replicas import cross_replica_sum, replica_count, replica_index
 from ipu_pipeline.engine.tracing.stage_lists import Stage
 from ipu_pipeline.engine.tracing.stage_parameters import Shared
+from ipu_pipeline.engine.tracing.tensor_parallel import TensorParallel, constrain
 from ipu_pipeline.engine.tracing.variable_scopes import variable_scope
 from ipu_pipeline.engine.tracing.variables import assign, get_variable
 from ipu_pipeline.engine.updates.reporting import with_metrics
@@ -42,9 +43,11 @@ __all__ = [
     "Shared",
     "Stage",
     "StepOutputs",
+    "TensorParallel",
     "Timetable",
     "advise",
     "assign",
+    "constrain",
     "cross_replica_sum",
     "get_variable",
     "measure_dispatch_plan",

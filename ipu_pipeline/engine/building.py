@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from ipu_pipeline.engine.tracing.enqueuing import first_leaves
 from ipu_pipeline.engine.tracing.faults import Faults
 from ipu_pipeline.engine.tracing.metrics import MetricReader, metric_names
 from ipu_pipeline.engine.tracing.specs import VariableSpec
+from ipu_pipeline.engine.tracing.tensor_parallel import Partitions, TensorParallel, dividing
 from ipu_pipeline.engine.tracing.traced import TracedPipeline, send_variables
 from ipu_pipeline.engine.updates import optimizer_tracing
 from ipu_pipeline.engine.updates.cutting import Updates, cut_updates
@@ -61,6 +63,7 @@ class Built:
       programs: the programs of the stages.
       make_programs: makes them for something else to keep for the backward.
       metrics: what stages and the optimizer report.
+      partitions: how variables are divided over the devices of an IPU.
     """
 
     traced: TracedPipeline
@@ -70,6 +73,7 @@ class Built:
     programs: tuple[StagePrograms, ...]
     make_programs: Callable[[Recomputation | None], tuple[StagePrograms, ...]]
     metrics: MetricReader
+    partitions: Partitions
 
 
 def build(recipe: Recipe, element: Any, inputs: tuple[Any, ...], recompute: Recomputation | None) -> Built:
@@ -86,7 +90,8 @@ def build(recipe: Recipe, element: Any, inputs: tuple[Any, ...], recompute: Reco
         found; or with the optimizer, a dtype, or what is to be summed.
     """
     options = recipe.options
-    with frames.unchanged_on_error(options.program_names):
+    parallel = options.tensor_parallel or TensorParallel(1)
+    with frames.unchanged_on_error(options.program_names), dividing(parallel.size) as dividing_values:
         faults = Faults()
         traced = stages.trace(
             recipe.functions,
@@ -103,6 +108,13 @@ def build(recipe: Recipe, element: Any, inputs: tuple[Any, ...], recompute: Reco
                 trained = _find_trained(recipe, traced)
         if faults:
             raise faults.as_error()
+        partitions = parallel.resolve(traced.variables)
+        if parallel.size > 1 and not partitions and not dividing_values.is_used:
+            warnings.warn(
+                f"tensor_parallel: each IPU has {parallel.size} devices, but nothing is divided over them, "
+                "so all of them compute the same. Say in TensorParallel.variables what is divided.",
+                stacklevel=2,
+            )
         collecting = make_collecting(
             traced,
             options.collect_outputs,
@@ -135,7 +147,7 @@ def build(recipe: Recipe, element: Any, inputs: tuple[Any, ...], recompute: Reco
 
         programs = make_programs(recompute)
         options.program_names.reads.clear()
-    return Built(traced, updates, dtypes, collecting, programs, make_programs, metrics)
+    return Built(traced, updates, dtypes, collecting, programs, make_programs, metrics, partitions)
 
 
 def _make_updates(

@@ -74,6 +74,7 @@ def describe(
         "recompute": str(options.recompute),
         "offload": str(options.offload),
         "num_serialized": str(options.num_serialized),
+        "tensor_parallel": f"{options.num_devices_per_ipu} devices, {dict(built.partitions)}",
     }
     for stage in traced.stages:
         found[f"the variables of {stage.place}"] = ", ".join(map(repr, stage.variables)) or "none"

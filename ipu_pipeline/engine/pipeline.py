@@ -24,7 +24,7 @@ from ipu_pipeline.engine.devices.feeds import PlacedMicroBatches, Take, take_not
 from ipu_pipeline.engine.devices.links import naming_peers
 from ipu_pipeline.engine.devices.offloading import parse_offload
 from ipu_pipeline.engine.devices.residence import Residence
-from ipu_pipeline.engine.devices.rows import Row, make_rows
+from ipu_pipeline.engine.devices.rows import Row, check_processes, make_rows
 from ipu_pipeline.engine.devices.sharding import parse_shard
 from ipu_pipeline.engine.errors import OutOfRangeError
 from ipu_pipeline.engine.execution.blocks.runner import BlockRunner
@@ -162,8 +162,13 @@ class Pipeline:
 
     @property
     def num_ipus(self) -> int:
-        """How many devices each replica needs."""
+        """How many IPUs each replica needs."""
         return max(self.device_mapping) + 1
+
+    @property
+    def num_devices(self) -> int:
+        """How many devices each replica needs."""
+        return self.num_ipus * self.options.num_devices_per_ipu
 
     @property
     def num_replicas(self) -> int:
@@ -182,8 +187,9 @@ class Pipeline:
 
     @property
     def is_one_program(self) -> bool:
-        """Whether all stages are on one device, and there is one replica."""
-        return len(set(self.device_mapping)) == 1 and self._num_replicas == 1
+        """Whether all stages are on one device."""
+        is_one_device = self._num_replicas == self.options.num_devices_per_ipu == 1
+        return is_one_device and len(set(self.device_mapping)) == 1
 
     @property
     def built(self) -> Built:
@@ -249,7 +255,8 @@ class Pipeline:
             in_flight: Sequence[int] = (self.num_serialized,) * len(self.device_mapping)
         else:
             in_flight = [chunk_size * chunks for chunks in self.timetable(count // chunk_size).in_flight]
-        return plan_stages(self.traced, self._programs, self.device_mapping, in_flight)
+        known = {} if self._executor is None else self._executor.residual_bytes
+        return plan_stages(self.traced, self._programs, self.device_mapping, in_flight, known)
 
     def plan_ipu_memory(self, num_micro_batches: int | None = None) -> tuple[IpuMemory, ...]:
         """What each IPU needs while steps run: state, accumulators, micro-batches, and the programs.
@@ -314,6 +321,7 @@ class Pipeline:
             shared=find_shared(built.traced, left_out),
             bubble=estimate_bubble(stages, self.timetable, num_chunks, has_name) if count else None,
             dispatch="" if plan is None else str(plan),
+            num_devices_per_ipu=options.num_devices_per_ipu,
         )
 
     @property
@@ -434,15 +442,18 @@ class Pipeline:
             return self._executor
         if devices is None:
             devices = jax.devices() if self._devices is None else self._devices
-        needed, number = self.num_ipus * self._num_replicas, self._num_replicas
+        number, each = self._num_replicas, self.options.num_devices_per_ipu
+        needed = self.num_devices * number
         if len(devices) < needed:
             of_replicas = f" of {number} replicas" if number > 1 else ""
             raise ValueError(
-                f"The pipeline needs {needed} devices, one per IPU of device_mapping{of_replicas}, but "
+                f"The pipeline needs {needed} devices, {each if each > 1 else 'one'} per IPU of "
+                f"device_mapping{of_replicas}, but "
                 f"there are {len(devices)}. On a CPU, before the first use of JAX, "
                 f'jax.config.update("jax_num_cpu_devices", {needed}) makes more.'
             )
-        rows = make_rows(devices, self.device_mapping, number)
+        rows = make_rows(devices, self.device_mapping, number, each)
+        check_processes(rows)
         check_compiles(self._compiler_options, rows)
         if self._devices is None or [d.platform for d in self._devices] != [d.platform for d in devices]:
             self._chosen_plan = None
@@ -463,9 +474,9 @@ class Pipeline:
         elif number == 1:
             self._executor = self._make_executor(rows)
         else:
-            size = self.num_ipus
+            size = self.num_devices
             columns = [
-                self._make_executor(make_rows(devices[replica * size :], self.device_mapping))
+                self._make_executor(make_rows(devices[replica * size :], self.device_mapping, 1, each))
                 for replica in range(number)
             ]
             self._executor = replicated = Replicated(
@@ -483,7 +494,13 @@ class Pipeline:
 
     def _make_residence(self, rows: Sequence[Row]) -> Residence:
         return Residence(
-            self.traced, self.updates, rows, self.plan_accumulators(), self._offload, self._shard
+            self.traced,
+            self.updates,
+            rows,
+            self.plan_accumulators(),
+            self._offload,
+            self._shard,
+            self.built.partitions,
         )
 
     def _make_executor(self, rows: Sequence[Row]) -> Executor:
@@ -502,9 +519,12 @@ class Pipeline:
     def _has_devices(self, devices: Sequence[Any]) -> bool:
         known = self._devices
         assert known is not None
-        size = self.num_ipus
+        size, each = self.num_ipus, self.options.num_devices_per_ipu
         needed = [
-            ipu + size * replica for ipu in self.device_mapping for replica in range(self._num_replicas)
+            (ipu + size * replica) * each + part
+            for ipu in self.device_mapping
+            for replica in range(self._num_replicas)
+            for part in range(each)
         ]
         return all(number < len(devices) and devices[number] == known[number] for number in needed)
 

@@ -18,6 +18,7 @@ from ipu_pipeline.engine.programs.gradient_maps import GradientMap, GradientTarg
 from ipu_pipeline.engine.programs.recomputation import Recomputation
 from ipu_pipeline.engine.tracing import frames, stage_lists
 from ipu_pipeline.engine.tracing.captures import Captures
+from ipu_pipeline.engine.tracing.tensor_parallel import TensorParallel
 from ipu_pipeline.engine.updates import optimizer_tracing
 
 __all__ = ["PipelineOptions", "check_positive", "check_replicas"]
@@ -93,6 +94,9 @@ class PipelineOptions:
         gives them to all.
       shard: any of "optimizer_state" and "weights" (see `Shard`), of which each replica then has a part, as
         far as sizes can be divided by the number of replicas.
+      tensor_parallel: how many devices compute each stage together, and what they divide. IPU i of replica
+        r then has `size` devices, from number (r * (IPUs of a replica) + i) * size on. What goes from stage
+        to stage is whole on each of them. Not with `num_serialized` above 1. None: one device.
       max_chunked_bytes: what is chosen may not make a stage hold more than this between forwards and
         backwards by handling several micro-batches at once.
     """
@@ -118,6 +122,7 @@ class PipelineOptions:
     num_replicas: int = 1
     joins_assigned: bool = True
     shard: Collection[str | Shard] = ()
+    tensor_parallel: TensorParallel | None = None
     collect_outputs: bool | Callable[[Any], Sequence[bool]] = True
     collect_losses: bool = True
     sum_collected: bool = False
@@ -140,12 +145,26 @@ class PipelineOptions:
             check_positive("num_micro_batches", self.num_micro_batches)
         check_positive("num_serialized", self.num_serialized)
         check_replicas(self.num_replicas, self.num_serialized)
+        if self.tensor_parallel is not None and not isinstance(self.tensor_parallel, TensorParallel):
+            raise ValueError(
+                f"tensor_parallel must be a TensorParallel or None; got {self.tensor_parallel!r}."
+            )
+        if self.num_devices_per_ipu > 1 and self.num_serialized > 1:
+            raise ValueError(
+                "num_serialized must be 1 with several devices for each IPU; got "
+                f"{self.num_serialized} and tensor_parallel.size {self.num_devices_per_ipu}."
+            )
         if isinstance(self.trained, str):
             raise ValueError(
                 f"trained must be a collection of full names; got the string {self.trained!r}."
             )
         if (self.loss is None) != (self.optimizer is None):
             raise ValueError("loss and optimizer go together: give both to train, none for forwards only.")
+
+    @property
+    def num_devices_per_ipu(self) -> int:
+        """How many devices compute each stage together."""
+        return 1 if self.tensor_parallel is None else self.tensor_parallel.size
 
 
 def check_replicas(num_replicas: Any, num_serialized: int) -> None:

@@ -369,6 +369,9 @@ def _check_num_shards(spec: IPUPipelineEstimatorSpec, num_shards: int) -> None:
     if not isinstance(stages, (list, tuple)) or not isinstance(mapping, (list, tuple, type(None))):
         return  # `pipeline` refuses them
     needed = len(flatten(stages)) if mapping is None else len(set(flatten(mapping)))
+    parallel = spec.pipeline_op_kwargs.get("tensor_parallel")
+    if isinstance(parallel, pipelining_ops.TensorParallel):
+        needed *= parallel.size
     if not num_shards / 2 < needed <= num_shards:
         raise ValueError(
             f"This pipeline requires {needed} devices, but `IPURunConfig.num_shards` was set to "

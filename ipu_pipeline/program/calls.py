@@ -76,7 +76,7 @@ class _Call(abc.ABC):
     @property
     def num_ipus(self) -> int:
         """How many IPUs it needs."""
-        return self.runner.num_ipus
+        return self.runner.num_devices
 
     @property
     def variables(self) -> dict[str, VariableSpec]:
@@ -234,6 +234,7 @@ class PipelineCall(_Call):
             sent=(*shared, *sent),
             dispatch="" if plan is None else str(plan),
             replicas=self.replication.name_devices(),
+            num_devices_per_ipu=pipeline.options.num_devices_per_ipu,
         )
 
     def summary(self) -> PipelineSummary:

@@ -22,6 +22,7 @@ class CallPlacement:
       sent: what crosses per weight update.
       dispatch: over several IPUs, how many micro-batches a program handles, and why.
       replicas: the JAX devices of each replica, by IPU; empty for one replica.
+      num_devices_per_ipu: how many of them compute a stage together.
     """
 
     name: str
@@ -31,6 +32,7 @@ class CallPlacement:
     sent: tuple[Sent, ...] = ()
     dispatch: str = ""
     replicas: tuple[tuple[str, ...], ...] = ()
+    num_devices_per_ipu: int = 1
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,8 @@ class Placement:
         for part in call.parts:
             first, *others = part.variables or ("none",)
             known = call.replicas or (self.devices,)
-            devices = [replica[part.ipu] for replica in known if part.ipu < len(replica)]
+            size = call.num_devices_per_ipu
+            devices = [name for own in known for name in own[part.ipu * size : (part.ipu + 1) * size]]
             device = ", ".join(devices) or "not selected yet"
             numbers = (str(part.num_operations), f"{part.num_variable_bytes:,}")
             rows.append((str(part.index), str(part.ipu), device, *numbers, first))

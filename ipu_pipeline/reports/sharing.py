@@ -144,11 +144,16 @@ class Shares:
 
 
 def number_devices(runner: Runner[Any]) -> dict[Any, int]:
-    """The IPU of each device of a runner: those of the second replica come after those of the first."""
+    """The IPU of each device of a runner: those of the second replica come after those of the first.
+
+    An IPU that is several devices is known by its first.
+    """
     rows = runner.residence.rows
     num_ipus = max(row.ipu for row in rows) + 1
     return {
-        device: replica * num_ipus + row.ipu for row in rows for replica, device in enumerate(row.devices)
+        device: replica * num_ipus + row.ipu
+        for row in rows
+        for replica, device in enumerate(row.first_devices)
     }
 
 
@@ -177,5 +182,5 @@ def find_shares(runner: Runner[Any]) -> Shares:
         is_fused,
         runner.program.num_serialized if isinstance(runner, BlockRunner) else 1,
         runner.iterated is not None,
-        len(residence.rows[0].devices),
+        residence.rows[0].num_replicas,
     )

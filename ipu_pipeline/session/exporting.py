@@ -70,6 +70,12 @@ def export(
             "export: the compiled function returns values of its own; an exported program has what the "
             "pipeline's last stage returns. Return only the pipeline's operation."
         )
+    if call.pipeline.options.num_devices_per_ipu > 1:
+        raise NotImplementedError(
+            "export: an exported program has one device for each stage, and this pipeline has "
+            f"{call.pipeline.options.num_devices_per_ipu} (tensor_parallel). Compile it without; its "
+            "variables are the same."
+        )
     for placeholder in inputs:
         if placeholder not in program.placeholders:
             raise ValueError(f"export: {placeholder!r} in `inputs` is not an input of this program.")

@@ -19,7 +19,8 @@ from ipu_pipeline import config
 from ipu_pipeline.checkpointing import checkpoints
 from ipu_pipeline.checkpointing.snapshots import Snapshot, parse_array
 from ipu_pipeline.data import json_trees
-from ipu_pipeline.engine.devices.rows import make_rows, put
+from ipu_pipeline.engine.devices.placing import put
+from ipu_pipeline.engine.devices.rows import make_rows
 from ipu_pipeline.engine.jaxprs.shapes import check_like
 from ipu_pipeline.engine.tracing.keys import as_int32
 from ipu_pipeline.errors import CheckpointError

@@ -21,7 +21,8 @@ from ipu_pipeline.engine import watching
 from ipu_pipeline.engine.devices.elsewhere import is_here
 from ipu_pipeline.engine.devices.everywhere import read_everywhere
 from ipu_pipeline.engine.devices.feeds import Take, take_nothing
-from ipu_pipeline.engine.devices.rows import make_rows, put_host_copies
+from ipu_pipeline.engine.devices.placing import put_host_copies
+from ipu_pipeline.engine.devices.rows import make_rows
 from ipu_pipeline.engine.execution.contract import Request, Runner
 from ipu_pipeline.engine.execution.watched import rehearse
 from ipu_pipeline.graph.placeholders import Placeholder

@@ -15,7 +15,7 @@ from ipu_pipeline import config, utils
 from ipu_pipeline.checkpointing import checkpoints
 from ipu_pipeline.checkpointing.snapshots import Snapshot
 from ipu_pipeline.engine.devices.everywhere import only_if_written_here, read_everywhere
-from ipu_pipeline.engine.devices.rows import keep
+from ipu_pipeline.engine.devices.placing import keep
 from ipu_pipeline.engine.watching import read_outfeed
 from ipu_pipeline.graph.operations import InitializerOperation
 from ipu_pipeline.graph.placeholders import Placeholder

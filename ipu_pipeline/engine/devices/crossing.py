@@ -17,6 +17,7 @@ from ipu_pipeline.engine import jax_compat
 from ipu_pipeline.engine.devices.elsewhere import absent_like, is_here
 from ipu_pipeline.engine.devices.links import Tag, links
 from ipu_pipeline.engine.tracing.replicas import REPLICA
+from ipu_pipeline.engine.tracing.tensor_parallel import MODEL
 
 __all__ = ["is_all_here", "join_parts", "move", "put_own", "row_sharding"]
 
@@ -24,7 +25,7 @@ __all__ = ["is_all_here", "join_parts", "move", "put_own", "row_sharding"]
 def row_sharding(array: Any) -> NamedSharding | None:
     """The sharding of an array that lies on a row; None of one that every process has."""
     sharding = array.sharding if isinstance(array, jax.Array) else None
-    if isinstance(sharding, NamedSharding) and sharding.mesh.axis_names == (REPLICA,):
+    if isinstance(sharding, NamedSharding) and sharding.mesh.axis_names == (REPLICA, MODEL):
         return sharding
     return None
 
@@ -65,7 +66,11 @@ def move(
     """
     pairs = _pair(list(source.mesh.devices.flat), list(target.mesh.devices.flat))
     crosses = any(one.process_index != other.process_index for one, other in pairs)
-    if not source.is_fully_replicated or (crosses and tag is None):
+    is_whole = source.is_fully_replicated
+    # What is divided goes part by part, to a row that has as many devices and divides it as this one.
+    if not is_whole and source.spec == target.spec and len(pairs) == source.mesh.size:
+        is_whole = source.mesh.devices.shape == target.mesh.devices.shape
+    if not is_whole or (crosses and tag is None):
         devices = ", ".join(f"{d.id} (process {d.process_index})" for d in source.mesh.devices.flat)
         raise ValueError(
             f"An array on the devices {devices} is needed in another process. Only what belongs to a "
@@ -85,15 +90,16 @@ def move(
             assert tag is not None
             links().send([_as_numbers(array) for array in found], tag, from_device, to_device)
         elif is_here(to_device):
-            structs = [_struct_of_numbers(array, own) for array in arrays]
+            structs = [_struct_of_numbers(array, source.shard_shape(array.shape), own) for array in arrays]
             assert tag is not None
             received = links().receive(structs, tag, from_device, to_device)
             parts.append([_like(one, array) for one, array in zip(received, arrays, strict=True)])
-    return (
-        [join_parts(some, target) for some in zip(*parts, strict=True)]
-        if parts
-        else absent_like(arrays, target)
-    )
+    if not parts:
+        return absent_like(arrays, target)
+    return [
+        jax_compat.make_array(array.shape, target, some)
+        for array, some in zip(arrays, zip(*parts, strict=True), strict=True)
+    ]
 
 
 def join_parts(parts: Sequence[Any], sharding: Any) -> Any:
@@ -127,8 +133,8 @@ def _as_numbers(array: Any) -> Any:
     return array if jax_compat.is_device_array(array) else jax.random.key_data(array)
 
 
-def _struct_of_numbers(array: Any, sharding: Any) -> Any:
-    struct = jax.ShapeDtypeStruct(array.shape, array.dtype)
+def _struct_of_numbers(array: Any, shape: Sequence[int], sharding: Any) -> Any:
+    struct = jax.ShapeDtypeStruct(shape, array.dtype)
     if not jax_compat.is_device_array(array):
         struct = jax.eval_shape(jax.random.key_data, struct)
     return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=sharding)

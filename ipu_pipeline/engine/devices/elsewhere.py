@@ -41,7 +41,7 @@ class NotRun:
 
         Args:
           function: the function.
-          sharding: of all its results.
+          sharding: of all its results, or a prefix of their pytree with the sharding of each.
           results: their shapes and dtypes, if they are known; then arguments do not matter.
         """
         self._function = function
@@ -60,7 +60,8 @@ class NotRun:
         return self._known[key]
 
     def _make(self, results: Any) -> Any:
-        return jax.tree.map(lambda result: absent(result.shape, result.dtype, self._sharding), results)
+        shardings = jax.tree.broadcast(self._sharding, results)
+        return jax.tree.map(lambda result, own: absent(result.shape, result.dtype, own), results, shardings)
 
 
 def absent_like(arrays: Sequence[Any], sharding: Any) -> list[Any]:

@@ -42,12 +42,12 @@ def only_if_written_here(array: Any) -> Any:
 
 
 def whole(array: Any) -> Any:
-    """An array that each device of its row has; of those of which processes have parts, a copy.
+    """An array that each device of its row has; of those of which devices have parts, a copy.
 
     All processes that have a part call it, in the same order.
     """
     sharding = row_sharding(array)
-    if sharding is None or sharding.is_fully_replicated or array.is_fully_addressable:
+    if sharding is None or sharding.is_fully_replicated:
         return array
     replicated = NamedSharding(sharding.mesh, PartitionSpec())
     if not array.addressable_shards:

@@ -5,20 +5,29 @@ from __future__ import annotations
 import collections
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ipu_pipeline.engine.devices import action_log
 from ipu_pipeline.engine.devices.links import Tag, links
 from ipu_pipeline.engine.devices.offloading import Offload
-from ipu_pipeline.engine.devices.rows import Row, put, put_host_copies
-from ipu_pipeline.engine.devices.sharding import Shard, gather_on, is_apart, sharding_of, share_out
+from ipu_pipeline.engine.devices.placing import put, put_host_copies
+from ipu_pipeline.engine.devices.rows import Row
+from ipu_pipeline.engine.devices.sharding import (
+    Shard,
+    gather_replicas,
+    is_apart,
+    sharding_of,
+    share_out,
+)
+from ipu_pipeline.engine.tracing.tensor_parallel import Partitions
 from ipu_pipeline.engine.tracing.traced import TracedPipeline
 from ipu_pipeline.engine.updates.accumulators import Accumulator, AccumulatorPlan, variable_of
-from ipu_pipeline.engine.updates.cutting import UpdateProgram, Updates
+from ipu_pipeline.engine.updates.cutting import StateLeaf, UpdateProgram, Updates
 from ipu_pipeline.engine.updates.environment import UpdateCounts, UpdateEnvironment
 from ipu_pipeline.engine.updates.optimizer_tracing import UpdateKind, UpdateValue
 
@@ -26,6 +35,7 @@ __all__ = ["NO_LOSS_SCALE", "Residence"]
 
 
 NO_LOSS_SCALE = np.float32(1)
+_WHOLE = PartitionSpec()
 _MAX_CONSTANTS = 4096  # per row; loops count their iterations without end
 # Processes -> numbers of what lives in these; all of them make it in the same order.
 _numbers: collections.defaultdict[tuple[int, ...], Iterator[int]] = collections.defaultdict(itertools.count)
@@ -42,6 +52,7 @@ class Residence:
         accumulator_plan: AccumulatorPlan,
         offload: Collection[Offload] = (),
         shard: Collection[Shard] = (),
+        partitions: Partitions = MappingProxyType({}),
     ) -> None:
         """Jits the programs that make optimizer state; XLA compiles each at its first call.
 
@@ -52,6 +63,7 @@ class Residence:
           accumulator_plan: its accumulators.
           offload: what lies in host memory.
           shard: what the replicas share out.
+          partitions: how variables are divided over the devices of a replica.
         """
         self.offloads_state = Offload.WEIGHT_UPDATE_VARIABLES in offload
         self.offloads_accumulators = Offload.GRADIENT_ACCUMULATION_BUFFERS in offload
@@ -59,7 +71,8 @@ class Residence:
         self.offloaded: frozenset[str] = frozenset()  # full names of variables
         if Offload.WEIGHTS in offload:
             self.offloaded = frozenset(n for n, spec in traced.variables.items() if spec.trainable)
-        has_replicas = len(rows[0].devices) > 1
+        self.partitions = partitions
+        has_replicas = rows[0].num_replicas > 1
         self.shards_state = has_replicas and Shard.OPTIMIZER_STATE in shard
         self.sharded: frozenset[str] = frozenset()  # full names of variables
         if has_replicas and Shard.WEIGHTS in shard:
@@ -74,13 +87,14 @@ class Residence:
         self._constants: dict[tuple[int, int], Any] = {}  # (IPU, integer) -> int32 scalar there
         self._keys: dict[int, tuple[Any, Any]] = {}  # IPU -> the last random key, and the same there
         self._init_functions: list[Callable[..., list[Any]]] = []
+        self._leaf_partitions: tuple[PartitionSpec, ...] = ()
         if updates is not None:
-            self._init_functions = [
-                self.rows[program.stage].program(
-                    jax.jit(program.function, **self.rows[program.stage].results)
-                )
-                for program in updates.inits
-            ]
+            self._leaf_partitions = tuple(map(self._partition_of_leaf, updates.state_leaves))
+            for program in updates.inits:
+                results = self.results_of(program)
+                jitted = jax.jit(program.function, **results)
+                row = self.rows[program.stage]
+                self._init_functions.append(row.program(jitted, results.get("out_shardings")))
         self.has_peers = any(row.has_peers for row in self.rows)
         self._name = (
             f"pipeline {next(_numbers[self.rows[0].processes])} of processes {self.rows[0].processes}"
@@ -156,14 +170,29 @@ class Residence:
     def _sharding_of_variable(self, name: str) -> NamedSharding:
         row = self.rows[self.traced.owners[name]]
         if name not in self.sharded:
-            return row.replicated
-        return sharding_of(row, self.traced.variables[name].shape)
+            return self.sharding_in_program(name, row)
+        return sharding_of(row, self.traced.variables[name].shape, self.partitions.get(name, _WHOLE))
+
+    def sharding_in_program(self, name: str, row: Row) -> NamedSharding:
+        """How a variable and its gradient lie on a row while a program of a stage there uses them."""
+        return row.divided(self.partitions[name]) if name in self.partitions else row.replicated
+
+    def _partition_of_leaf(self, leaf: StateLeaf) -> PartitionSpec:
+        """That of the variable that a leaf of the optimizer's state belongs to, if it has its shape."""
+        name = leaf.variable
+        if (
+            name is None
+            or name not in self.partitions
+            or leaf.aval.shape != self.traced.variables[name].shape
+        ):
+            return _WHOLE
+        return self.partitions[name]
 
     def _sharding_of_leaf(self, number: int) -> NamedSharding:
         assert self.updates is not None
-        leaf = self.updates.state_leaves[number]
+        leaf, partition = self.updates.state_leaves[number], self._leaf_partitions[number]
         row = self.rows[leaf.stage]
-        return sharding_of(row, leaf.aval.shape) if self.shards_state else row.replicated
+        return sharding_of(row, leaf.aval.shape, partition) if self.shards_state else row.divided(partition)
 
     def part_of_variable(self, name: str) -> jax.ShapeDtypeStruct:
         """Shape and dtype of what each replica has of a variable."""
@@ -177,6 +206,12 @@ class Residence:
         aval = self.updates.state_leaves[number].aval
         return jax.ShapeDtypeStruct(self._sharding_of_leaf(number).shard_shape(aval.shape), aval.dtype)
 
+    def part_of_gradient(self, name: str, dtype: Any) -> jax.ShapeDtypeStruct:
+        """Shape and dtype of what each device has of an accumulator of a variable's gradients."""
+        home = self.rows[self.traced.owners[name]]
+        shape = self.sharding_in_program(name, home).shard_shape(self.traced.variables[name].shape)
+        return jax.ShapeDtypeStruct(shape, dtype)
+
     @property
     def shards_anything(self) -> bool:
         """Whether replicas share out anything."""
@@ -184,16 +219,16 @@ class Residence:
 
     def sharding_in_update(self, value: UpdateValue, row: Row) -> NamedSharding:
         """How what an update reads and makes lies on the row of the program."""
-        if self.shards_anything:
-            if value.kind == UpdateKind.PARAMETER:
-                own = self._sharding_of_variable(value.key)
-            elif value.kind == UpdateKind.STATE:
-                own = self._sharding_of_leaf(value.key)
-            else:
-                return row.replicated
-            if own.mesh == row.replicated.mesh:
-                return own
-        return row.replicated
+        if value.kind == UpdateKind.GRADIENT:
+            return self.sharding_in_program(value.key, row)
+        if value.kind == UpdateKind.PARAMETER:
+            own = self._sharding_of_variable(value.key)
+            partition = self.partitions.get(value.key, _WHOLE)
+        elif value.kind == UpdateKind.STATE:
+            own, partition = self._sharding_of_leaf(value.key), self._leaf_partitions[value.key]
+        else:
+            return row.replicated
+        return own if own.mesh == row.replicated.mesh else row.divided(partition)
 
     def place_accumulators(self, accumulators: Mapping[str, Any]) -> dict[str, Any]:
         """Accumulators by key, each on its row."""
@@ -201,8 +236,10 @@ class Residence:
         if self.has_peers:
             self.begin_step()
         for key, value in accumulators.items():
-            row, tag = self.rows[self._accumulator(key).stage], self.tag(f"accumulator {key}")
-            (placed[key],) = put_host_copies([value], row, self.offloads_accumulators, tag)
+            known, tag = self._accumulator(key), self.tag(f"accumulator {key}")
+            row = self.rows[known.stage]
+            sharding = self.sharding_in_program(known.variable, row)
+            (placed[key],) = self._place_as([value], row, [sharding], self.offloads_accumulators, tag)
         return placed
 
     def make_accumulators(
@@ -327,7 +364,7 @@ class Residence:
     def results_of(self, program: UpdateProgram) -> dict[str, Any]:
         """Arguments of `jax.jit` that say where the results of an update's program lie."""
         row = self.rows[program.stage]
-        if not self.shards_anything:
+        if not self.shards_anything and not row.is_divided:
             return row.results
         return {"out_shardings": [self.sharding_in_update(value, row) for value in program.results]}
 
@@ -336,7 +373,7 @@ class Residence:
     ) -> tuple[list[Any], list[Any]]:
         """What a program reads, whole where it lies on another row; and that as the program takes it."""
         whole = [
-            gather_on([array], self._row_of(array))[0]
+            gather_replicas([array], self._row_of(array))[0]
             if is_apart(array) and array.sharding.mesh != row.replicated.mesh
             else array
             for array in found

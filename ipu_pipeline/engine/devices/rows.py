@@ -1,7 +1,9 @@
-"""Where stages live. The only module that moves arrays from outside of compiled programs.
+"""Where stages live.
 
-A stage lives on a row of devices, one per replica: a mesh with the axis `replica`. State is `replicated`
-over rows. Micro-batches run in columns, one per replica, whose rows have one device each.
+A stage lives on a row of devices, a mesh with the axes `replica` and `model`: each replica has as many
+devices as compute its stages together, mostly one. State is `replicated` over the replicas of a row, and
+whole or `divided` over the others. Micro-batches run in columns, one per replica, whose rows have the
+devices of that replica.
 
 Rows may be on devices of other processes: what is put there has no content here (`elsewhere`), and what
 goes from process to process is sent (`crossing`).
@@ -21,41 +23,35 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from ipu_pipeline.engine import jax_compat
 from ipu_pipeline.engine.devices.crossing import (
-    is_all_here,
-    join_parts,
-    move,
-    put_own,
     row_sharding,
 )
-from ipu_pipeline.engine.devices.elsewhere import NotRun, absent, absent_like, is_here
-from ipu_pipeline.engine.devices.links import Tag
-from ipu_pipeline.engine.state import is_readable
+from ipu_pipeline.engine.devices.elsewhere import NotRun, absent, is_here
 from ipu_pipeline.engine.tracing.replicas import REPLICA
+from ipu_pipeline.engine.tracing.tensor_parallel import MODEL
 
 __all__ = [
+    "HOST_MEMORY",
     "Row",
-    "copy_to",
-    "is_offloaded",
+    "check_processes",
     "join",
-    "keep",
     "make_rows",
+    "names_of",
     "over_replicas",
-    "put",
-    "put_host_copies",
+    "partition_of",
     "split",
     "stack_replicas",
 ]
 
-_HOST_MEMORY = "pinned_host"
+HOST_MEMORY = "pinned_host"
 
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """The devices of one IPU, one per replica.
+    """The devices of one IPU, in all replicas.
 
     Attributes:
       ipu: the IPU's number in the pipeline.
-      replicated: the sharding of variables and scalars.
+      replicated: the sharding of what each device has the whole of, as scalars.
       has_one_client: whether all rows of the pipeline have devices of one kind.
       processes: those whose devices the rows of the pipeline are on, in order.
     """
@@ -80,9 +76,14 @@ class Row:
         """Arguments of `jax.jit` that say that results are on the row; none where all is here."""
         return {"out_shardings": self.replicated} if self.has_peers else {}
 
-    def program(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, if it is run on the row by this process; else what stands for its results."""
-        return function if self.is_here else NotRun(function, self.replicated)
+    def program(self, function: Callable[..., Any], shardings: Any = None) -> Callable[..., Any]:
+        """The function, if it is run on the row by this process; else what stands for its results.
+
+        Args:
+          function: the program.
+          shardings: those of its results, as a prefix of their pytree; None: all are whole on each device.
+        """
+        return function if self.is_here else NotRun(function, shardings or self.replicated)
 
     @functools.cached_property
     def host(self) -> NamedSharding:
@@ -93,12 +94,12 @@ class Row:
         """
         for device in filter(is_here, self.devices):
             kinds = [memory.kind for memory in device.addressable_memories()]
-            if _HOST_MEMORY not in kinds:
+            if HOST_MEMORY not in kinds:
                 raise ValueError(
-                    f"Offloading needs the memory kind {_HOST_MEMORY!r}; {device} has {', '.join(kinds)}. "
+                    f"Offloading needs the memory kind {HOST_MEMORY!r}; {device} has {', '.join(kinds)}. "
                     "Offload nothing there."
                 )
-        return self.replicated.with_memory_kind(_HOST_MEMORY)
+        return self.replicated.with_memory_kind(HOST_MEMORY)
 
     @functools.cached_property
     def copy(self) -> Callable[[Sequence[Any]], list[Any]] | None:
@@ -112,12 +113,31 @@ class Row:
 
     @property
     def devices(self) -> tuple[Any, ...]:
-        """The row's devices, in the order of the replicas."""
+        """The row's devices, those of one replica after those of the other."""
         return tuple(self.replicated.mesh.devices.flat)
+
+    @functools.cached_property
+    def first_devices(self) -> tuple[Any, ...]:
+        """The first device of each replica, which stands for the IPU in reports."""
+        return tuple(self.replicated.mesh.devices[:, 0])
+
+    @functools.cached_property
+    def num_replicas(self) -> int:
+        """How many replicas it has devices of."""
+        return int(self.replicated.mesh.shape[REPLICA])
+
+    @functools.cached_property
+    def is_divided(self) -> bool:
+        """Whether several devices compute a stage together."""
+        return int(self.replicated.mesh.shape[MODEL]) > 1
+
+    def divided(self, partition: PartitionSpec) -> NamedSharding:
+        """The sharding of what is divided over the devices of a replica."""
+        return NamedSharding(self.replicated.mesh, partition) if partition else self.replicated
 
 
 def make_rows(
-    devices: Sequence[Any], device_mapping: Sequence[int], num_replicas: int = 1
+    devices: Sequence[Any], device_mapping: Sequence[int], num_replicas: int = 1, num_devices: int = 1
 ) -> tuple[Row, ...]:
     """The rows of all stages.
 
@@ -125,66 +145,112 @@ def make_rows(
       devices: JAX devices, by number of the IPU; those of one replica after those of the other.
       device_mapping: the IPU of each stage, in a replica.
       num_replicas: how many there are.
+      num_devices: of an IPU in a replica.
 
     Returns:
       One row per stage; stages on the same IPU have the same object.
     """
     ipus = sorted(set(device_mapping))
     size = ipus[-1] + 1
-    own = {ipu: [devices[replica * size + ipu] for replica in range(num_replicas)] for ipu in ipus}
-    has_one_client = len({device.client for some in own.values() for device in some}) == 1
-    processes = tuple(sorted({device.process_index for some in own.values() for device in some}))
+    used = np.array(devices[: num_replicas * size * num_devices])
+    own = used.reshape(num_replicas, size, num_devices)[:, ipus]
+    has_one_client = len({device.client for device in own.flat}) == 1
+    processes = tuple(sorted({device.process_index for device in own.flat}))
     rows = {
         ipu: Row(
-            ipu, NamedSharding(Mesh(np.array(some), (REPLICA,)), PartitionSpec()), has_one_client, processes
+            ipu,
+            NamedSharding(Mesh(own[:, number], (REPLICA, MODEL)), PartitionSpec()),
+            has_one_client,
+            processes,
         )
-        for ipu, some in own.items()
+        for number, ipu in enumerate(ipus)
     }
     return tuple(rows[ipu] for ipu in device_mapping)
 
 
-def split(array: Any) -> list[Any]:
-    """What each device of a row has of an array, in the order of the replicas; nothing is copied.
+def check_processes(rows: Sequence[Row]) -> None:
+    """Raises a ValueError if devices that compute a stage together are in several processes."""
+    for row in rows:
+        for replica, devices in enumerate(row.replicated.mesh.devices):
+            processes = sorted({device.process_index for device in devices})
+            if len(processes) > 1:
+                of_replica = f" of replica {replica}" if row.num_replicas > 1 else ""
+                raise ValueError(
+                    f"tensor_parallel: the {len(devices)} devices of IPU {row.ipu}{of_replica} must be in "
+                    f"one process; they are in {', '.join(map(str, processes))}. Give each process a "
+                    f"multiple of {len(devices)} devices."
+                )
 
-    Of devices of other processes it is an array without content.
+
+def split(array: Any, rows: Sequence[Row]) -> list[Any]:
+    """What each replica has of an array of a row, on the rows of the columns; nothing is copied.
+
+    Of replicas in other processes it is an array without content.
     """
     found = {shard.device: shard.data for shard in array.addressable_shards}
-    return [
-        found[device] if device in found else absent(array.shape, array.dtype, SingleDeviceSharding(device))
-        for device in array.sharding.mesh.devices.flat
-    ]
+    kind, partition = array.sharding.memory_kind, array.sharding.spec
+
+    def of_replica(row: Row) -> Any:
+        sharding = NamedSharding(row.replicated.mesh, partition, memory_kind=kind)
+        here = [found[device] for device in row.devices if device in found]
+        if not here:
+            return absent(array.shape, array.dtype, sharding)
+        return jax_compat.make_array(array.shape, sharding, here)
+
+    return [of_replica(row) for row in rows]
 
 
-def join(parts: Sequence[Any], row: Row, offloaded: bool = False) -> Any:
-    """The array of a row whose devices have these parts, in the order of the replicas; nothing is copied.
+def join(parts: Sequence[Any], row: Row) -> Any:
+    """The array of a row of which the replicas have these parts, in their order; nothing is copied.
 
-    They need not be equal: programs under `jax.shard_map` see each device's own.
+    They need not be equal: programs under `jax.shard_map` see each replica's own.
     """
-    sharding = row.host if offloaded else row.replicated
-    here = [part for part in parts if part.is_fully_addressable]
-    return join_parts(here, sharding) if here else absent(parts[0].shape, parts[0].dtype, sharding)
-
-
-def over_replicas(mesh: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function on each device of a mesh, of what `join` put there; its results are for `split`."""
-    # Without check_vma JAX asks for no proof that values are the same where the sharding says so.
-    return jax.shard_map(
-        function, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False
+    (first, *_rest) = parts
+    sharding = NamedSharding(
+        row.replicated.mesh, partition_of(first), memory_kind=first.sharding.memory_kind
+    )
+    here = [own for part in parts for own in _own_parts(part)]
+    return (
+        jax_compat.make_array(first.shape, sharding, here)
+        if here
+        else absent(first.shape, first.dtype, sharding)
     )
 
 
-def is_offloaded(array: Any) -> bool:
-    """Whether it is in host memory for its row."""
-    return bool(array.sharding.memory_kind == _HOST_MEMORY)
+def _own_parts(array: Any) -> list[Any]:
+    """What each device of this process has of an array, in the order of the devices."""
+    if len(array.sharding.device_set) == 1:
+        return [array] if array.is_fully_addressable else []
+    found = {shard.device: shard.data for shard in array.addressable_shards}
+    return [found[device] for device in array.sharding.mesh.devices.flat if device in found]
+
+
+_WHOLE = PartitionSpec()
+
+
+def over_replicas(
+    mesh: Any, function: Callable[..., Any], arguments: Any = _WHOLE, results: Any = _WHOLE
+) -> Callable[..., Any]:
+    """The function on each device of a mesh, of what `join` put there; its results are for `split`.
+
+    Args:
+      mesh: of a row.
+      function: of what one device has.
+      arguments: how they are divided within a replica, as a prefix of their pytree.
+      results: likewise.
+    """
+    # Without check_vma JAX asks for no proof that values are the same where the sharding says so.
+    return jax.shard_map(function, mesh=mesh, in_specs=arguments, out_specs=results, check_vma=False)
 
 
 def stack_replicas(parts: Sequence[Any], axis: int) -> Any:
     """An array with an axis for the replicas, each part of which stays on its device.
 
     Args:
-      parts: arrays with one device each, in the order of the replicas.
+      parts: arrays of the replicas, in their order; each device of a replica has the whole.
       axis: the number of the new axis.
     """
+    parts = [_first_copy(part) for part in parts]
     (first, *_rest) = parts
     if len({device for part in parts for device in part.devices()}) == 1:  # they were brought together
         if not first.is_fully_addressable:
@@ -202,7 +268,19 @@ def stack_replicas(parts: Sequence[Any], axis: int) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def _stacked_sharding(devices: tuple[Any, ...], axis: int) -> NamedSharding:
-    return NamedSharding(Mesh(np.array(devices), (REPLICA,)), PartitionSpec(*[None] * axis, REPLICA))
+    mesh = Mesh(np.array(devices).reshape(-1, 1), (REPLICA, MODEL))
+    return NamedSharding(mesh, PartitionSpec(*[None] * axis, REPLICA))
+
+
+def _first_copy(array: Any) -> Any:
+    """What the first of the devices has that have the whole."""
+    if len(array.sharding.device_set) == 1:
+        return array
+    own = _own_parts(array)
+    if own:
+        return own[0]
+    first = SingleDeviceSharding(array.sharding.mesh.devices.flat[0])
+    return absent(array.shape, array.dtype, first)
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -215,122 +293,15 @@ def _expand(part: jax.Array, axis: int) -> jax.Array:
     return jnp.expand_dims(part, axis)
 
 
-def put(arrays: Sequence[Any], row: Row, offloaded: bool = False, tag: Tag | None = None) -> list[Any]:
-    """The arrays on a row, or in host memory for it. Those that are there already stay the same objects.
-
-    JAX arrays are transferred without waiting for them. NumPy arrays may be shared instead of copied
-    on a CPU: whoever can change them afterwards uses `put_host_copies`.
-
-    Args:
-      arrays: of JAX or NumPy; for a row in another process, also what only has shape and dtype.
-      row: where they are to be.
-      offloaded: whether in host memory.
-      tag: what the transfers between processes are; needed if arrays of other rows may be among them.
-    """
-    return _put(arrays, row, offloaded, is_copied=False, tag=tag)
+def partition_of(array: Any) -> PartitionSpec:
+    """How an array is divided over the devices of each replica; not at all if it lies on no row."""
+    sharding = row_sharding(array)
+    if sharding is None or sharding.is_fully_replicated:
+        return _WHOLE
+    names = [MODEL if MODEL in names_of(entry) else None for entry in sharding.spec]
+    return PartitionSpec(*names) if MODEL in names else _WHOLE
 
 
-def put_host_copies(
-    arrays: Sequence[Any], row: Row, offloaded: bool = False, tag: Tag | None = None
-) -> list[Any]:
-    """The arrays where `put` puts them, sharing no memory with NumPy arrays of the caller's."""
-    return _put(arrays, row, offloaded, is_copied=True, tag=tag)
-
-
-def _put(arrays: Sequence[Any], row: Row, offloaded: bool, is_copied: bool, tag: Tag | None) -> list[Any]:
-    sharding = row.host if offloaded else row.replicated
-    away = [
-        place
-        for place, array in enumerate(arrays)
-        if not (isinstance(array, jax.Array) and array.sharding == sharding)
-    ]
-    placed = list(arrays)
-    if row.has_peers:
-        sources = {place: row_sharding(arrays[place]) for place in away}
-        for number, source in enumerate(dict.fromkeys(sources.values())):
-            if is_all_here(sharding) and (source is None or is_all_here(source)):
-                continue  # as in a process alone, below
-            places = [place for place in away if sources[place] == source]
-            found = [arrays[place] for place in places]
-            if source is None:
-                moved = put_own(found, sharding)
-            elif source.mesh == sharding.mesh:
-                moved = _relocate(found, sharding)
-            else:
-                own = None if tag is None else tag._replace(edge=f"{tag.edge} ({number})")
-                moved = move(found, source, row.replicated, own, is_kept=False)
-                moved = _relocate(moved, sharding) if offloaded else moved
-            for place, array in zip(places, moved, strict=True):
-                placed[place] = array
-                away.remove(place)
-    if not offloaded and row.send is not None and all(_is_plain(arrays[place]) for place in away):
-        for place in away:
-            placed[place] = row.send(arrays[place], is_copied)
-    elif away:
-        found = [arrays[place] for place in away]
-        if is_copied:
-            found = [array if isinstance(array, jax.Array) else np.array(array) for array in found]
-        moved = jax.device_put(found, sharding)
-        for place, array in zip(away, moved, strict=True):
-            placed[place] = array
-    return placed
-
-
-def _relocate(arrays: Sequence[Any], sharding: NamedSharding) -> list[Any]:
-    """Arrays of a row in the memory of a sharding of the same row."""
-    if not any(map(is_here, sharding.mesh.devices.flat)):
-        return absent_like(arrays, sharding)
-    moved: list[Any] = jax.device_put(list(arrays), sharding)
-    return moved
-
-
-def _is_plain(array: Any) -> bool:
-    """Whether it is an array of NumPy whose dtype JAX takes as it is, in every mode."""
-    if type(array) is not np.ndarray and not isinstance(array, np.generic):
-        return False
-    dtype = array.dtype
-    return dtype.kind in "fiub" and dtype.itemsize <= 4 and dtype.isnative
-
-
-def keep(arrays: Sequence[Any]) -> list[Any]:
-    """What arrays hold now, for when their memory is given to others; does not wait for accelerators.
-
-    On a CPU that is the memory itself, as arrays of NumPy: while these are referred to, XLA gives what is
-    to take it other memory. Elsewhere it is a copy on the device. NumPy arrays stay the same objects, and
-    what stands for arrays in other processes.
-    """
-    result: list[Any] = [np.asarray(array) if _is_on_host(array) else array for array in arrays]
-    away = [
-        place for place, array in enumerate(result) if isinstance(array, jax.Array) and is_readable(array)
-    ]
-    found = [result[place] for place in away]
-    copies = jax.device_put(found, [array.sharding for array in found], may_alias=False)
-    for place, copy in zip(away, copies, strict=True):
-        result[place] = copy
-    return result
-
-
-def _is_on_host(array: Any) -> bool:
-    # Random keys are arrays of arrays, which NumPy does not have.
-    if not isinstance(array, jax.Array):
-        return not isinstance(array, jax.ShapeDtypeStruct)
-    if not is_readable(array):
-        return False
-    return jax_compat.is_device_array(array) and all(device.platform == "cpu" for device in array.devices())
-
-
-def copy_to(arrays: Sequence[Any], row: Row, tag: Tag | None = None) -> list[Any]:
-    """Transfers JAX arrays that are known to be together on another row of the same pipeline.
-
-    Args:
-      arrays: the arrays; nobody donates or deletes them.
-      row: where they go.
-      tag: what the transfer is, if the pipeline is in several processes.
-    """
-    if row.has_peers and not (is_all_here(arrays[0].sharding) and is_all_here(row.replicated)):
-        return move(arrays, arrays[0].sharding, row.replicated, tag, is_kept=True)
-    # Random keys are arrays of arrays, which only the public function knows.
-    if row.copy is not None and all(map(jax_compat.is_device_array, arrays)):
-        return row.copy(arrays)
-    copies: list[Any] = jax.device_put(list(arrays), row.replicated)
-    return copies
+def names_of(entry: Any) -> tuple[str, ...]:
+    """The axes of a mesh that an entry of a `PartitionSpec` names."""
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())

@@ -11,10 +11,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ipu_pipeline.engine.devices.crossing import row_sharding
 from ipu_pipeline.engine.devices.elsewhere import NotRun
-from ipu_pipeline.engine.devices.rows import Row
+from ipu_pipeline.engine.devices.rows import Row, names_of, partition_of
 from ipu_pipeline.engine.tracing.replicas import REPLICA
 
-__all__ = ["Shard", "gather_on", "is_apart", "parse_shard", "sharding_of", "share_out"]
+__all__ = ["Shard", "gather_replicas", "is_apart", "parse_shard", "sharding_of", "share_out"]
 
 
 class Shard(enum.Enum):
@@ -39,17 +39,22 @@ def parse_shard(values: Collection[str | Shard]) -> frozenset[Shard]:
     return frozenset(Shard(value) for value in values)
 
 
-def sharding_of(row: Row, shape: Sequence[int]) -> NamedSharding:
+def sharding_of(row: Row, shape: Sequence[int], partition: PartitionSpec) -> NamedSharding:
     """How an array lies on a row of which each replica has a part.
 
     It is divided along the first axis whose size is a multiple of the number of replicas; without one, each
     replica has the whole.
+
+    Args:
+      row: the row.
+      shape: of the whole array.
+      partition: how it is divided over the devices of a replica; along another axis.
     """
-    number = len(row.devices)
+    number, names = row.num_replicas, [*partition, *[None] * (len(shape) - len(partition))]
     for axis, size in enumerate(shape):
-        if size and size % number == 0:
-            return NamedSharding(row.replicated.mesh, PartitionSpec(*[None] * axis, REPLICA))
-    return row.replicated
+        if size and size % number == 0 and names[axis] is None:
+            return row.divided(PartitionSpec(*names[:axis], REPLICA, *names[axis + 1 :]))
+    return row.divided(partition)
 
 
 def share_out(arrays: Sequence[Any], shardings: Sequence[NamedSharding], row: Row) -> list[Any]:
@@ -68,15 +73,18 @@ def share_out(arrays: Sequence[Any], shardings: Sequence[NamedSharding], row: Ro
     return found
 
 
-def gather_on(arrays: Sequence[Any], row: Row) -> list[Any]:
-    """Arrays of which the replicas have parts, whole in each, in the memory of the row's devices."""
-    return _reshard(arrays, [row.replicated] * len(arrays), row)
+def gather_replicas(arrays: Sequence[Any], row: Row) -> list[Any]:
+    """Arrays of which the replicas have parts, whole in each, in the memory of the row's devices.
+
+    Within a replica they stay divided.
+    """
+    return _reshard(arrays, [row.divided(partition_of(array)) for array in arrays], row)
 
 
 def is_apart(array: Any) -> bool:
-    """Whether each device of a row has a part of an array."""
+    """Whether each replica of a row has a part of an array."""
     sharding = row_sharding(array)
-    return sharding is not None and not sharding.is_fully_replicated
+    return sharding is not None and any(REPLICA in names_of(entry) for entry in sharding.spec)
 
 
 def _reshard(arrays: Sequence[Any], targets: Sequence[NamedSharding], row: Row) -> list[Any]:

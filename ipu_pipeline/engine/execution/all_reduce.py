@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
-from ipu_pipeline.engine.devices.rows import Row, join, over_replicas
+from ipu_pipeline.engine.devices.rows import Row, join, over_replicas, partition_of
 from ipu_pipeline.engine.programs.accumulation import count_dtype
 from ipu_pipeline.engine.tracing.replicas import REPLICA
 
@@ -48,8 +48,12 @@ class Joined:
 
 def join_replicas(row: Row, parts: Parts) -> Joined:
     """Joins what the replicas have on a row; does not wait for it."""
-    program = row.program(_joining(row.replicated.mesh))
-    return Joined(*program(_join_all(row, parts.accumulators), _join_all(row, parts.assigned)))
+    accumulators, assigned = _join_all(row, parts.accumulators), _join_all(row, parts.assigned)
+    divided, kept = _partitions(accumulators), _partitions(assigned)
+    joined = _joining(row.replicated.mesh, divided, kept)
+    results = dict(divided), dict(divided), dict(kept)
+    program = row.program(joined, jax.tree.map(row.divided, results))
+    return Joined(*program(accumulators, assigned))
 
 
 def take_first(row: Row, parts: Mapping[Any, Sequence[Any]]) -> dict[Any, Any]:
@@ -63,8 +67,18 @@ def _join_all(row: Row, parts: Mapping[Any, Sequence[Any]]) -> dict[Any, Any]:
     return {key: join(some, row) for key, some in parts.items()}
 
 
+_Partitions: TypeAlias = "tuple[tuple[str, PartitionSpec], ...]"
+
+
+def _partitions(arrays: Mapping[str, Any]) -> _Partitions:
+    """How arrays are divided within each replica, by key."""
+    return tuple((key, partition_of(array)) for key, array in arrays.items())
+
+
 @functools.lru_cache(maxsize=256)
-def _joining(mesh: Mesh) -> Callable[..., Any]:
+def _joining(mesh: Mesh, accumulators: _Partitions, assigned: _Partitions) -> Callable[..., Any]:
+    divided, kept = dict(accumulators), dict(assigned)
+
     def join_parts(accumulators: dict[str, Any], assigned: dict[str, Any]) -> Any:
         return (
             {key: _mean(value) for key, value in accumulators.items()},
@@ -72,7 +86,8 @@ def _joining(mesh: Mesh) -> Callable[..., Any]:
             {name: _mean_or_first(value) for name, value in assigned.items()},
         )
 
-    return jax.jit(over_replicas(mesh, join_parts), donate_argnums=0)
+    whole = over_replicas(mesh, join_parts, (divided, kept), (divided, divided, kept))
+    return jax.jit(whole, donate_argnums=0)
 
 
 @functools.lru_cache(maxsize=256)

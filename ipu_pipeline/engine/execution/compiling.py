@@ -26,13 +26,28 @@ from ipu_pipeline.engine.execution.dispatches import Plan
 from ipu_pipeline.engine.execution.executables import Executable, is_portable
 from ipu_pipeline.engine.execution.templates import Joint
 from ipu_pipeline.engine.execution.weight_updates import WeightUpdate
+from ipu_pipeline.engine.jaxprs.shapes import num_bytes
 from ipu_pipeline.engine.programs.chunks import ChunkForm
 from ipu_pipeline.engine.progress import Compilation, compiling
 from ipu_pipeline.engine.schedules.actions import ActionKind
+from ipu_pipeline.engine.updates.accumulators import variable_of
 from ipu_pipeline.engine.updates.environment import UpdateCounts, UpdateEnvironment
 from ipu_pipeline.engine.updates.optimizer_tracing import UpdateKind
 
-__all__ = ["Column", "compile_ahead"]
+__all__ = ["Column", "Compiled", "compile_ahead"]
+
+
+class Compiled(NamedTuple):
+    """What is known of programs once they have been compiled. All sizes are in bytes.
+
+    Attributes:
+      temporary_bytes: by IPU, the most that a program takes besides its arguments and results.
+      residual_bytes: by stage, what a device holds of what the forward leaves for the backward of a
+        micro-batch; only of stages that several devices compute together.
+    """
+
+    temporary_bytes: dict[int, int]
+    residual_bytes: dict[int, int]
 
 
 class _Lowered(NamedTuple):
@@ -41,6 +56,25 @@ class _Lowered(NamedTuple):
     lowered: Any
     row: Row
     install: Callable[[Any], None]
+
+
+class _Divided(NamedTuple):
+    """A result whose sharding XLA's partitioner chooses, while its program is being compiled."""
+
+    struct: jax.ShapeDtypeStruct
+    compiled: Future[Any]
+    place: int
+
+    def wait(self) -> jax.ShapeDtypeStruct:
+        """Its shape, dtype and sharding."""
+        sharding = self.compiled.result().output_shardings[self.place]
+        return jax.ShapeDtypeStruct(self.struct.shape, self.struct.dtype, sharding=sharding)
+
+    @property
+    def num_bytes(self) -> int:
+        """How much a device has of it."""
+        known = self.wait()
+        return num_bytes([jax.ShapeDtypeStruct(known.sharding.shard_shape(known.shape), known.dtype)])
 
 
 class _Programs:
@@ -53,6 +87,7 @@ class _Programs:
         self._started: list[tuple[Future[Any], list[_Lowered]]] = []  # each, and the same elsewhere
         self._known: dict[Any, list[_Lowered]] = {}
         self._joint: set[Joint] = set()
+        self.divided: dict[int, list[_Divided]] = {}  # by stage
 
     def start(
         self,
@@ -61,7 +96,7 @@ class _Programs:
         row: Row,
         options: Options,
         install: Callable[[Any], None],
-    ) -> None:
+    ) -> Future[Any] | None:
         """Starts to compile a program, unless the same one was started for another device.
 
         Args:
@@ -70,6 +105,9 @@ class _Programs:
           row: where.
           options: XLA's.
           install: takes what is to be called in place of the function, if it is not to be called itself.
+
+        Returns:
+          What will be the compiled program; None if that is loaded from another one.
         """
         lowered = _Lowered(function.lower(*arguments), row, install)
         same = [lowered]
@@ -79,8 +117,10 @@ class _Programs:
             same = self._known.setdefault((digest, tuple(sorted(options.items()))), same)
             if same[0] is not lowered:
                 same.append(lowered)
-                return
-        self._started.append((self.threads.submit(self._compile, lowered), same))
+                return None
+        future = self.threads.submit(self._compile, lowered)
+        self._started.append((future, same))
+        return future
 
     def start_joint(self, joint: Joint, arguments: Sequence[Any], options: Options) -> None:
         """Starts to compile a program for all replicas at once, unless a column of theirs did.
@@ -99,11 +139,11 @@ class _Programs:
         with self._told.program():
             return program.lowered.compile()
 
-    def finish(self) -> dict[int, int]:
+    def finish(self, chunk_size: int) -> Compiled:
         """Waits for what was started, and puts the same on other devices.
 
-        Returns:
-          The most temporary memory that a program takes, by IPU.
+        Args:
+          chunk_size: how many micro-batches a program handles.
         """
         temporary_bytes: dict[int, int] = {}
         compiled = [(future.result(), same) for future, same in self._started]
@@ -119,7 +159,11 @@ class _Programs:
         for programs, functions in loaded:  # when all is there: what came before can be done again
             for program, function in zip(programs, functions, strict=False):
                 program.install(function)
-        return temporary_bytes
+        residual_bytes = {
+            stage: sum(one.num_bytes for one in divided) // chunk_size
+            for stage, divided in self.divided.items()
+        }
+        return Compiled(temporary_bytes, residual_bytes)
 
     def _load(self, compiled: Any, programs: Sequence[_Lowered]) -> list[Any]:
         """A compiled program, loaded for the others' devices.
@@ -169,7 +213,7 @@ def compile_ahead(
     chunk: ChunkForm,
     options: CompilerOptions,
     is_shared: bool,
-) -> dict[int, int]:
+) -> Compiled:
     """Compiles what a step dispatches, and its weight update.
 
     Args:
@@ -178,9 +222,6 @@ def compile_ahead(
       chunk: how many micro-batches a program handles.
       options: XLA's, per program.
       is_shared: whether programs that are the same on several devices may be compiled once.
-
-    Returns:
-      The most temporary memory that a program takes, by IPU.
     """
     updates = weight_update.residence.updates
     rows = [template.row for column in columns for template in column.plan.templates.values()]
@@ -194,7 +235,7 @@ def compile_ahead(
             if updates is not None:
                 accumulators = columns[0].accumulators
                 _start_updates(accumulators, weight_update, results, options.update, programs)
-            return programs.finish()
+            return programs.finish(chunk.size)
         finally:  # after an error or an interrupt, what has not begun is not waited for
             programs.threads.shutdown(wait=False, cancel_futures=True)
 
@@ -213,12 +254,16 @@ def _start_templates(
         row = template.row
         arguments = list(prepared[template.index])
         for place, key in enumerate(template.accumulators):
-            arguments[place] = _struct(accumulators[key].shape, accumulators[key].dtype, row)
+            sharding = residence.sharding_in_program(variable_of(key), row)
+            known = accumulators[key]
+            arguments[place] = jax.ShapeDtypeStruct(known.shape, known.dtype, sharding=sharding)
         for place, name in template.variables:
             if name in residence.offloaded or name in column.gathered:
-                spec = traced.variables[name]
-                arguments[place] = _struct(spec.shape, spec.dtype, row)
+                spec, sharding = traced.variables[name], residence.sharding_in_program(name, row)
+                arguments[place] = jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=sharding)
         for place, slot in template.loads:
+            if isinstance(slots[slot], _Divided):
+                slots[slot] = slots[slot].wait()
             arguments[place] = slots[slot]
         for place in (*template.micro_batches, *template.accumulated):
             arguments[place] = _struct((), np.int32, row)
@@ -226,19 +271,31 @@ def _start_templates(
         own = (options.of_forward if is_forward else options.of_backward)(template.stage)
         install = functools.partial(setattr, template, "function")
         results = jax.eval_shape(template.jitted, *arguments)
+        compiled = None
         if template.joint is not None:
             programs.start_joint(template.joint, arguments, own)
         elif row.is_here:
-            programs.start(template.jitted, arguments, row, own, install)
+            compiled = programs.start(template.jitted, arguments, row, own, install)
         else:
-            template.function = NotRun(template.jitted, row.replicated, results)
+            shardings = jax.tree.map(
+                lambda own, whole=row.replicated: whole if own is None else own,
+                template.shardings,
+                is_leaf=lambda own: own is None,
+            )
+            template.function = NotRun(template.jitted, shardings, results)
         moved = [
             (place, slot)
             for _row, places, to in template.transfers
             for place, slot in zip(places, to, strict=True)
         ]
+        divided: dict[int, _Divided] = {}  # by slot
         for place, slot in (*template.stores, *moved):
             slots[slot] = results[place].update(sharding=plan.slot_rows[slot].replicated)
+            if compiled is not None and row.is_divided and template.shardings[place] is None:
+                slots[slot] = _Divided(results[place], compiled, place)
+                divided[slot] = slots[slot]
+        if divided:
+            programs.divided[template.stage] = list(divided.values())
     return list(traced.output_avals)
 
 

@@ -85,6 +85,8 @@ class Runner(abc.ABC, Generic[PendingT]):
       programs: of the stages, for one micro-batch.
       temporary_bytes: the most that a program takes besides its arguments and results, by IPU; empty as
         long as nothing is compiled.
+      residual_bytes: what each device holds of what a forward leaves for its backward, per micro-batch, by
+        stage; only of stages that several devices compute together, and likewise.
       assigned: full names of the variables that stages assign.
       needs_outputs: whether the optimizer's state at the start depends on the last stage's outputs.
       has_callbacks: whether a program calls back into Python.
@@ -101,6 +103,7 @@ class Runner(abc.ABC, Generic[PendingT]):
         self.programs = tuple(programs)
         self.iterated = iterated
         self.temporary_bytes: dict[int, int] = {}
+        self.residual_bytes: dict[int, int] = {}
         self.has_run = False
         stages, updates = residence.traced.stages, residence.updates
         self.assigned = frozenset(spec.name for stage in stages for spec in stage.assigned)

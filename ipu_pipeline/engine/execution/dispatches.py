@@ -12,9 +12,11 @@ schedule has the forward; a backward with nothing to compute is no dispatch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
+
+from jax.sharding import NamedSharding
 
 from ipu_pipeline.engine.devices.compiler_options import CompilerOptions
 from ipu_pipeline.engine.devices.rows import Row
@@ -78,6 +80,7 @@ def make_plan(
     rows: Sequence[Row],
     accumulator_keys: Mapping[tuple[int, str], str],
     options: CompilerOptions,
+    sharding_of: Callable[[str, Row], NamedSharding],
     donate_accumulators: bool = True,
 ) -> Plan:
     """Works out the templates of a step's dispatches, and jits the programs.
@@ -88,6 +91,7 @@ def make_plan(
       rows: where its stages live.
       accumulator_keys: (stage, full name of a variable) -> the key of the accumulator.
       options: XLA's, per program.
+      sharding_of: how a variable and its gradient lie on a row, by its full name.
       donate_accumulators: whether programs that accumulate may destroy what they add to.
 
     Returns:
@@ -117,7 +121,7 @@ def make_plan(
         collected.append(("slot", slot))
         last_use[slot] = max(last_use.get(slot, 0), last_stage)
 
-    make = TemplateMaker(bindings, rows, slots).make
+    make = TemplateMaker(bindings, rows, slots, sharding_of).make
     templates: dict[tuple[ActionKind, int], Template] = {}
     for number, work in enumerate(order):
         own = options.of_forward if work.kind is ActionKind.FORWARD else options.of_backward

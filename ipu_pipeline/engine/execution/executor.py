@@ -18,11 +18,12 @@ from ipu_pipeline.engine.devices import action_log
 from ipu_pipeline.engine.devices.compiler_options import NO_OPTIONS, CompilerOptions
 from ipu_pipeline.engine.devices.elsewhere import absent
 from ipu_pipeline.engine.devices.feeds import Element, Feed, Take, gather
+from ipu_pipeline.engine.devices.placing import copy_to, put, put_host_copies
 from ipu_pipeline.engine.devices.residence import Residence
-from ipu_pipeline.engine.devices.rows import Row, copy_to, put, put_host_copies
+from ipu_pipeline.engine.devices.rows import Row
 from ipu_pipeline.engine.execution import watched
 from ipu_pipeline.engine.execution.agreeing import take_everywhere
-from ipu_pipeline.engine.execution.compiling import Column, compile_ahead
+from ipu_pipeline.engine.execution.compiling import Column, Compiled, compile_ahead
 from ipu_pipeline.engine.execution.contract import Iterated, Request, Runner
 from ipu_pipeline.engine.execution.dispatches import Dispatch, make_plan
 from ipu_pipeline.engine.execution.dispatching import Accumulated, Dispatching, Gather, Together, finish
@@ -109,6 +110,7 @@ class Executor(Runner[PendingStep]):
             residence.rows,
             residence.accumulator_plan.keys,
             options,
+            residence.sharding_in_program,
             not self.has_callbacks,
         )
         carried = () if iterated is None else iterated.carried
@@ -257,9 +259,10 @@ class Executor(Runner[PendingStep]):
             self.gathered,
         )
 
-    def note_compiled(self, temporary_bytes: dict[int, int]) -> None:
+    def note_compiled(self, found: Compiled) -> None:
         """Takes what the programs of each IPU take at most besides arguments and results."""
-        self.temporary_bytes, self._is_compiled = temporary_bytes, True
+        self.temporary_bytes, self.residual_bytes = found
+        self._is_compiled = True
 
     def run(self, state: RunState, pending: PendingStep) -> Progress:
         """Runs the weight update, and of a loop the iteration before."""
@@ -424,7 +427,7 @@ class Executor(Runner[PendingStep]):
                 for slot, array in zip(targets, copies, strict=True):
                     slots[slot] = array
                 if watcher is not None and row.is_here and template.joint is None:
-                    watcher.moved(launch, target.devices, copies)
+                    watcher.moved(launch, target.first_devices, copies)
             if template is last_forward:
                 leaves = self._find_collected(slots, placed_inputs)
                 if chunk == 0:

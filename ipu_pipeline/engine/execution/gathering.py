@@ -49,8 +49,8 @@ def gather_outputs(residence: Residence, parts: Sequence[Accumulated]) -> list[A
 
 
 def _process(sharding: Any) -> int:
-    (device,) = sharding.device_set
-    return int(device.process_index)
+    """That of the devices of a replica's row, which are in one process."""
+    return int(next(iter(sharding.device_set)).process_index)
 
 
 def _flatten(part: Accumulated) -> tuple[list[Any], Any]:

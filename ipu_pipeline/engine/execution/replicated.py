@@ -22,9 +22,10 @@ import numpy as np
 from ipu_pipeline.engine import watching
 from ipu_pipeline.engine.devices.compiler_options import CompilerOptions
 from ipu_pipeline.engine.devices.feeds import Take, gather
+from ipu_pipeline.engine.devices.placing import put
 from ipu_pipeline.engine.devices.residence import Residence
-from ipu_pipeline.engine.devices.rows import Row, is_offloaded, join, put, split, stack_replicas
-from ipu_pipeline.engine.devices.sharding import gather_on
+from ipu_pipeline.engine.devices.rows import Row, join, split, stack_replicas
+from ipu_pipeline.engine.devices.sharding import gather_replicas
 from ipu_pipeline.engine.execution import watched
 from ipu_pipeline.engine.execution.all_reduce import Parts, join_replicas, take_first
 from ipu_pipeline.engine.execution.compiling import compile_ahead
@@ -108,7 +109,7 @@ class Replicated(Runner[PendingReplicas]):
         self.waits_for_python = residence.updates is not None and residence.updates.has_callbacks
         self._weight_update = WeightUpdate(residence, donate, options.update, self.waits_for_python)
         rows = [row for column in columns for row in column.residence.rows]
-        self._rows = {device: row for row in rows for device in row.devices}
+        self._rows = {row.devices[0]: row for row in rows}
         self.has_identical_keys, self.joins_assigned = False, True
         self._key: tuple[Any, list[Any]] | None = None  # the last random key, and those of the replicas
         self._is_compiled = False
@@ -119,8 +120,15 @@ class Replicated(Runner[PendingReplicas]):
         """Gives the programs of stages that use replicas what all columns call together."""
         traced, rows = self.residence.traced, self.residence.rows
         for key, template in self.columns[0].plan.templates.items():
-            if uses_replicas(traced.stages[template.stage].flat):
+            stage = traced.stages[template.stage]
+            if uses_replicas(stage.flat):
                 row = rows[template.stage]
+                if row.is_divided:
+                    raise ValueError(
+                        f"{stage.place} computes with other replicas (cross_replica_sum, replica_index or "
+                        "synchronized batch normalization), which does not go with tensor_parallel and "
+                        "num_replicas both above 1. Leave one of the three out."
+                    )
                 joint = Joint(template.jit_jointly(row), row)
                 for column in self.columns:
                     column.plan.templates[key].joint = joint
@@ -183,7 +191,8 @@ class Replicated(Runner[PendingReplicas]):
         found = compile_ahead(columns, self._weight_update, chunk, self._options, not self.has_callbacks)
         for column in self.columns:
             column.note_compiled(found)
-        self.temporary_bytes, self._is_compiled = found, True
+        self.temporary_bytes, self.residual_bytes = found
+        self._is_compiled = True
 
     def fetch(self, state: RunState, request: Request, take: Take) -> PendingReplicas:
         """Runs the micro-batches of an update, those of all replicas at the same time."""
@@ -259,7 +268,7 @@ class Replicated(Runner[PendingReplicas]):
 
     def _gather(self, arrays: Sequence[Any], stage: int) -> list[list[Any]]:
         """Variables of a stage, of which the replicas have parts, whole for each replica."""
-        whole = gather_on(arrays, self.residence.rows[stage])
+        whole = gather_replicas(arrays, self.residence.rows[stage])
         return [list(own) for own in zip(*map(self._split, whole), strict=True)]
 
     def _finish_in_turn(
@@ -300,7 +309,7 @@ class Replicated(Runner[PendingReplicas]):
         else:
             size = self.columns[0].chunk_size
             launch = watched.launch_of(self, template, waiting[0].step, waiting[0].first, size)
-            launch = dataclasses.replace(launch, devices=joint.row.devices)
+            launch = dataclasses.replace(launch, devices=joint.row.first_devices)
             made = watcher.run(launch, program, arguments)
         return [list(results) for results in zip(*map(self._split, made), strict=True)]
 
@@ -343,8 +352,7 @@ class Replicated(Runner[PendingReplicas]):
 
     def _split(self, array: Any) -> list[Any]:
         """An array as each column has it."""
-        offloaded = is_offloaded(array)
-        return [join([part], self._rows[part.device], offloaded) for part in split(array)]
+        return split(array, [self._rows[device] for device in array.sharding.mesh.devices[:, 0]])
 
     def _fold(self, key: Any) -> list[Any]:
         """The key of each replica. The last ones are remembered: steps have the same."""
@@ -388,7 +396,7 @@ class Replicated(Runner[PendingReplicas]):
             if self.joins_assigned:
                 parts_of(owners[name]).assigned[name] = assigned
             else:
-                variables[name] = join(assigned, rows[owners[name]], is_offloaded(assigned[0]))
+                variables[name] = join(assigned, rows[owners[name]])
         means: dict[str, Any] = {}
         zeros: dict[str, Any] = {}
         for row, own_parts in by_row.items():

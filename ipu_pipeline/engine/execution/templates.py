@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
+from jax.sharding import NamedSharding
 
 from ipu_pipeline.engine.devices.compiler_options import Options
 from ipu_pipeline.engine.devices.rows import Row, over_replicas
 from ipu_pipeline.engine.programs.bindings import Binding, BindingKind, Bindings
 from ipu_pipeline.engine.programs.stage_programs import StageProgram, ValueKind
 from ipu_pipeline.engine.schedules.actions import ActionKind
+from ipu_pipeline.engine.updates.accumulators import variable_of
 from ipu_pipeline.engine.updates.cutting import UpdateProgram
 from ipu_pipeline.engine.updates.optimizer_tracing import UpdateKind, UpdateValue
 
@@ -49,6 +51,8 @@ class Template:
       kind: forward or backward.
       stage: whose.
       jitted: the jitted program.
+      shardings: of its results; where an IPU is several devices a list, with None for what the partitioner
+        decides on.
       function: what is called: that, or what was loaded in its place.
       jit_jointly: jits it for all replicas at once, for a row with their devices.
       row: where it runs.
@@ -76,6 +80,7 @@ class Template:
     kind: ActionKind
     stage: int
     jitted: Any
+    shardings: Any
     function: Callable[..., list[Any]]
     jit_jointly: Callable[[Row], Callable[..., list[Any]]]
     row: Row
@@ -136,11 +141,13 @@ class TemplateMaker:
       bindings: what the programs' values stand for.
       rows: where the stages live.
       slots: the numbers of the slots that somebody reads.
+      sharding_of: how a variable and its gradient lie on a row, by its full name.
     """
 
     bindings: Bindings
     rows: Sequence[Row]
     slots: SlotNumbers
+    sharding_of: Callable[[str, Row], NamedSharding]
 
     def make(self, index: int, work: Work, options: Options, donate_accumulators: bool) -> Template:
         """The template of a program, which it jits.
@@ -164,14 +171,18 @@ class TemplateMaker:
         assert [place for place, _key in accumulators] == list(range(len(accumulators)))
         loads = [(place, slot_of(binding, row)) for place, binding in arguments]
         num_donated = len(accumulators) if donate_accumulators else 0
-        jitted = _jit(work.program, row, num_donated, options)
+        shardings = self._shardings(work, row)
+        jitted = _jit(work.program, row, num_donated, options, shardings)
         template = Template(
             index=index,
             kind=work.kind,
             stage=work.stage,
             jitted=jitted,
+            shardings=shardings,
             function=jitted,
-            jit_jointly=lambda row: _jit(work.program, row, num_donated, options, is_joint=True),
+            jit_jointly=lambda row: _jit(
+                work.program, row, num_donated, options, row.replicated, is_joint=True
+            ),
             row=row,
             num_arguments=len(arguments),
             accumulators=tuple(key for _place, key in accumulators),
@@ -187,6 +198,21 @@ class TemplateMaker:
         )
         self._add_results(template, work)
         return template
+
+    def _shardings(self, work: Work, row: Row) -> Any:
+        """Where the results of a program lie; None where the partitioner decides, of what only it reads."""
+        if not row.is_divided:
+            return row.replicated
+
+        def of(bound: Sequence[Binding]) -> NamedSharding | None:
+            for binding in bound:
+                if binding.kind is BindingKind.ASSIGNED:
+                    return self.sharding_of(binding.key, row)
+                if binding.kind is BindingKind.ACCUMULATOR:
+                    return self.sharding_of(variable_of(binding.key), row)
+            return None if all(b.kind is BindingKind.RESIDUAL for b in bound) else row.replicated
+
+        return [of(bound) for bound in self.bindings.results(work.stage, work.program)]
 
     def _add_results(self, template: Template, work: Work) -> None:
         """Enters where a program's results go."""
@@ -221,7 +247,12 @@ class TemplateMaker:
 
 
 def _jit(
-    program: StageProgram, row: Row, num_donated: int, options: Options, is_joint: bool = False
+    program: StageProgram,
+    row: Row,
+    num_donated: int,
+    options: Options,
+    shardings: Any,
+    is_joint: bool = False,
 ) -> Callable[..., list[Any]]:
     """Jits a stage's program, which may destroy its first arguments; if it is joint, for all of a row."""
     called = over_replicas(row.replicated.mesh, program.function) if is_joint else program.function
@@ -234,7 +265,7 @@ def _jit(
     jitted: Callable[..., list[Any]] = jax.jit(
         function,
         donate_argnums=tuple(range(num_donated)),
-        out_shardings=row.replicated,
+        out_shardings=shardings,
         compiler_options=dict(options),
     )
     return jitted

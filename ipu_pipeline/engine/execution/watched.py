@@ -76,7 +76,7 @@ def launch_of(runner: Runner[Any], template: Template, step: int, first: int, co
         step=step,
         first=first,
         count=count,
-        devices=template.row.devices,
+        devices=template.row.first_devices,
         name=template.jitted.__name__,
         is_moved=template.function is not template.jitted,
     )
@@ -101,7 +101,7 @@ def watched_updates(
             step=step,
             first=0,
             count=0,
-            devices=runner.residence.rows[stage].devices,
+            devices=runner.residence.rows[stage].first_devices,
             name=jitted.__name__,
             is_moved=function is not jitted,
         )

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from ipu_pipeline.engine.devices.compiler_options import Options
+from ipu_pipeline.engine.devices.placing import put
 from ipu_pipeline.engine.devices.residence import Residence
-from ipu_pipeline.engine.devices.rows import put
 from ipu_pipeline.engine.execution.templates import jit_update
 from ipu_pipeline.engine.updates.accumulators import Accumulator
 from ipu_pipeline.engine.updates.cutting import UpdateProgram
@@ -81,7 +81,9 @@ class WeightUpdate:
                 for number, program in enumerate(programs)
             )
         self.functions: list[Callable[..., list[Any]]] = [
-            residence.rows[program.stage].program(jitted)
+            residence.rows[program.stage].program(
+                jitted, residence.results_of(program).get("out_shardings")
+            )
             for program, jitted in zip(programs, self.jitted, strict=True)
         ]
 
@@ -131,12 +133,14 @@ class WeightUpdate:
     def _add_to_home(self, accumulator: Accumulator, total: Any, part: Any) -> Any:
         home = self.residence.rows[self.residence.traced.owners[accumulator.variable]]
         tag = self.residence.tag(f"{accumulator.variable} of stage {accumulator.stage}")
-        return home.program(_add)(*put([total, part], home, tag=tag))
+        total, part = put([total, part], home, tag=tag)
+        return home.program(_adding(total.sharding), total.sharding)(total, part)
 
     def _clear(self, key: str, accumulator: Any) -> Any:
         residence = self.residence
         row = residence.rows[residence.accumulator_plan.extra[key].stage]
-        zeros = row.program(_zeros_like)(*put([accumulator], row))
+        (accumulator,) = put([accumulator], row)
+        zeros = row.program(_clearing(accumulator.sharding), accumulator.sharding)(accumulator)
         return put([zeros], row, residence.offloads_accumulators)[0]
 
 
@@ -145,11 +149,17 @@ def _find_read(programs: Sequence[UpdateProgram]) -> set[Any]:
     return {v.key for program in programs for v in program.arguments if v.kind == UpdateKind.OUTPUT}
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def _add(total: jax.Array, part: jax.Array) -> jax.Array:
-    return total + part.astype(total.dtype)
+# Results lie as what they replace, whose memory they take.
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def _zeros_like(value: jax.Array) -> jax.Array:
-    return jnp.zeros_like(value)
+@functools.lru_cache(maxsize=256)
+def _adding(sharding: Any) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    def add(total: jax.Array, part: jax.Array) -> jax.Array:
+        return total + part.astype(total.dtype)
+
+    return jax.jit(add, donate_argnums=0, out_shardings=sharding)
+
+
+@functools.lru_cache(maxsize=256)
+def _clearing(sharding: Any) -> Callable[[jax.Array], jax.Array]:
+    return jax.jit(jnp.zeros_like, donate_argnums=0, out_shardings=sharding)

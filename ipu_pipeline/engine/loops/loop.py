@@ -9,8 +9,9 @@ import jax
 
 from ipu_pipeline.engine import schedules
 from ipu_pipeline.engine.devices.offloading import Offload
+from ipu_pipeline.engine.devices.placing import put_host_copies
 from ipu_pipeline.engine.devices.residence import Residence
-from ipu_pipeline.engine.devices.rows import make_rows, put_host_copies
+from ipu_pipeline.engine.devices.rows import make_rows
 from ipu_pipeline.engine.execution.blocks.runner import BlockRunner
 from ipu_pipeline.engine.execution.contract import Iterated, Runner
 from ipu_pipeline.engine.execution.executor import Executor
@@ -80,7 +81,7 @@ class Loop:
         self._runner: Runner[Any] | None = None
 
     @property
-    def num_ipus(self) -> int:
+    def num_devices(self) -> int:
         """How many devices it needs."""
         return max(self.body.shards) + 1
 

@@ -17,9 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
-
-import jax
 
 from ipu_pipeline.engine.devices.residence import Residence
 from ipu_pipeline.engine.jaxprs.shapes import num_bytes
@@ -38,7 +37,8 @@ class StageMemory:
       stage: its number.
       ipu: the IPU that it runs on.
       in_flight: the largest number of micro-batches that have gone forward and not come back.
-      num_residual_bytes: per micro-batch, what the forward returns for the backward.
+      num_residual_bytes: per micro-batch, what the forward returns for the backward. Where several devices
+        compute a stage together, what each has of it, once that has been compiled; before, the whole.
       num_input_bytes: per micro-batch, the inputs that the backward takes. Those of a value that several
         stages on the IPU take are counted in each.
     """
@@ -106,6 +106,7 @@ def plan_stages(
     programs: Sequence[StagePrograms],
     ipus: Sequence[int],
     in_flight: Sequence[int],
+    residual_bytes: Mapping[int, int] = MappingProxyType({}),
 ) -> tuple[StageMemory, ...]:
     """What each stage holds of micro-batches in flight.
 
@@ -114,12 +115,14 @@ def plan_stages(
       programs: the programs of its stages.
       ipus: the IPU of each stage.
       in_flight: the largest number of micro-batches that each stage has in flight.
+      residual_bytes: by stage, what a device has of what the forward returns for the backward, where it is
+        known that the devices of an IPU have parts.
     """
     plans = []
     for index, (stage, own) in enumerate(zip(traced.stages, programs, strict=True)):
         taken = read_sources(stage, own.backward)
         held = [traced.aval(source) for source in taken if source.is_of_micro_batch]
-        sizes = (num_bytes(own.residuals), num_bytes(held))
+        sizes = (residual_bytes.get(index, num_bytes(own.residuals)), num_bytes(held))
         plans.append(StageMemory(index, ipus[index], in_flight[index], *sizes))
     return tuple(plans)
 
@@ -200,7 +203,7 @@ def plan_ipus(
             add("state", leaf.stage, residence.offloads_state, residence.part_of_leaf(number))
         owned = [(name, traced.owners[name]) for name in accumulator_dtypes]
         for name, stage in (*owned, *residence.accumulator_plan.extra.values()):
-            aval = jax.ShapeDtypeStruct(traced.variables[name].shape, accumulator_dtypes[name])
+            aval = residence.part_of_gradient(name, accumulator_dtypes[name])
             add("accumulators", stage, residence.offloads_accumulators, aval)
 
     def size(kind: str, ipu: int, is_offloaded: bool = False) -> int:

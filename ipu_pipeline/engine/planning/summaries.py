@@ -151,6 +151,7 @@ class PipelineSummary:
     shared: tuple[SharedVariables, ...]
     bubble: Bubble | None
     dispatch: str = ""
+    num_devices_per_ipu: int = 1
 
     @property
     def num_ipus(self) -> int:
@@ -187,7 +188,8 @@ class PipelineSummary:
 
     def _describe_run(self) -> str:
         stages = _counted(len(self.stages), "stage" if self.unit == "micro-batch" else "part")
-        parts = [f"{stages} on {_counted(self.num_ipus, 'IPU')}"]
+        each = f" of {self.num_devices_per_ipu} devices" if self.num_devices_per_ipu > 1 else ""
+        parts = [f"{stages} on {_counted(self.num_ipus, 'IPU')}{each}"]
         if self.schedule:
             parts.append(f"schedule {self.schedule}")
         if self.unit != "micro-batch":

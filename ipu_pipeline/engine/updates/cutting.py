@@ -58,11 +58,15 @@ class UpdateProgram:
 
 
 class StateLeaf(NamedTuple):
-    """A leaf of the optimizer's state: its path, shape and dtype, and the stage where it lives."""
+    """A leaf of the optimizer's state: its path, shape and dtype, and the stage where it lives.
+
+    The variable is the full name of the one that it belongs to; None if there is none.
+    """
 
     path: str
     aval: jax.ShapeDtypeStruct
     stage: int
+    variable: str | None
 
 
 class Move(NamedTuple):
@@ -127,7 +131,10 @@ def cut_updates(traced: TracedOptimizer, variable_homes: Mapping[str, int], last
       The programs.
     """
     stages = sorted({variable_homes[name] for name in traced.trained})
-    owners = [_leaf_owner(path, traced.trained, variable_homes) for path in traced.state_paths]
+    variables = [_leaf_variable(path, traced.trained) for path in traced.state_paths]
+    owners: list[partitioning.Home | None] = [
+        None if name is None else variable_homes[name] for name in variables
+    ]
 
     def home_of(value: UpdateValue) -> partitioning.Home | None:
         if value.kind in (UpdateKind.PARAMETER, UpdateKind.GRADIENT):
@@ -170,8 +177,10 @@ def cut_updates(traced: TracedOptimizer, variable_homes: Mapping[str, int], last
     inits = _make_programs("init", init_pieces, states, traced.labels, stage_of)
     updates = _make_programs("update", pieces, results, traced.labels, stage_of)
     state_leaves = tuple(
-        StateLeaf(jax.tree_util.keystr(path), aval, stage_of(owner))
-        for path, aval, owner in zip(traced.state_paths, traced.state_avals, owners, strict=True)
+        StateLeaf(jax.tree_util.keystr(path), aval, stage_of(owner), name)
+        for path, aval, owner, name in zip(
+            traced.state_paths, traced.state_avals, owners, variables, strict=True
+        )
     )
 
     def source_of(var: Any) -> int:
@@ -203,12 +212,10 @@ def cut_updates(traced: TracedOptimizer, variable_homes: Mapping[str, int], last
     )
 
 
-def _leaf_owner(
-    path: Sequence[Any], trained: Mapping[str, VariableSpec], variable_homes: Mapping[str, int]
-) -> int | None:
+def _leaf_variable(path: Sequence[Any], trained: Mapping[str, VariableSpec]) -> str | None:
     for entry in reversed(path):
         if isinstance(entry, jax.tree_util.DictKey) and entry.key in trained:
-            return variable_homes[entry.key]
+            return str(entry.key)
     return None
 
 

@@ -23,8 +23,8 @@ from ipu_pipeline.engine import watching
 from ipu_pipeline.engine.devices.compiler_options import Options
 from ipu_pipeline.engine.devices.elsewhere import absent
 from ipu_pipeline.engine.devices.feeds import Element, Feed, Take, gather, take_nothing
+from ipu_pipeline.engine.devices.placing import put, put_host_copies
 from ipu_pipeline.engine.devices.residence import NO_LOSS_SCALE, Residence
-from ipu_pipeline.engine.devices.rows import put, put_host_copies
 from ipu_pipeline.engine.execution.blocks.micro_batches import MicroBatches
 from ipu_pipeline.engine.execution.blocks.program import BlockProgram
 from ipu_pipeline.engine.execution.blocks.sizes import BlockSizes, block_sizes

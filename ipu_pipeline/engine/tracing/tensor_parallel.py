@@ -1,0 +1,177 @@
+"""Stages that several devices compute together: what of a stage is divided over the axis `model`.
+
+Each IPU of the pipeline then is a row of devices. Variables and intermediate values carry a
+`jax.sharding.PartitionSpec` that says which of their axes is divided; XLA's partitioner makes of that which
+device computes what, and where they exchange results (Xu et al., "GSPMD", 2021).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+from ipu_pipeline.engine.tracing.replicas import REPLICA
+from ipu_pipeline.engine.tracing.specs import VariableSpec
+
+__all__ = ["MODEL", "Partitions", "TensorParallel", "constrain", "dividing"]
+
+MODEL = "model"  # the axis of the devices that compute a stage together
+
+# Full name of a variable -> how it is divided. Those that are missing are whole on each device.
+Partitions: TypeAlias = "Mapping[str, PartitionSpec]"
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """How many devices compute each stage together, and what they divide.
+
+    Example:
+      parallel = TensorParallel(2, {"block0/up": PartitionSpec(None, "model")})
+
+    Attributes:
+      size: devices of each IPU of the pipeline, at least 1.
+      variables: full name -> the `PartitionSpec` of a variable, whose only axis name is "model", at most
+        once; or a function from each variable (`VariableSpec`, with `name`, `shape`, `dtype`) to one, or to
+        None. Other variables are whole on each device. Gradients, their accumulators and the optimizer's
+        state of a variable are divided as it is.
+    """
+
+    size: int
+    variables: Partitions | Callable[[VariableSpec], PartitionSpec | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Checks the fields.
+
+        Raises:
+          ValueError: one is not usable.
+        """
+        is_integer = isinstance(self.size, (int, np.integer)) and not isinstance(self.size, bool)
+        if not is_integer or self.size < 1:
+            raise ValueError(f"TensorParallel: size must be an integer of at least 1; got {self.size!r}.")
+        if not callable(self.variables) and not isinstance(self.variables, Mapping):
+            raise ValueError(
+                "TensorParallel: variables must be a dict from full names to PartitionSpecs, or a "
+                f"function; got {self.variables!r}."
+            )
+
+    def resolve(self, variables: Mapping[str, VariableSpec]) -> dict[str, PartitionSpec]:
+        """How each variable that is divided is divided; none if there is one device.
+
+        Args:
+          variables: all of the pipeline, by full name.
+
+        Raises:
+          ValueError: there is no variable of a name, or one cannot be divided so.
+        """
+        given = self.variables
+        if callable(given):
+            found = {name: given(spec) for name, spec in variables.items()}
+        else:
+            found = dict(given)
+            for name in found.keys() - variables.keys():
+                raise ValueError(
+                    f"TensorParallel: there is no variable {name!r}; there are "
+                    f"{', '.join(variables) or 'none'}."
+                )
+        divided = {}
+        for name, partition in found.items():
+            if partition is None:
+                continue
+            shape, what = variables[name].shape, f"TensorParallel: variable {name}"
+            axis = _check(partition, shape, what)
+            if axis is None or self.size == 1:
+                continue
+            if shape[axis] % self.size:
+                raise ValueError(
+                    f"{what}: axis {axis} of its shape {shape} must be a multiple of size {self.size} to "
+                    "be divided. Divide another axis, or leave it whole."
+                )
+            divided[name] = partition
+        return divided
+
+
+@dataclass
+class _Tracing:
+    """A pipeline whose stages are being traced.
+
+    Attributes:
+      size: devices of each IPU.
+      is_used: whether a stage has divided anything.
+    """
+
+    size: int
+    is_used: bool = False
+
+
+_tracing: contextvars.ContextVar[_Tracing | None] = contextvars.ContextVar("tensor_parallel", default=None)
+
+
+@contextlib.contextmanager
+def dividing(size: int) -> Iterator[_Tracing]:
+    """While stages are traced: so many devices compute each of them."""
+    tracing = _Tracing(size)
+    token = _tracing.set(tracing)
+    try:
+        yield tracing
+    finally:
+        _tracing.reset(token)
+
+
+def constrain(x: Any, partition: PartitionSpec) -> Any:
+    """Says how a value within a stage is divided over the devices that compute the stage together.
+
+    Where nothing is said the partitioner decides, from how variables are divided. Outside of a pipeline,
+    and where an IPU is one device, this returns the value as it is.
+
+    Args:
+      x: an array.
+      partition: "model" in the place of the axis that is divided, None for others;
+        `PartitionSpec()` for a value that is whole on each device.
+
+    Returns:
+      The same value.
+
+    Raises:
+      ValueError: the partition does not fit the array.
+    """
+    x = jax.numpy.asarray(x)
+    axis = _check(partition, x.shape, "constrain")
+    tracing = _tracing.get()
+    if tracing is None or tracing.size == 1:
+        return x
+    if axis is not None and x.shape[axis] % tracing.size:
+        raise ValueError(
+            f"constrain: axis {axis} of the shape {x.shape} must be a multiple of the {tracing.size} "
+            "devices of an IPU to be divided. Divide another axis, or leave it whole."
+        )
+    tracing.is_used = True
+    mesh = AbstractMesh((1, tracing.size), (REPLICA, MODEL))
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, partition))
+
+
+def _check(partition: Any, shape: Sequence[int], what: str) -> int | None:
+    """The axis that a partition divides.
+
+    Raises:
+      ValueError: it is no partition for an array of that shape.
+    """
+    if not isinstance(partition, PartitionSpec):
+        raise ValueError(f"{what}: its partition must be a jax.sharding.PartitionSpec; got {partition!r}.")
+    names = [
+        tuple(name or ()) if isinstance(name, (tuple, type(None))) else (str(name),) for name in partition
+    ]
+    unknown = {name for some in names for name in some} - {MODEL}
+    axes = [axis for axis, some in enumerate(names) if some]
+    if unknown or len(axes) > 1 or len(names) > len(shape):
+        raise ValueError(
+            f"{what}: {partition} must have {MODEL!r} in one place at most, None in others, and no more "
+            f"places than the shape {tuple(shape)} has."
+        )
+    return axes[0] if axes else None
