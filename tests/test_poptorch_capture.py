@@ -632,12 +632,16 @@ def test_a_buffer_whose_elements_share_memory():
     assert model.state_dict()["mask"].shape == (4, 3)
 
 
-def test_a_loss_in_autocast():
+def test_a_loss_in_a_region_of_its_own():
     def forward(self, x):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        def branch(x):
             return torch.nn.functional.mse_loss(self.linear(x), x)
 
-    with pytest.raises(poptorch.Error, match="The loss is computed in .*, within torch.autocast"):
+        return torch.cond(x.sum() > -100, branch, lambda x: x.sum(), (x,))
+
+    with pytest.raises(
+        poptorch.Error, match="The loss is computed in .*, within a branch, a loop or another"
+    ):
         poptorch.trainingModel(model_of(forward), make_options())(x)
 
 

@@ -448,14 +448,6 @@ def test_names_that_come_later(name):
     assert name in dir(poptorch)
 
 
-def test_methods_that_come_later():
-    model = nn.Linear(3, 2)
-    executor = poptorch.inferenceModel(model, make_options())
-    executor(x)
-    with pytest.raises(NotImplementedError, match="does not exist here yet"):
-        executor.weight.replicaGrouping(0, 1, 0)
-
-
 def test_models_that_cannot_be_wrapped():
     with warnings.catch_warnings(action="ignore"):  # torch.jit is deprecated
         scripted = nn.Sequential(nn.ReLU(), torch.jit.script(nn.Linear(3, 3)))

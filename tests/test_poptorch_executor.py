@@ -549,8 +549,6 @@ def test_wrong_wrapping():
         poptorch.inferenceModel(model, make_options(1, 2))
     with pytest.raises(poptorch.Error, match=r"running a poptorch.inferenceModel\(\)\.$"):
         poptorch.inferenceModel(model, make_options(1, 2, poptorch.ShardedExecution()))
-    with pytest.raises(NotImplementedError, match="replicationFactor above 1 does not exist here yet"):
-        poptorch.trainingModel(model, make_options().replicationFactor(2))
     with pytest.raises(NotImplementedError, match="SerialPhasedExecution does not exist here yet"):
         poptorch.trainingModel(
             model, make_options(strategy=poptorch.SerialPhasedExecution(poptorch.Phase("a")))

@@ -5,6 +5,7 @@ import io
 import re
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import pytest
 import torch
@@ -200,6 +201,51 @@ class Tuples(torch.nn.Module):
         return tuple(self.model(tokens).values())
 
 
+def act_on_errors(executor, *inputs):
+    """What a program does about an error: the order of the classes matters."""
+    try:
+        executor(*inputs)
+    except poptorch.RecoverableError as error:
+        what = {"IPU_RESET": "again", "PARTITION_RESET": "anew", "FULL_RESET": "new process"}
+        return f"{what[error.recovery_action]}: {error.message.partition('.')[0]}"
+    except poptorch.UnrecoverableError as error:
+        return f"broken: {error.type}"
+    except poptorch.Error as error:
+        return f"{error.type} in {error.location}: {error.message}"
+    except Exception as error:
+        return f"other: {error}"
+    return "fine"
+
+
+def test_7_errors(monkeypatch):
+    executor = poptorch.inferenceModel(seeded(lambda: torch.nn.Bilinear(3, 3, 2)), quiet())
+    x = torch.ones(1, 3)
+    assert act_on_errors(executor, x, x) == "fine"
+    assert act_on_errors(executor, x) == (
+        "poptorch_error in : Mandatory parameter input2 missing. The model's forward takes "
+        "['input1', 'input2']."
+    )
+    for error, expected in [
+        (jax.errors.JaxRuntimeError("UNAVAILABLE: gone."), "again: UNAVAILABLE: gone"),
+        (jax.errors.JaxRuntimeError("ABORTED: gone."), "anew: ABORTED: gone"),
+        (
+            jax.errors.JaxRuntimeError("INTERNAL: CUDA_ERROR_LAUNCH_FAILED."),
+            "new process: INTERNAL: CUDA_ERROR_LAUNCH_FAILED",
+        ),
+        (jax.errors.JaxRuntimeError("DATA_LOSS: gone"), "broken: data_loss"),
+        (jax.errors.JaxRuntimeError("INTERNAL: x"), "internal in PoplarExecutor.__call__: INTERNAL: x"),
+        (OSError("mine"), "other: mine"),
+    ]:
+
+        def fail(*_arguments, error=error, **_named):
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(executor._compiled.pipeline, "accumulate", fail)
+            assert act_on_errors(executor, x, x) == expected
+    assert act_on_errors(executor, x, x) == "fine"
+
+
 def test_8_layers_of_an_existing_model_begin_blocks():
     model = seeded(lambda: Tuples(Bert())).eval()
     layers = model.model.layers
@@ -256,6 +302,40 @@ def test_9_and_10_blocks(kind, ipus):
 
 
 # 11 is tests/test_poptorch_annotations.py::test_a_block_that_goes_back_to_an_earlier_ipu.
+
+
+class SquareOfProduct(torch.nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.W = torch.nn.Parameter(weight.clone())
+
+    def forward(self, x):
+        z = x @ self.W
+        return z, poptorch.identity_loss(z**2, reduction="mean")
+
+
+def test_16_groups_of_replicas():
+    generator = torch.Generator().manual_seed(100)
+    x = torch.randn(24, 40, generator=generator)
+    weight = torch.randn(40, 56, generator=generator) * (5 * 8) ** -0.5
+    plain = SquareOfProduct(weight)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.01)
+    model = SquareOfProduct(weight.reshape(40, 4, 14).permute(1, 0, 2).contiguous())
+    options = quiet().replicationFactor(8).outputMode(poptorch.OutputMode.All)
+    options.inputReplicaGrouping(4, poptorch.CommGroupType.Consecutive)
+    executor = poptorch.trainingModel(model, options, torch.optim.SGD(model.parameters(), lr=0.01))
+    executor.W.replicaGrouping(
+        poptorch.CommGroupType.Orthogonal, 2, poptorch.VariableRetrievalMode.OnePerGroup
+    )
+    for _call in range(4):
+        z, losses = executor(x)
+        optimizer.zero_grad()
+        expected, loss = plain(x)
+        loss.backward()
+        optimizer.step()
+        blocks = [torch.cat(list(row), dim=1) for row in z.reshape(2, 4, 12, 14)]
+        assert_close([losses.sum() / 8, torch.cat(blocks)], [loss.detach(), expected])
+    assert_close([model.W.permute(1, 0, 2).reshape(40, 56)], [plain.W])
 
 
 def test_17_loss_scaling():

@@ -575,7 +575,6 @@ def test_what_has_no_effect_warns_once(caplog, path, args, reason):
     [
         ("minElementsForOffChip", 4),
         ("minElementsForReplicatedTensorSharding", 4),
-        ("useReplicatedTensorSharding", True),
         ("useIOTilesToLoad", True),
         ("useIOTilesToStore", True),
     ],

@@ -623,7 +623,7 @@ def test_report_does_not_obey_names(tmp_path, capsys):
         ("{", "this is no profile of ipu_pipeline"),
         (b"\xff\xfe", "it is damaged"),
         (
-            make_profile().to_json().replace('"version": 2', '"version": 99'),
+            make_profile().to_json().replace('"version": 3', '"version": 99'),
             "a later ipu_pipeline (version 99",
         ),
         (make_profile().to_json().replace('"columns"', '"kolumns"'), "it is damaged"),

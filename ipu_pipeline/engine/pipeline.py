@@ -482,6 +482,7 @@ class Pipeline:
             self._executor = replicated = Replicated(
                 self._make_residence(rows), columns, self.options.donate, self._compiler_options
             )
+            replicated.joins_assigned = self.options.joins_assigned
             replicated.has_identical_keys = self._has_identical_keys
         return self._executor
 

@@ -85,9 +85,13 @@ class PipelineOptions:
         devices of its own: micro-batch k of replica r is number k * num_replicas + r of what `step` is
         given, and IPU i of it device r * (IPUs of a replica) + i. Gradients, accumulated in each, are
         averaged over the replicas once per weight update. So are floating-point variables that stages
-        assign; of others the first replica's count, and of outputs that the optimizer reads. Values that
+        assign (see `joins_assigned`); of others the first replica's count, and of outputs that the
+        optimizer reads. Values that
         are collected have an axis of size num_replicas in front, if that is above 1. Random keys differ
         between replicas. Not with `num_serialized` above 1.
+      joins_assigned: False leaves each replica its own values of variables that stages assign, from update
+        to update. Whoever reads the state's arrays then gets the first replica's; whoever puts others there
+        gives them to all.
       shard: any of "optimizer_state" and "weights" (see `Shard`), of which each replica then has a part, as
         far as sizes can be divided by the number of replicas.
       tensor_parallel: how many devices compute each stage together, and what they divide. IPU i of replica
@@ -116,6 +120,7 @@ class PipelineOptions:
     accumulator_dtype: Any = None
     num_serialized: int = 1
     num_replicas: int = 1
+    joins_assigned: bool = True
     shard: Collection[str | Shard] = ()
     tensor_parallel: TensorParallel | None = None
     collect_outputs: bool | Callable[[Any], Sequence[bool]] = True

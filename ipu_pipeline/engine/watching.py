@@ -105,6 +105,15 @@ class Watcher(Protocol):
           num_bytes: how much it was.
         """
 
+    def spanned(self, name: str, begin: int, end: int) -> None:
+        """The program has done something that its author named.
+
+        Args:
+          name: what people call it.
+          begin: when it began, in nanoseconds since the epoch.
+          end: when it ended.
+        """
+
 
 _watcher: Watcher | None = None
 

@@ -13,7 +13,7 @@ NAMES = {
     "autocasting": "torch.autocast does it",
     "fps": "torch_cluster has it; its operation needs poptorch.register_lowering",
     "ops": "the operations that there are, are in poptorch itself",
-    "ReplicaGrouping": "a model runs as one replica",
+    "ReplicaGrouping": "parameters of a wrapped model have a method replicaGrouping",
     "SerializedLinear": "torch.nn.Linear does it, in one piece",
 }
 

@@ -1,6 +1,6 @@
 """Named spans in the programs of users: `poptorch.profiling.Channel`.
 
-Until there are reports to show them in, they are logged, at level INFO.
+They are logged, at level INFO, and are in the execution report (docs/profiling.md) if one is recorded.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
+from ipu_pipeline.engine import watching
 from ipu_pipeline.poptorch.logs import logger
 
 __all__ = ["Channel"]
@@ -29,7 +30,7 @@ class Channel:
     """
 
     def __init__(self, name: str) -> None:
-        """Takes the name that its spans are logged with."""
+        """Takes the name that comes before those of its spans."""
         self._name = name
 
     @contextlib.contextmanager
@@ -39,12 +40,15 @@ class Channel:
         Args:
           name: of the span.
         """
-        begin = time.perf_counter()
+        begin, begin_ns = time.perf_counter(), time.time_ns()
         try:
             yield
         finally:
             milliseconds = 1e3 * (time.perf_counter() - begin)
             logger.info("[%s] %s: %.3f ms", self._name, name, milliseconds)
+            watcher = watching.current()
+            if watcher is not None:
+                watcher.spanned(f"{self._name}: {name}", begin_ns, begin_ns + round(1e6 * milliseconds))
 
     def instrument(self, obj: ObjectT, *methods: str) -> ObjectT:
         """Makes each call of some methods of an object a span.

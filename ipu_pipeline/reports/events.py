@@ -18,6 +18,7 @@ class EventKind(enum.StrEnum):
     TRANSFER = "transfer"  # from IPU to IPU
     INFEED_WAIT = "infeed wait"  # of the host, for micro-batches
     OUTFEED = "outfeed"  # of the host, which takes or copies what was enqueued
+    SPAN = "span"  # of the host: what the user's program named, as with poptorch.profiling.Channel
     OTHER = "other"  # a program that is none of a stage's, such as one of the user's own
 
     @property
@@ -45,7 +46,7 @@ class Event:
       is_shared: whether its begin or its end within the program was not seen by itself: it is reckoned from
         the estimated operations of the events that share the program.
       is_bounded: of a transfer, whether its end was not seen: it is the latest that it can have been.
-      name: of a program that is no stage's.
+      name: of a program that is no stage's, and of a span.
       process: the process whose host or device it was.
     """
 

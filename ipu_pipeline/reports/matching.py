@@ -54,7 +54,7 @@ def match(recorder: Recorder, profile: DeviceProfile) -> Matched:
     found, strangers, num_lost = _find_runs(recorder, profile)
     ipus = _number_devices(recorder)
     times = [run.begin for launched, runs in found.items() for run in runs if not launched.is_rehearsal]
-    times += [one.begin for one in recorder.host]
+    times += [one.begin for one in recorder.host if one.kind is not EventKind.SPAN]
     origin = min(times, default=0.0)
 
     def since(time: float) -> float:
@@ -78,15 +78,18 @@ def match(recorder: Recorder, profile: DeviceProfile) -> Matched:
     launches = {launched.launch: runs for launched, runs in found.items()}
     events += _transfers(recorder, profile, launches, ipus, since)
     for one in recorder.host:
+        if one.end < origin:  # a span before the trace
+            continue
         events.append(
             Event(
                 one.kind,
-                since(one.begin),
+                max(0.0, since(one.begin)),
                 since(one.end),
                 None,
                 micro_batch=one.micro_batch,
                 step=one.step,
                 num_bytes=one.num_bytes,
+                name=one.name,
             )
         )
     return Matched(tuple(sorted(events, key=lambda event: (event.begin, event.end))), num_lost, origin)

@@ -27,7 +27,7 @@ __all__ = [
     "read_profile",
 ]
 
-FORMAT, VERSION = "ipu_pipeline profile", 2  # 1 had no replicas and processes
+FORMAT, VERSION = "ipu_pipeline profile", 3  # 1 had no replicas and processes, 2 no spans
 
 # Of an event in the file: the names of its fields.
 _COLUMNS = (

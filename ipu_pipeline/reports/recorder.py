@@ -66,6 +66,7 @@ class HostTime:
     step: int | None = None
     micro_batch: int | None = None
     num_bytes: int = 0
+    name: str = ""
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,7 @@ class Recorder:
         self.host: list[HostTime] = []
         self.num_actions = self.num_dropped = 0
         self._has_begun = False
+        self._full_at: int | None = None  # when something was first left out
         self._max_actions = max_actions
         self._on_first, self._on_full = on_first, on_full
         self._lock = threading.RLock()  # programs are noted in the order in which they are started
@@ -190,6 +192,7 @@ class Recorder:
         size = self.introduced[place].shares.count(launch)
         if self.num_dropped or self.num_actions + size > self._max_actions:
             if not self.num_dropped:
+                self._full_at = time.time_ns()
                 self._on_full()
             self.num_dropped += size
             return False
@@ -217,6 +220,12 @@ class Recorder:
         """See `engine.watching.Watcher`."""
         if self.launched and not self.is_full:
             self.host.append(HostTime(EventKind.OUTFEED, begin, end, num_bytes=num_bytes))
+
+    def spanned(self, name: str, begin: int, end: int) -> None:
+        """See `engine.watching.Watcher`. What goes on after the recording is noted up to its end."""
+        end = end if self._full_at is None else min(end, self._full_at)
+        if self.launched and begin <= end:
+            self.host.append(HostTime(EventKind.SPAN, begin, end, name=name))
 
     def forget(self) -> None:
         """Lets go of everything."""

@@ -89,7 +89,8 @@ FLOORS = (
     _beside(
         "poptorch: ground",
         "poptorch.errors poptorch.enums poptorch.logs poptorch.dtypes poptorch.markers poptorch.structures "
-        "poptorch.annotations poptorch.operations poptorch.profiling poptorch.later",
+        "poptorch.annotations poptorch.operations poptorch.profiling poptorch.later "
+        "poptorch.replica_groups",
         "PopTorch's names; torch's dtypes; markers of blocks",
     ),
     _folder("poptorch/lowering"),

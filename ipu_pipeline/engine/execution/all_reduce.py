@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ipu_pipeline.engine.devices.rows import Row, join, over_replicas, partition_of
+from ipu_pipeline.engine.programs.accumulation import count_dtype
 from ipu_pipeline.engine.tracing.replicas import REPLICA
 
 __all__ = ["Joined", "Parts", "join_replicas", "take_first"]
@@ -88,7 +89,7 @@ def _joining(mesh: Mesh, accumulators: _Partitions, assigned: _Partitions) -> _J
 
     def join_parts(accumulators: dict[str, Any], assigned: dict[str, Any]) -> Any:
         return (
-            {key: jax.lax.pmean(value, REPLICA) for key, value in accumulators.items()},
+            {key: _mean(value) for key, value in accumulators.items()},
             {key: jnp.zeros_like(value) for key, value in accumulators.items()},
             {name: _mean_or_first(value) for name, value in assigned.items()},
         )
@@ -105,10 +106,14 @@ def _taking_first(mesh: Mesh) -> Callable[..., Any]:
     return jax.jit(over_replicas(mesh, take))
 
 
+def _mean(value: jax.Array) -> jax.Array:
+    """In 32 bits at least: the sum of what 16 bits hold may be too large for them."""
+    mean: jax.Array = jax.lax.pmean(value.astype(count_dtype(value.dtype)), REPLICA)
+    return mean.astype(value.dtype)
+
+
 def _mean_or_first(value: jax.Array) -> jax.Array:
-    is_floating = jnp.issubdtype(value.dtype, jnp.floating)
-    mean: jax.Array = jax.lax.pmean(value, REPLICA) if is_floating else _first(value)
-    return mean
+    return _mean(value) if jnp.issubdtype(value.dtype, jnp.floating) else _first(value)
 
 
 def _first(value: jax.Array) -> jax.Array:

@@ -82,6 +82,7 @@ class Replicated(Runner[PendingReplicas]):
 
     Attributes:
       has_identical_keys: whether the replicas draw the random numbers that one alone would.
+      joins_assigned: whether variables that stages assign are the same in all replicas after an update.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class Replicated(Runner[PendingReplicas]):
         self._weight_update = WeightUpdate(residence, donate, options.update, self.waits_for_python)
         rows = [row for column in columns for row in column.residence.rows]
         self._rows = {row.devices[0]: row for row in rows}
-        self.has_identical_keys = False
+        self.has_identical_keys, self.joins_assigned = False, True
         self._key: tuple[Any, list[Any]] | None = None  # the last random key, and those of the replicas
         self._is_compiled = False
         self._lock = threading.Lock()
@@ -372,7 +373,8 @@ class Replicated(Runner[PendingReplicas]):
 
         Returns:
           Variables that stages assign, by full name: the means of floating ones, else those of the first
-          replica. Accumulators by key: their means. And zeros in the memory of those, per replica.
+          replica; or of each replica its own. Accumulators by key: their means. And zeros in the memory of
+          those, per replica.
         """
         rows, owners = self.residence.rows, self.residence.traced.owners
         by_row: dict[Row, Parts] = {}
@@ -388,9 +390,13 @@ class Replicated(Runner[PendingReplicas]):
                 columns = [column.residence.rows[stage] for column in self.columns]
                 own = [put([array], row)[0] for array, row in zip(own, columns, strict=True)]
             parts_of(stage).accumulators[key] = own
-        for name in parts[0].assigned:
-            parts_of(owners[name]).assigned[name] = [part.assigned[name] for part in parts]
         variables: dict[str, Any] = {}
+        for name in parts[0].assigned:
+            assigned = [part.assigned[name] for part in parts]
+            if self.joins_assigned:
+                parts_of(owners[name]).assigned[name] = assigned
+            else:
+                variables[name] = join(assigned, rows[owners[name]])
         means: dict[str, Any] = {}
         zeros: dict[str, Any] = {}
         for row, own_parts in by_row.items():

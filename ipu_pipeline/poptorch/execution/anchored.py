@@ -1,17 +1,19 @@
-"""Values of a model that `Options.anchorTensor` names, kept from the last call."""
+"""Values within a model: their names, and those of the last call that `Options.anchorTensor` names."""
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Sequence
 
 import torch
 
 from ipu_pipeline.engine.state import Collected
 from ipu_pipeline.poptorch.enums import OutputMode
+from ipu_pipeline.poptorch.execution.compiled import CompiledModel
 from ipu_pipeline.poptorch.execution.outputs import join_outputs
 from ipu_pipeline.poptorch.options import Options
 
-__all__ = ["AnchoredValues"]
+__all__ = ["Anchored", "AnchoredValues"]
 
 
 class AnchoredValues:
@@ -37,7 +39,10 @@ class AnchoredValues:
             wanted = mode if anchor.output_mode in (None, OutputMode.Default) else anchor.output_mode
             is_own = wanted is anchor.output_mode
             period = anchor.output_return_period if is_own else self._options.output_return_period
-            (value,) = join_outputs(collected, dtypes[place : place + 1], wanted, period, place)
+            has_replicas = self._options.replication_factor > 1
+            (value,) = join_outputs(
+                collected, dtypes[place : place + 1], wanted, period, place, has_replicas
+            )
             self._kept[short] = value
 
     def find(self, short_name: str) -> torch.Tensor:
@@ -46,3 +51,30 @@ class AnchoredValues:
         assert short_name in known, f"No tensor is anchored as {short_name!r}. There are: {known}."
         assert short_name in self._kept, "Run the model before asking for an anchored tensor."
         return self._kept[short_name]
+
+
+class Anchored(abc.ABC):
+    """The part of a wrapped model that tells of values within it."""
+
+    _compiled: CompiledModel | None
+    _anchored: AnchoredValues
+
+    def getTensorNames(self) -> list[str]:
+        """The names of the model's values, for `Options.anchorTensor`.
+
+        Raises:
+          AssertionError: the model has not been compiled.
+        """
+        assert self._compiled is not None, "Model has not been compiled or has been destroyed."
+        return list(self._compiled.stages.value_names)
+
+    def getAnchoredTensor(self, short_name: str) -> torch.Tensor:
+        """The value of the last call that `Options.anchorTensor` kept.
+
+        Args:
+          short_name: the first argument there.
+
+        Raises:
+          AssertionError: there is none of that name, or no call was made.
+        """
+        return self._anchored.find(short_name)

@@ -51,16 +51,28 @@ class Batching:
 
     Attributes:
       device_iterations: weight updates of a call, or micro-batches of an inference.
-      gradient_accumulation: micro-batches per weight update.
+      gradient_accumulation: micro-batches per weight update, of each replica.
+      input_groups: of each replica, the group whose inputs it gets.
     """
 
     device_iterations: int
     gradient_accumulation: int
+    input_groups: tuple[int, ...] = (0,)
+
+    @property
+    def num_rounds(self) -> int:
+        """How many micro-batches each replica has in a call."""
+        return self.device_iterations * self.gradient_accumulation
+
+    @property
+    def num_groups(self) -> int:
+        """How many groups of replicas with the same inputs there are."""
+        return max(self.input_groups) + 1
 
     @property
     def num_micro_batches(self) -> int:
-        """Of a call."""
-        return self.device_iterations * self.gradient_accumulation
+        """How many a call's tensors are cut into."""
+        return self.num_rounds * self.num_groups
 
 
 class Signature:
@@ -190,7 +202,8 @@ def check_batches(arguments: Arguments, batching: Batching) -> None:
             f"Invalid batch dimension: In the input {name} of shape {tuple(tensor.shape)}, the batch "
             f"dimension ({size}) must be a multiple of "
             f"Options.deviceIterations({batching.device_iterations}) * "
-            f"(Options.replicationFactor(1) / Options.inputReplicaGrouping(1)) * "
+            f"(Options.replicationFactor({len(batching.input_groups)}) / "
+            f"Options.inputReplicaGrouping({len(batching.input_groups) // batching.num_groups})) * "
             f"Options.Training.gradientAccumulation({batching.gradient_accumulation}) = {number} because "
             "it is used to calculate the batch size which will be executed on the device in any given "
             "iteration."
@@ -198,10 +211,13 @@ def check_batches(arguments: Arguments, batching: Batching) -> None:
 
 
 def split(arguments: Arguments, batching: Batching) -> tuple[list[Any], int]:
-    """The micro-batches of a call, in the order in which they run: device iterations outermost.
+    """The micro-batches of a call, in the order in which they run.
+
+    That is: device iterations outermost, then accumulation steps, then replicas.
 
     Returns:
-      Each a tuple of arrays that share the memory of the tensors; and how many there are.
+      Each a tuple of arrays that share the memory of the tensors; and how many there are. Replicas of one
+      group have the same arrays.
 
     Raises:
       AssertionError: see `check_batches`.
@@ -221,7 +237,12 @@ def split(arguments: Arguments, batching: Batching) -> tuple[list[Any], int]:
         arrays.append(
             array[None] if number == 1 else array.reshape(number, len(array) // number, *array.shape[1:])
         )
-    return [tuple(array[index] for array in arrays) for index in range(number)], number
+    found = [
+        tuple(array[index * batching.num_groups + group] for array in arrays)
+        for index in range(batching.num_rounds)
+        for group in batching.input_groups
+    ]
+    return found, len(found)
 
 
 def first_micro_batch(arguments: Arguments, batching: Batching) -> list[torch.Tensor]:

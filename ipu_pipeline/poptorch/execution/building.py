@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from ipu_pipeline.poptorch.errors import Error
 from ipu_pipeline.poptorch.execution.arguments import Arguments, Batching, first_micro_batch
 from ipu_pipeline.poptorch.execution.compiled import CompiledModel
 from ipu_pipeline.poptorch.execution.devices import select_devices
+from ipu_pipeline.poptorch.execution.grouped import check_groupings, one_row_each
 from ipu_pipeline.poptorch.execution.progress import CompileProgress
 from ipu_pipeline.poptorch.execution.recalled import bind
 from ipu_pipeline.poptorch.execution.training import ModelOptimizer
@@ -29,6 +30,7 @@ from ipu_pipeline.poptorch.graphs.stages import ModelStages, make_stages
 from ipu_pipeline.poptorch.logs import logger, warn_once
 from ipu_pipeline.poptorch.options import Options
 from ipu_pipeline.poptorch.options.strategies import PipelinedExecution, ShardedExecution
+from ipu_pipeline.poptorch.replica_groups import find_groups
 
 __all__ = ["Wrapped", "batching_of", "compile_model", "output_mode_of"]
 
@@ -52,7 +54,8 @@ class Wrapped:
 
 def batching_of(options: Options) -> Batching:
     """How the options cut a call's tensors."""
-    return Batching(options.device_iterations, options.Training.gradient_accumulation)
+    groups = find_groups(options.input_cgt, options.input_group_size, options.replication_factor)
+    return Batching(options.device_iterations, options.Training.gradient_accumulation, groups)
 
 
 def output_mode_of(options: Options, trains: bool) -> OutputMode:
@@ -67,6 +70,7 @@ def compile_model(
     arguments: Arguments,
     optimizer: torch.optim.Optimizer | None,
     progress: CompileProgress,
+    groupings: Mapping[str, Any],
     graph: SavedGraph | None = None,
 ) -> tuple[CompiledModel, ModelOptimizer | None]:
     """Compiles a model for the arguments of a call.
@@ -76,6 +80,7 @@ def compile_model(
       arguments: of a call.
       optimizer: of a model that trains.
       progress: is told of each part.
+      groupings: of parameters by their names, see `check_groupings`.
       graph: of a file, in place of what the model's forward does.
 
     Raises:
@@ -91,10 +96,19 @@ def compile_model(
             f"Parameter {made[0]} was made within torch.inference_mode, and cannot be captured. Make the "
             "model outside of it."
         )
+    group_rows = check_groupings(wrapped.model, groupings, options.replication_factor)
     if graph is not None:
+        if group_rows:
+            raise Error(
+                "A model of a file cannot have parameters with replicaGrouping: it was captured without. "
+                "Compile the model itself."
+            )
         captured = bind(graph, wrapped.model, trains)
     else:
-        with host_weights_of(wrapped.model).unwatched():
+        with (
+            host_weights_of(wrapped.model).unwatched(),
+            one_row_each(wrapped.model, group_rows) as restored,
+        ):
             captured = capture(
                 wrapped.model,
                 tensors,
@@ -103,6 +117,7 @@ def compile_model(
                 trains,
                 options.source_location_excludes,
             )
+            captured = restored(captured)
     progress.done("capture")
     if not trains:
         _tell_of_training_mode(wrapped.modes)
@@ -114,14 +129,18 @@ def compile_model(
         trains,
         [anchor.long_name for anchor in anchored],
         options.module_namescope,
+        group_rows,
     )
+    _check_buffers(stages, options)
     _tell_of_idle_stages(stages, batching, options)
     _tell_of_narrowing([*tensors, *stages.tensors.values()])
     training = None
     pipeline_options: dict[str, Any] = {}
     if trains:
         assert optimizer is not None
-        training = ModelOptimizer(optimizer, stages.tensors, stages.trained, options, wrapped.model)
+        training = ModelOptimizer(
+            optimizer, stages.tensors, stages.trained, options, wrapped.model, stages.group_rows
+        )
         pipeline_options = {**training.pipeline_options(), "loss": _last, "collect_losses": False}
         if stages.has_checkpoints:
             pipeline_options["recompute"] = "auto"
@@ -140,19 +159,33 @@ def compile_model(
         sum_collected=output_mode_of(options, trains) is OutputMode.Sum and not anchored,
         sum_dtype=_sum_dtype,
         offload=options.TensorLocations.offload,
+        num_replicas=options.replication_factor,
+        shard=options.TensorLocations.shard if options.replication_factor > 1 else (),
+        joins_assigned=False,
         **pipeline_options,
     )
     micro_batch = tuple(
         to_numpy(tensor, f"Input {name}") for name, tensor in zip(arguments.names, tensors, strict=True)
     )
     seed = options.random_seed if options.is_set("random_seed") else torch.initial_seed()
-    devices = select_devices(num_ipus, options)
+    devices = select_devices(num_ipus * options.replication_factor, options)
     key = jax.random.fold_in(jax.random.key(seed % 2**32), seed >> 32 & 2**32 - 1)
     compiled = CompiledModel(wrapped.model, stages, captured, pipeline, devices, micro_batch, key, checks)
     progress.done("trace")
     for section, ipu in zip(stages.sections, stages.ipus, strict=True):
         logger.info("IPU %d: %s, %d operations", ipu, section.name, len(section.nodes))
     return compiled, training
+
+
+def _check_buffers(stages: ModelStages, options: Options) -> None:
+    """Raises an Error if replicas write buffers, and nobody has said that these may differ."""
+    if options.replication_factor > 1 and options.broadcast_buffers and stages.assigned:
+        names = ", ".join(sorted(name.partition("/")[2] for name in stages.assigned))
+        raise Error(
+            "PopTorch does not support broadcasting buffers. If your model is able to tolerate buffers "
+            "becoming out of sync between replicas, you can disable buffer broadcasting using "
+            f"poptorch.Options.broadcastBuffers(False). The model writes: {names}."
+        )
 
 
 def _tell_of_training_mode(modes: Modes) -> None:

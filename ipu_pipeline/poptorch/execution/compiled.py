@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,11 +13,12 @@ import torch
 
 from ipu_pipeline import engine
 from ipu_pipeline.engine.state import Collected, PipelineState
-from ipu_pipeline.poptorch.dtypes import to_numpy, to_torch
+from ipu_pipeline.poptorch.dtypes import to_torch
 from ipu_pipeline.poptorch.errors import Error
 from ipu_pipeline.poptorch.execution.weights import on_host
 from ipu_pipeline.poptorch.graphs.capture import Captured
 from ipu_pipeline.poptorch.graphs.stages import ModelStages
+from ipu_pipeline.poptorch.logs import logger
 from ipu_pipeline.processes import announcing, interrupts
 from ipu_pipeline.reports.capturing import start_automatic_report
 
@@ -33,7 +34,13 @@ class CompiledModel:
       pipeline: the engine's.
       outputs: structure of what the model returns.
       state: on the devices; None while detached.
+      is_lost: whether an error took the state with it.
     """
+
+    LOST = (
+        "The weights and the optimizer's state on the devices were lost with it. Those of the host are "
+        "from when they were last read: call destroy(), which keeps them, and wrap the model again."
+    )
 
     def __init__(
         self,
@@ -66,6 +73,7 @@ class CompiledModel:
         self._held = _find_held(model, stages.tensors.values())
         self._name, self._devices = type(model).__name__, list(devices)
         self._checks_numbers = checks_numbers
+        self.is_lost = False
         start_automatic_report()
         self._synthetic: list[Any] | None = None
         pipeline.trace(micro_batch)
@@ -73,7 +81,12 @@ class CompiledModel:
         with on_host(*stages.tensors.values()), interrupts.deferred():
             self.state: PipelineState | None = pipeline.init(key, micro_batch)
 
-    def run(self, micro_batches: Sequence[tuple[Any, ...]], is_synthetic: bool = False) -> list[Collected]:
+    def run(
+        self,
+        micro_batches: Sequence[tuple[Any, ...]],
+        is_synthetic: bool = False,
+        note_placed: Callable[[], None] = lambda: None,
+    ) -> list[Collected]:
         """Runs micro-batches, and a weight update after every so many if the model trains.
 
         An interrupt, or a number that is not finite where that is checked, leaves the state of the last
@@ -82,13 +95,17 @@ class CompiledModel:
         Args:
           micro_batches: the leaves of each; a multiple of those of an update.
           is_synthetic: whether zeros that stay on the devices take their place.
+          note_placed: called when the next one is on its way to the devices; not for synthetic ones.
 
         Returns:
           What the last stage gave, in their order.
+
+        Raises:
+          Error: an error took the state with it before.
         """
         pipeline = self.pipeline
-        every = pipeline.num_micro_batches
-        assert every is not None
+        every = self._num_taken
+        self.check_not_lost()
         assert self.state is not None
         total = len(micro_batches) // every
         runner = pipeline.prepare()
@@ -101,7 +118,11 @@ class CompiledModel:
                 return synthetic[:wanted]
             if not has_feed:
                 return [()] * wanted
-            return [runner.place_element(leaves) for leaves in itertools.islice(left, wanted)]
+            placed = []
+            for leaves in itertools.islice(left, wanted):
+                placed.append(runner.place_element(leaves))
+                note_placed()
+            return placed
 
         state = pipeline.place(self.state)
         collected: list[Collected] = []
@@ -125,6 +146,19 @@ class CompiledModel:
             jax.effects_barrier()  # what a call prints stands there when it returns
         return collected
 
+    def note_loss(self) -> bool:
+        """After an error of JAX: finds out whether it took the state with it. A weight update does."""
+        try:
+            jax.block_until_ready(self.state)
+        except RuntimeError:
+            self.is_lost = True
+        return self.is_lost
+
+    def check_not_lost(self) -> None:
+        """Raises an Error if the state was lost."""
+        if self.is_lost:
+            raise Error(f"An error came before this call. {self.LOST}")
+
     def compile(self, num_updates: int) -> None:
         """Compiles all programs of a run, and runs nothing.
 
@@ -134,23 +168,32 @@ class CompiledModel:
         assert self.state is not None
         self.pipeline.compile(self.state, num_updates)
 
+    @property
+    def _num_taken(self) -> int:
+        """How many micro-batches a weight update takes, those of all replicas."""
+        assert self.pipeline.num_micro_batches is not None
+        return self.pipeline.num_micro_batches * self.pipeline.num_replicas
+
     def _make_synthetic(self) -> list[Any]:
         if self._synthetic is None:
-            every = self.pipeline.num_micro_batches
-            assert every is not None
+            every = self._num_taken
             runner, element = self.pipeline.prepare(), self.pipeline.traced.element
             zeros = tuple(np.zeros(leaf.shape, leaf.dtype) for leaf in element)
             self._synthetic = runner.place_ahead([runner.place_element(zeros) for _number in range(every)])
         return self._synthetic
 
     def write_to_host(self) -> None:
-        """Copies the variables that runs change to the user's parameters and buffers."""
+        """Copies the variables that runs change to the user's parameters and buffers, if there are any."""
+        if self.is_lost:
+            logger.warning("The weights on the devices were lost by an error: the host's stay as they are.")
+            return
         assert self.state is not None
         changing = self.stages.trained | self.stages.assigned
         values = jax.device_get({name: self.state.variables[name] for name in changing})
         with on_host():
             for name, value in values.items():
-                self.stages.tensors[name].copy_(to_torch(value))
+                rows = self.stages.group_rows.get(name)
+                self.stages.tensors[name].copy_(to_torch(value if rows is None else rows.to_host(value)))
 
     def current_values(self) -> dict[int, torch.Tensor]:
         """Copies of the parameters and buffers on the devices, by the `id` of the user's tensor."""
@@ -211,9 +254,9 @@ class CompiledModel:
         with on_host(*tensors.values()):
             return {
                 name: jax.numpy.asarray(
-                    to_numpy(tensor, f"Tensor {name}").copy(), self.pipeline.variables[name].dtype
+                    self.stages.read_tensor(name).copy(), self.pipeline.variables[name].dtype
                 )
-                for name, tensor in tensors.items()
+                for name in tensors
             }
 
     def replace(self, **changes: Any) -> None:
@@ -222,6 +265,7 @@ class CompiledModel:
         Args:
           **changes: fields of `PipelineState`.
         """
+        self.check_not_lost()
         assert self.state is not None
         changed = dataclasses.replace(self.state, **changes)
         with interrupts.deferred():
@@ -233,6 +277,7 @@ class CompiledModel:
         Returns:
           What `attach` needs besides the host's weights, on the host.
         """
+        self.check_not_lost()
         assert self.state is not None
         kept = {
             "optimizer_state": jax.device_get(self.state.optimizer_state),

@@ -9,15 +9,18 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from ipu_pipeline.engine import PipelineState
 from ipu_pipeline.poptorch.annotations import module_repr
 from ipu_pipeline.poptorch.enums import ConnectionType
 from ipu_pipeline.poptorch.errors import Error
-from ipu_pipeline.poptorch.execution.anchored import AnchoredValues
+from ipu_pipeline.poptorch.execution.anchored import Anchored, AnchoredValues
 from ipu_pipeline.poptorch.execution.arguments import Arguments, Signature, check_like_first, split
 from ipu_pipeline.poptorch.execution.building import Wrapped, batching_of, compile_model, output_mode_of
 from ipu_pipeline.poptorch.execution.compiled import CompiledModel
 from ipu_pipeline.poptorch.execution.exporting import NOT_COMPILED, Exported
+from ipu_pipeline.poptorch.execution.grouped import Grouped
 from ipu_pipeline.poptorch.execution.hooks import after_compiling, before_compiling
+from ipu_pipeline.poptorch.execution.jax_errors import translating
 from ipu_pipeline.poptorch.execution.measured import Measured
 from ipu_pipeline.poptorch.execution.outputs import join_outputs
 from ipu_pipeline.poptorch.execution.profiles import Profile
@@ -37,7 +40,7 @@ from ipu_pipeline.processes import interrupts
 __all__ = ["PoplarExecutor"]
 
 
-class PoplarExecutor(Exported, Refused, Measured):
+class PoplarExecutor(Exported, Anchored, Grouped, Refused, Measured):
     """What `trainingModel` and `inferenceModel` return.
 
     Attributes and methods that are not here are those of the user's model.
@@ -67,16 +70,18 @@ class PoplarExecutor(Exported, Refused, Measured):
         self._shapes: list[torch.Size] = []
         self._seen_version = 0
         self._anchored = AnchoredValues(wrapped.options)
+        self.per_replica_params = {}
         self._profile = Profile(wrapped.options, wrapped.trains)
 
     # Calls.
 
+    @translating
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the model on all micro-batches that the options say, and if it trains, updates the weights.
 
         Args:
           *args: as for the model's forward. Tensors have micro-batches one after another along their first
-            dimension: device iterations outermost, then those of gradient accumulation.
+            dimension: device iterations outermost, then those of gradient accumulation, then of replicas.
           **kwargs: likewise.
 
         Returns:
@@ -103,21 +108,25 @@ class PoplarExecutor(Exported, Refused, Measured):
             begin = time.perf_counter_ns()
             times = self._times = CallTimes()
             micro_batches, number = split(arguments, batching_of(self.options))
-            times.input = [begin / 1e9] * number
-            times.input_complete = [time.perf_counter()] * number
+            times.begin(begin / 1e9, number)
             if self._wrapped.trains:
                 # For torch's schedulers of rates, which warn of an optimizer that has not been used.
                 vars(self._optimizer)["_opt_called"] = True
                 # Before the run, since an interrupt may come at any time
                 self._host.mark_stale(self, self._read_back)
             with self._profile.of_first_call():
-                collected = compiled.run(micro_batches, is_synthetic=self.options.synthetic_data)
-            asked = time.perf_counter()
+                collected = compiled.run(micro_batches, self.options.synthetic_data, times.note_placed)
+            times.wait_for(collected)
             mode = output_mode_of(self.options, self._wrapped.trains)
             first, dtypes = compiled.outputs.num_tensors, compiled.stages.output_dtypes
-            joined = join_outputs(collected, dtypes[:first], mode, self.options.output_return_period)
+            joined = join_outputs(
+                collected,
+                dtypes[:first],
+                mode,
+                self.options.output_return_period,
+                has_replicas=self.options.replication_factor > 1,
+            )
             self._anchored.keep(collected, dtypes, first, mode)
-            times.note_outputs(asked)
             self._call_ns = time.perf_counter_ns() - begin
             return compiled.outputs.unflatten(joined)
 
@@ -135,7 +144,9 @@ class PoplarExecutor(Exported, Refused, Measured):
         self._host.refresh()
         progress = CompileProgress(self.options.show_compilation_progress_bar)
         try:
-            compiled, training = compile_model(wrapped, arguments, self._optimizer, progress, self._graph)
+            compiled, training = compile_model(
+                wrapped, arguments, self._optimizer, progress, self.per_replica_params, self._graph
+            )
             if training is not None:
                 assert self._optimizer is not None
                 saved = training.take_saved(self._optimizer)
@@ -179,6 +190,7 @@ class PoplarExecutor(Exported, Refused, Measured):
 
     # The optimizer.
 
+    @translating
     def setOptimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Takes another optimizer, or the values that have changed in the one in use. It compiles nothing.
 
@@ -226,16 +238,19 @@ class PoplarExecutor(Exported, Refused, Measured):
 
     def _leave_optimizer_state(self) -> None:
         with self._host.lock:
-            state = None if self._compiled is None else self._detached or self._compiled.state
+            state = self._find_state()
             if self._training is not None and self._optimizer is not None and state is not None:
                 self._training.leave_saved(self._optimizer, state)
 
     def _fetch_optimizer_state(self) -> SavedState | None:
         with self._host.lock:
-            if self._training is None or self._compiled is None:
-                return None
-            state = self._compiled.state if self._detached is None else self._detached
-            return None if state is None else self._training.save(state)
+            state = self._find_state()
+            return None if self._training is None or state is None else self._training.save(state)
+
+    def _find_state(self) -> PipelineState | Mapping[str, Any] | None:
+        if self._compiled is None or self._compiled.is_lost:
+            return None
+        return self._compiled.state if self._detached is None else self._detached
 
     def _put_optimizer_state(self, saved: SavedState) -> None:
         assert self._compiled is not None
@@ -246,6 +261,7 @@ class PoplarExecutor(Exported, Refused, Measured):
 
     # Weights.
 
+    @translating
     def copyWeightsToHost(self) -> None:
         """Copies parameters and buffers from the devices to the user's model.
 
@@ -260,10 +276,12 @@ class PoplarExecutor(Exported, Refused, Measured):
                 self._host.mark_fresh()
                 self._seen_version = self._host.version
 
+    @translating
     def copyWeightsToHostIfNeeded(self) -> bool:
         """Copies them if those on the devices are newer; says whether they were."""
         return self._host.refresh()
 
+    @translating
     def copyWeightsToDevice(self) -> None:
         """Copies parameters and buffers of the user's model to the devices.
 
@@ -275,6 +293,7 @@ class PoplarExecutor(Exported, Refused, Measured):
             self._attached().read_from_host()
             self._seen_version = self._host.version
 
+    @translating
     def copyNamedBuffersToDevice(self) -> None:
         """Copies the buffers that `Options.updatableNamedBuffers` names to the devices.
 
@@ -289,6 +308,7 @@ class PoplarExecutor(Exported, Refused, Measured):
             compiled = self._attached()
             compiled.read_buffers_from_host(self._wrapped.model, names)
 
+    @translating
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
         """Loads weights into the user's model, and if it is compiled, copies them to the devices.
 
@@ -306,6 +326,7 @@ class PoplarExecutor(Exported, Refused, Measured):
         if self._compiled is not None and self._compiled.state is not None:
             self._compiled.write_to_host()
 
+    @translating
     def _read_back(self) -> None:
         self._write_to_host()
         self._seen_version = self._host.version + 1  # of `mark_fresh`, which follows
@@ -332,6 +353,7 @@ class PoplarExecutor(Exported, Refused, Measured):
         """Whether the model is compiled, and its weights are on the devices."""
         return self._compiled is not None and self._compiled.state is not None
 
+    @translating
     def attachToDevice(self) -> None:
         """Puts the weights of the user's model, and the optimizer's state, on the devices again.
 
@@ -354,6 +376,7 @@ class PoplarExecutor(Exported, Refused, Measured):
                 self._detached = None
             self._seen_version = self._host.version
 
+    @translating
     def detachFromDevice(self) -> None:
         """Copies the weights to the host if they are newer, and lets go of the devices' memory.
 
@@ -367,18 +390,25 @@ class PoplarExecutor(Exported, Refused, Measured):
             with interrupts.deferred():
                 self._detached = compiled.detach()
 
+    @translating
     def destroy(self) -> None:
         """Copies newer weights to the host, and forgets everything that was compiled.
 
         The user's model can be wrapped again. A call compiles anew.
+
+        Raises:
+          Error: the weights turn out to be lost; all else is done, and the host's stay as they are.
         """
         with self._host.lock:
-            if self._wrapped.trains:
-                self._host.refresh()
-                self._disconnect()
-            self._compiled = self._training = self._detached = self._first = None
-            self._host.release(self)
-            self._host.unregister(self, self._wrapped.model)
+            try:
+                if self._wrapped.trains:
+                    self._host.refresh()
+            finally:
+                if self._wrapped.trains:
+                    self._disconnect()
+                self._compiled = self._training = self._detached = self._first = None
+                self._host.release(self)
+                self._host.unregister(self, self._wrapped.model)
 
     # What is known.
 
@@ -392,31 +422,14 @@ class PoplarExecutor(Exported, Refused, Measured):
         """The model's options, frozen."""
         return self._wrapped.options
 
-    def getTensorNames(self) -> list[str]:
-        """The names of the model's values, for `Options.anchorTensor`.
-
-        Raises:
-          AssertionError: the model has not been compiled.
-        """
-        assert self._compiled is not None, NOT_COMPILED
-        return list(self._compiled.stages.value_names)
-
-    def getAnchoredTensor(self, short_name: str) -> torch.Tensor:
-        """The value of the last call that `Options.anchorTensor` kept.
-
-        Args:
-          short_name: the first argument there.
-
-        Raises:
-          AssertionError: there is none of that name, or no call was made.
-        """
-        return self._anchored.find(short_name)
-
     def __getattr__(self, name: str) -> Any:
         """What is no attribute here is one of the user's model."""
         if name == "_wrapped":  # while it is being made
             raise AttributeError(name)
-        return getattr(self._wrapped.model, name)
+        value = getattr(self._wrapped.model, name)
+        if isinstance(value, torch.nn.Parameter):
+            self._host.ask(self, self._wrapped.model, value)
+        return value
 
     def __repr__(self) -> str:
         with on_host():

@@ -14,6 +14,7 @@ from ipu_pipeline.poptorch.errors import Error
 from ipu_pipeline.poptorch.execution.arguments import Arguments, Signature, check_like_first
 from ipu_pipeline.poptorch.execution.building import Wrapped, batching_of
 from ipu_pipeline.poptorch.execution.compiled import CompiledModel
+from ipu_pipeline.poptorch.execution.jax_errors import translating
 from ipu_pipeline.poptorch.execution.recalled import RestoredModel, bind, make_arguments, to_graph
 from ipu_pipeline.poptorch.execution.weights import HostWeights, on_host
 from ipu_pipeline.poptorch.files import contents
@@ -63,6 +64,7 @@ class Exported(abc.ABC):
     def _attached(self) -> CompiledModel:
         """The compiled model, with its state on the devices."""
 
+    @translating
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compiles the model for arguments like these, and runs nothing.
 
@@ -113,8 +115,8 @@ class Exported(abc.ABC):
             `Options.randomSeed`, or torch's seed, when the file is loaded.
 
         Raises:
-          Error: the model has not been compiled; or it cannot be written; or its arguments, results,
-            options or optimizer have what no file can hold.
+          Error: the model has not been compiled; or parameters have `replicaGrouping`; or it cannot be
+            written; or its arguments, results, options or optimizer have what no file can hold.
           TypeError: `filename` is no path, or a flag is no boolean.
         """
         _check_flag("export_model", export_model)
@@ -123,6 +125,11 @@ class Exported(abc.ABC):
             compiled, wrapped = self._compiled, self._wrapped
             if compiled is None or self._first is None:
                 raise Error(NOT_COMPILED)
+            if compiled.stages.group_rows:
+                raise Error(
+                    f"{', '.join(compiled.stages.group_rows)} have values for each group of replicas "
+                    "(replicaGrouping), and a file has one of each. Save the weights with torch.save."
+                )
             compiled.check_same_tensors()
             if compiled.state is None:
                 self._host.refresh()

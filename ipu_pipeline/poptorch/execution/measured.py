@@ -52,7 +52,7 @@ class Measured(abc.ABC):
         return self._times.latency("input_complete", "output")
 
     def getIpuHostLatency(self) -> Latency:
-        """The same from there until outputs were on the host."""
+        """The same from there until outputs were there."""
         return self._times.latency("output", "output_complete")
 
     def getPerfCounters(self) -> dict[str, list[float]]:

@@ -23,6 +23,7 @@ def join_outputs(
     mode: OutputMode,
     period: int,
     first: int = 0,
+    has_replicas: bool = False,
 ) -> list[torch.Tensor]:
     """The tensors that a call returns.
 
@@ -30,10 +31,12 @@ def join_outputs(
       collected: what the last stage gave, in the order of the micro-batches; with `OutputMode.Sum`, the
         sums of each weight update.
       dtypes: of the outputs.
-      mode: which micro-batches' outputs are wanted. Those of several are joined along dimension 0; scalars
-        make a vector.
+      mode: which micro-batches' outputs are wanted, of each replica. Those of several are joined along
+        dimension 0; scalars make a vector.
       period: of `OutputMode.EveryN`.
       first: the position of the first output that is wanted.
+      has_replicas: whether there are several, for which outputs have an axis in front. Theirs are joined
+        likewise, those of one micro-batch after another.
     """
     joined = []
     for place, dtype in enumerate(dtypes, first):
@@ -48,8 +51,9 @@ def join_outputs(
             value = _stack(collected, place)
             if mode is OutputMode.EveryN:
                 value = value[period - 1 :: period]
-            if value.ndim > 1:
-                value = value.reshape(-1, *value.shape[2:])
+            value = _join_first_axes(value)
+        if has_replicas:
+            value = _join_first_axes(value)
         tensor = to_torch(value, dtype)
         vars(tensor)["backward"] = _NO_BACKWARD
         joined.append(tensor)
@@ -63,6 +67,11 @@ def _stack(collected: Sequence[Collected], place: int) -> np.ndarray[Any, Any]:
         leaf = np.asarray(part.outputs[place])
         parts.append(leaf[None] if part.size is None else leaf[: part.size])
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _join_first_axes(value: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The first two axes as one; scalars have only the first."""
+    return value.reshape(-1, *value.shape[2:]) if value.ndim > 1 else value
 
 
 class _NoBackward:

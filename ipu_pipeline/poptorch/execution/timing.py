@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import jax
+
+from ipu_pipeline.engine.state import Collected
 
 __all__ = ["CallTimes"]
 
@@ -12,13 +17,15 @@ Latency = tuple[float, float, float]
 
 @dataclass(eq=False)
 class CallTimes:
-    """Times of the last call, in seconds of `time.perf_counter`.
+    """Times of the last call, in seconds of `time.perf_counter`, one per micro-batch.
+
+    With several replicas, those of all replicas count, in the order in which they run.
 
     Attributes:
       input: when the tensors of each micro-batch were handed over.
-      input_complete: when they were in the feed of the devices.
-      output: when the outputs of each micro-batch were asked for.
-      output_complete: when they were on the host.
+      input_complete: when it was on its way to the devices.
+      output: when its outputs were asked for.
+      output_complete: when they were there. What one program handles is there at once.
     """
 
     input: list[float] = field(default_factory=list)
@@ -26,11 +33,37 @@ class CallTimes:
     output: list[float] = field(default_factory=list)
     output_complete: list[float] = field(default_factory=list)
 
-    def note_outputs(self, asked: float) -> None:
-        """Notes that all outputs came just now."""
+    def begin(self, moment: float, number: int) -> None:
+        """Notes that a call began.
+
+        Args:
+          moment: when.
+          number: how many micro-batches it has.
+        """
+        self.input = [moment] * number
+
+    def note_placed(self) -> None:
+        """Notes that the next micro-batch is on its way."""
+        self.input_complete.append(time.perf_counter())
+
+    def wait_for(self, collected: Sequence[Collected]) -> None:
+        """Waits for the outputs of a call, which has been started, and notes when they come.
+
+        Args:
+          collected: what the last stage gives; what is summed up over micro-batches counts for all of them.
+        """
         number = len(self.input)
-        self.output = [asked] * number
-        self.output_complete = [time.perf_counter()] * number
+        # Of what goes nowhere, as synthetic data, all has been placed by now.
+        self.input_complete += [time.perf_counter()] * (number - len(self.input_complete))
+        share = number // max(1, sum(part.size or 1 for part in collected))
+        for part in collected:
+            count = share * (part.size or 1)
+            self.output += [time.perf_counter()] * count
+            jax.block_until_ready(part.outputs)
+            self.output_complete += [time.perf_counter()] * count
+        # Where nothing is returned, it is as good as there.
+        self.output += [time.perf_counter()] * (number - len(self.output))
+        self.output_complete += [time.perf_counter()] * (number - len(self.output_complete))
 
     def latency(self, start: str, end: str) -> Latency:
         """The least, the greatest and the mean time of a micro-batch from one point to another.

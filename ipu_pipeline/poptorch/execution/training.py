@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ipu_pipeline.engine import PipelineState, Reduction
 from ipu_pipeline.poptorch import optim
+from ipu_pipeline.poptorch.dtypes import to_numpy, to_torch
 from ipu_pipeline.poptorch.enums import MeanReductionStrategy, ReductionType
 from ipu_pipeline.poptorch.errors import Error
 from ipu_pipeline.poptorch.execution.weights import on_host
@@ -22,10 +23,12 @@ from ipu_pipeline.poptorch.optim.saving import (
     export_state,
     import_state,
     read_torch_state,
+    variable_of,
     write_torch_state,
 )
 from ipu_pipeline.poptorch.optim.transformations import make_transformation, with_hyperparameters
 from ipu_pipeline.poptorch.options import Options
+from ipu_pipeline.poptorch.replica_groups import GroupRows
 
 __all__ = ["ModelOptimizer", "call_before_saving"]
 
@@ -45,6 +48,7 @@ class ModelOptimizer:
         trainable: Collection[str],
         options: Options,
         model: torch.nn.Module,
+        group_rows: Mapping[str, GroupRows] | None = None,
     ) -> None:
         """Reads an optimizer.
 
@@ -54,6 +58,7 @@ class ModelOptimizer:
           trainable: the variables that the loss depends on.
           options: of the model.
           model: the user's.
+          group_rows: of variables of which groups of replicas have values of their own.
 
         Raises:
           Error: it trains nothing that the loss depends on.
@@ -61,6 +66,7 @@ class ModelOptimizer:
           ValueError: a value is not usable.
         """
         self._options = options
+        self._group_rows = dict(group_rows or {})
         self._is_automatic = options.Training.automatic_loss_scaling
         self.spec = describe(optimizer, self._is_automatic)
         self._tensors = {name: tensors[name] for name in sorted(trainable)}
@@ -92,8 +98,11 @@ class ModelOptimizer:
 
     def pipeline_options(self) -> dict[str, Any]:
         """What `engine.Pipeline` is told of it."""
+        num_summed = self._options.replication_factor if self.reduction is Reduction.SUM else 1
         return {
-            "optimizer": make_transformation(self.spec, self.group_of),
+            "optimizer": make_transformation(
+                self.spec, self.group_of, num_summed=num_summed, with_rows=self._group_rows
+            ),
             "trained": sorted(self.group_of),
             "reduction": self.reduction,
             "accumulator_dtype": self.spec.accumulator_dtype,
@@ -117,12 +126,27 @@ class ModelOptimizer:
 
     def put_saved(self, optimizer_state: Any, saved: SavedState) -> Any:
         """An optimizer's state with what was saved."""
-        return import_state(optimizer_state, saved, self.spec, self.group_of)
+        found = {
+            key: tensor if rows is None else to_torch(rows.to_device(key, to_numpy(tensor, key)))
+            for key, tensor, rows in self._with_rows(saved)
+        }
+        return import_state(optimizer_state, saved._replace(ipu_state=found), self.spec, self.group_of)
 
     def save(self, state: PipelineState | Mapping[str, Any]) -> SavedState:
         """The optimizer's state for its `state_dict`."""
         inner = state.optimizer_state if isinstance(state, PipelineState) else state["optimizer_state"]
-        return export_state(inner, self.spec, self.group_of)
+        saved = export_state(inner, self.spec, self.group_of)
+        found = {
+            key: tensor if rows is None else to_torch(rows.to_host(to_numpy(tensor, key)))
+            for key, tensor, rows in self._with_rows(saved)
+        }
+        return saved._replace(ipu_state=found)
+
+    def _with_rows(self, saved: SavedState) -> Iterator[tuple[str, torch.Tensor, GroupRows | None]]:
+        """What is kept of variables, with their rows if they have any; counts have none."""
+        for key, tensor in saved.ipu_state.items():
+            rows = self._group_rows.get(variable_of(key))
+            yield key, tensor, rows if tensor.dim() else None
 
     def take_saved(self, optimizer: torch.optim.Optimizer) -> SavedState | None:
         """The state that an optimizer brings along when a model begins to use it; None if it has none."""

@@ -11,11 +11,13 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ipu_pipeline.poptorch.enums import CommGroupType, VariableRetrievalMode
+from ipu_pipeline.poptorch.errors import Error
 from ipu_pipeline.poptorch.logs import warn_once
 
 __all__ = ["HostWeights", "host_weights_of", "on_host", "register"]
@@ -23,6 +25,7 @@ __all__ = ["HostWeights", "host_weights_of", "on_host", "register"]
 _plain = torch._C.DisableTorchFunctionSubclass  # noqa: SLF001  # torch's documentation of subclasses has it
 _inside = threading.local()  # whether this thread copies weights itself
 _owners: Any = WeakIdKeyDictionary()  # tensor -> weak reference to its HostWeights
+_asked: Any = WeakIdKeyDictionary()  # parameter -> weak reference to the executor it was read from
 _stale: weakref.WeakSet[HostWeights] = weakref.WeakSet()  # those whose tensors are older than a device's
 _lock = threading.RLock()  # held while owners are found
 _HOLDER = "_ipu_pipeline_weights"  # the attribute of a model that keeps its HostWeights alive
@@ -64,12 +67,27 @@ class _Watched:
         del types
         return _call(func, args, kwargs)
 
-    def replicaGrouping(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raises a NotImplementedError."""
-        del args, kwargs
-        raise NotImplementedError(
-            "replicaGrouping does not exist here yet: a model runs as one replica, which has all weights."
-        )
+    def replicaGrouping(
+        self,
+        comm_group_type: CommGroupType,
+        size_of_group: int,
+        retrieval_mode: VariableRetrievalMode,
+    ) -> None:
+        """Gives groups of replicas values of their own; see `PoplarExecutor.per_replica_params`.
+
+        Raises:
+          Error: it was not read as an attribute of a wrapped model; or that is compiled.
+          Others: see `ReplicaGrouping.check`.
+        """
+        reference = _asked.get(self)
+        executor = None if reference is None else reference()
+        if executor is None:
+            raise Error(
+                "replicaGrouping is for a parameter that is read from a wrapped model, as in "
+                "executor.weight.replicaGrouping(...). For one of a module within, set "
+                "executor.per_replica_params['module.weight']."
+            )
+        executor.group_replicas(self, (comm_group_type, size_of_group, retrieval_mode))
 
     def __repr__(self) -> str:
         return repr(_unwatched_copy(self, shares_memory=True))
@@ -191,6 +209,11 @@ class HostWeights:
                 _owners[tensor] = weakref.ref(self)
                 tensor.__class__ = other
                 self._watched.append(weakref.ref(tensor))
+
+    def ask(self, executor: Any, model: torch.nn.Module, parameter: torch.nn.Parameter) -> None:
+        """Notes by which executor of a model somebody got a parameter, for its `replicaGrouping`."""
+        self.watch(executor, model)
+        _asked[parameter] = weakref.ref(executor)
 
     def release(self, executor: Any) -> None:
         """Ends it, when no executor needs it any more."""

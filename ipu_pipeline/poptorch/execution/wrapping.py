@@ -12,6 +12,7 @@ from ipu_pipeline.poptorch.execution.building import Wrapped
 from ipu_pipeline.poptorch.execution.executor import PoplarExecutor
 from ipu_pipeline.poptorch.execution.weights import register
 from ipu_pipeline.poptorch.graphs.capture import modes_of
+from ipu_pipeline.poptorch.logs import warn_once
 from ipu_pipeline.poptorch.optim.describing import describe
 from ipu_pipeline.poptorch.options import Options
 from ipu_pipeline.poptorch.options.strategies import PipelinedExecution, ShardedExecution
@@ -120,7 +121,6 @@ def _check_options(options: Options | None) -> Options:
     if not isinstance(options, Options):
         raise Error(f"Invalid type: 'options' is of type {type(options)} (Expected poptorch.Options)")
     later = {
-        "replicationFactor above 1": options.replication_factor > 1,
         "several processes (Options.Distributed)": options.Distributed.numProcesses > 1,
         f"{type(options.execution_strategy).__name__}": not isinstance(
             options.execution_strategy, PipelinedExecution
@@ -129,9 +129,10 @@ def _check_options(options: Options | None) -> Options:
     for what, is_wanted in later.items():
         if is_wanted:
             raise NotImplementedError(
-                f"{what} does not exist here yet: a model runs as one replica in one process, with "
+                f"{what} does not exist here yet: a model runs in one process, with "
                 "poptorch.PipelinedExecution or poptorch.ShardedExecution."
             )
+    _tell_of_sharding(options)
     number = options.device_iterations * options.Training.gradient_accumulation
     kept: dict[str, Any] = {
         "outputMode": options,
@@ -141,10 +142,23 @@ def _check_options(options: Options | None) -> Options:
         if asked.output_mode is OutputMode.EveryN and asked.output_return_period > number:
             raise Error(
                 f"{what}: OutputMode.EveryN keeps the values of every {asked.output_return_period} "
-                f"micro-batches, but a call has {number}. Lower output_return_period, or raise "
-                "deviceIterations or gradientAccumulation."
+                f"micro-batches, but a call has {number} in each replica. Lower output_return_period, or "
+                "raise deviceIterations or gradientAccumulation."
             )
     options.freeze()
     own = options.clone()
     own.freeze()
     return own
+
+
+def _tell_of_sharding(options: Options) -> None:
+    """Warns of replicated tensor sharding that does not happen."""
+    locations = options.TensorLocations
+    asked = locations.asked_to_shard
+    if asked and options.replication_factor == 1:
+        warn_once("useReplicatedTensorSharding has no effect: there is one replica, which has everything.")
+    elif own := [name for name in asked if name in ("location_activation", "location_accumulator")]:
+        warn_once(
+            f"useReplicatedTensorSharding has no effect in {' and '.join(own)}: activations and sums of "
+            "gradients are each replica's own."
+        )

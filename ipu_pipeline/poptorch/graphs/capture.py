@@ -124,10 +124,13 @@ def capture(
         refusals.check_values(program)
         refusals.check_results(noted[-1])
         refusals.tell_of_generators(program)
-        graph = program.graph_module.graph
         _mark_regions_without_gradients(program.graph_module)
         if trains:
-            mark_loss(graph)
+            if _has_autocast(program):
+                # Its regions become a part of the graph, with the casts, and losses stay single operations.
+                with refusals.explained(model):
+                    program = program.run_decompositions({})
+            mark_loss(program.graph_module.graph)
         table = torch.export.default_decompositions()
         for operation in kept_operations():
             table.pop(operation, None)
@@ -144,6 +147,10 @@ def _mark_regions_without_gradients(module: torch.fx.GraphModule) -> None:
     for inner in module.modules():
         assert isinstance(inner, torch.fx.GraphModule)
         _mark_regions_of_graph(inner.graph)
+
+
+def _has_autocast(program: torch.export.ExportedProgram) -> bool:
+    return any("wrap_with_autocast" in str(node.target) for node in program.graph.nodes)
 
 
 def _mark_regions_of_graph(graph: torch.fx.Graph) -> None:

@@ -60,7 +60,7 @@ def mark_loss(graph: torch.fx.Graph) -> None:
         hidden = [node for part in parts for node in part.graph.nodes if _is_loss(node)]
         if hidden:
             raise Error(
-                f"The loss is computed in {describe_place(hidden[0])}, within torch.autocast, a checkpoint "
+                f"The loss is computed in {describe_place(hidden[0])}, within a branch, a loop "
                 "or another region of its own, where it cannot be told from the rest. Compute it after the "
                 "region; or pass what the region gives through poptorch.identity_loss behind it."
             )

@@ -9,7 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 
@@ -23,6 +25,7 @@ from ipu_pipeline.poptorch.graphs.losses import find_marked_loss
 from ipu_pipeline.poptorch.graphs.values import find_values, name_values
 from ipu_pipeline.poptorch.lowering.interpreter import run_node
 from ipu_pipeline.poptorch.lowering.unsupported import describe_unsupported, find_unsupported
+from ipu_pipeline.poptorch.replica_groups import GroupRows
 
 __all__ = ["SCOPE", "ModelStages", "make_stages"]
 
@@ -44,6 +47,7 @@ class ModelStages:
       value_names: of all values, see `name_values`.
       has_checkpoints: whether the model says what its backward keeps, by `recomputationCheckpoint`.
       prints: whether the model prints tensors.
+      group_rows: by the variables' full names, those of which groups of replicas have values of their own.
     """
 
     functions: tuple[Callable[..., tuple[Any, ...]], ...]
@@ -55,11 +59,23 @@ class ModelStages:
     value_names: tuple[str, ...]
     has_checkpoints: bool
     prints: bool
+    group_rows: Mapping[str, GroupRows]
 
     @property
     def ipus(self) -> list[int]:
         """The IPU of each stage."""
         return [section.ipu for section in self.sections]
+
+    def read_tensor(self, name: str) -> np.ndarray[Any, Any]:
+        """What a variable has on the host, as the devices take it; it may share the tensor's memory.
+
+        Args:
+          name: its full name.
+
+        Raises:
+          Error: replicas of one group have different values.
+        """
+        return _read_tensor(name, self.tensors[name], self.group_rows.get(name))
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +87,7 @@ class _Parts:
       variables: placeholder -> name within `SCOPE`.
       constants: placeholder -> tensor.
       tensors: name within `SCOPE` -> the user's tensor.
+      group_rows: name within `SCOPE` -> its rows, if groups of replicas have values of their own.
       assigned: node -> names of the variables that get its value.
       results: what is returned, with the loss at the end if there is one.
       held: of the captured model.
@@ -80,6 +97,7 @@ class _Parts:
     variables: dict[torch.fx.Node, str]
     constants: dict[torch.fx.Node, torch.Tensor]
     tensors: dict[str, torch.Tensor]
+    group_rows: dict[str, GroupRows]
     assigned: dict[torch.fx.Node, list[str]]
     results: list[torch.fx.Node]
     held: Sequence[Any]
@@ -92,6 +110,7 @@ def make_stages(
     trains: bool,
     anchors: Sequence[str] = (),
     has_module_names: bool = True,
+    group_rows: Mapping[int, GroupRows] | None = None,
 ) -> ModelStages:
     """Cuts a captured model into stages.
 
@@ -102,6 +121,7 @@ def make_stages(
       trains: whether it was captured with a loss.
       anchors: names of values to return behind the outputs, see `name_values`.
       has_module_names: see `name_values`.
+      group_rows: by the ids of the user's parameters, of which each stage sees one row.
 
     Raises:
       Error: an operation has no lowering; or there is no value that is to be anchored; or a buffer is read
@@ -111,7 +131,7 @@ def make_stages(
     dropped = {node for node in graph.nodes if markers.is_marker(node) or is_check(node)}
     if unsupported := [node for node in find_unsupported(graph) if node not in dropped]:
         raise Error(describe_unsupported(unsupported))
-    parts = _find_parts(captured, model)
+    parts = _find_parts(captured, model, group_rows or {})
     names = name_values(graph, parts.variables, has_module_names)
     parts.results.extend(find_values(names, anchors))
     loss = find_marked_loss(graph) if trains else None
@@ -140,10 +160,11 @@ def make_stages(
             for part in captured.program.graph_module.modules()
             for node in getattr(part, "graph", graph).nodes
         ),
+        group_rows={f"{SCOPE}/{name}": rows for name, rows in parts.group_rows.items()},
     )
 
 
-def _find_parts(captured: Captured, model: torch.nn.Module) -> _Parts:
+def _find_parts(captured: Captured, model: torch.nn.Module, group_rows: Mapping[int, GroupRows]) -> _Parts:
     program = captured.program
     names: dict[int, str] = {}
     for name, tensor in [
@@ -151,7 +172,7 @@ def _find_parts(captured: Captured, model: torch.nn.Module) -> _Parts:
         *model.named_buffers(remove_duplicate=False),
     ]:
         names.setdefault(id(tensor), name)
-    parts = _Parts([], {}, {}, {}, {}, [], captured.held)
+    parts = _Parts([], {}, {}, {}, {}, {}, [], captured.held)
     output = next(node for node in program.graph.nodes if node.op == "output")
     outputs = list(zip(program.graph_signature.output_specs, output.args[0], strict=True))
     written = {spec.target for spec, _node in outputs if spec.kind is OutputKind.BUFFER_MUTATION}
@@ -165,6 +186,8 @@ def _find_parts(captured: Captured, model: torch.nn.Module) -> _Parts:
                 name = names[id(tensor)]
                 parts.variables[node] = name
                 parts.tensors[name] = tensor
+                if id(tensor) in group_rows:
+                    parts.group_rows[name] = group_rows[id(tensor)]
         else:
             parts.constants[node] = captured.tensors[str(spec.target)]
     for spec, node in outputs:
@@ -230,7 +253,7 @@ def _make_function(
         with engine.variable_scope(SCOPE, reuse=True):  # stages may share a variable
             for name in parts.tensors:
                 if name in names:
-                    variables[name] = _get_variable(name, parts.tensors[name])
+                    variables[name] = _get_variable(name, parts.tensors[name], parts.group_rows.get(name))
 
         def read(node: torch.fx.Node) -> Any:
             if node not in known:
@@ -250,14 +273,24 @@ def _make_function(
     return stage
 
 
-def _get_variable(name: str, tensor: torch.Tensor) -> Any:
+def _get_variable(name: str, tensor: torch.Tensor, rows: GroupRows | None) -> Any:
     def initial(key: Any, shape: tuple[int, ...], dtype: Any) -> Any:
         del key, shape, dtype
-        return to_numpy(tensor, f"Tensor {name}").copy()
+        return _read_tensor(name, tensor, rows).copy()
 
     vars(initial)["needs_key"] = False
     trains = isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad
-    return engine.get_variable(name, tuple(tensor.shape), jax_dtype(tensor.dtype), initial, trains)
+    shape = tuple(tensor.shape) if rows is None else (rows.num_groups, *tensor.shape[1:])
+    value = engine.get_variable(name, shape, jax_dtype(tensor.dtype), initial, trains)
+    if rows is None:
+        return value
+    group = jnp.asarray(rows.group_of, jnp.int32)[engine.replica_index()]
+    return jax.lax.dynamic_index_in_dim(value, group, keepdims=False)
+
+
+def _read_tensor(name: str, tensor: torch.Tensor, rows: GroupRows | None) -> np.ndarray[Any, Any]:
+    value = to_numpy(tensor, f"Tensor {name}")
+    return value if rows is None else rows.to_device(name, value)
 
 
 def _pass_on(node: torch.fx.Node, read: Callable[[torch.fx.Node], Any]) -> Any:

@@ -6,7 +6,9 @@
 - Batch normalization with momentum None divides by a count that it reads from a tensor.
 - Two losses are written as other operations, which nobody would take for losses.
 - Layers of float32 take inputs of float16 and bfloat16, as on IPUs: their weights are cast. Layers of
-  float16 and bfloat16 take inputs of float32: these are cast.
+  float16 and bfloat16 take inputs of float32: these are cast. Normalizations of float32 take them as they
+  are in torch.
+- `torch.autocast` for any kind of device is for the devices that there are.
 - Random numbers come from the options' seed: a seed or a generator within forward would be without effect.
 - Encoder and decoder layers compare the mask with a causal one, as a hint for faster code; here the mask
   is used as it is, which computes the same.
@@ -23,7 +25,7 @@ from typing import Any
 
 import torch
 from torch.nn.modules import batchnorm, transformer
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ipu_pipeline.poptorch import markers
 from ipu_pipeline.poptorch.logs import warn_once
@@ -178,6 +180,31 @@ def _recurrent_in_dtype_of_input(function: Callable[..., Any]) -> Callable[..., 
     return call
 
 
+def _all_narrow(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of tensors of which some are narrow: all floating ones are cast to that."""
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        dtypes = {t.dtype for t in tree_leaves(args) if isinstance(t, torch.Tensor)}
+        narrow = next((dtype for dtype in _NARROW if dtypes == {torch.float32, dtype}), None)
+        return function(*args if narrow is None else tree_map_only(torch.Tensor, _narrowing(narrow), args))
+
+    return call
+
+
+def _in_dtype_of_weight(function: Callable[..., torch.Tensor], place: int) -> Callable[..., torch.Tensor]:
+    """A normalization whose input is cast to a narrower weight, the argument at some place."""
+
+    @functools.wraps(function)
+    def call(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        weight = kwargs.get("weight", args[place - 1] if len(args) >= place else None)
+        if weight is not None and weight.dtype in _NARROW and input.dtype is torch.float32:
+            input = input.to(weight.dtype)
+        return function(input, *args, **kwargs)
+
+    return call
+
+
 def _narrowing(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda tensor: tensor.to(dtype) if tensor.dtype is torch.float32 else tensor
 
@@ -189,6 +216,37 @@ def _check_input(self: Any, input: torch.Tensor, batch_sizes: torch.Tensor | Non
 
 
 _check_recurrent = torch.nn.RNNBase.check_input
+
+
+_init_autocast = torch.autocast.__init__
+
+
+def _make_autocast(
+    self: torch.autocast,
+    device_type: str,
+    dtype: torch.dtype | None = None,
+    enabled: bool = True,
+    cache_enabled: bool | None = None,
+) -> None:
+    if isinstance(device_type, str) and device_type != "cpu":
+        dtype = torch.get_autocast_dtype(device_type) if dtype is None else dtype
+        device_type = "cpu"
+    _init_autocast(self, device_type, dtype, enabled, cache_enabled)
+
+
+def _telling_autocast(enter: Callable[[torch.autocast], Any]) -> Callable[[torch.autocast], Any]:
+    """`torch.autocast.__enter__`, which warns of what is for no device that there is."""
+
+    def begin(self: torch.autocast) -> Any:
+        if self.device != "cpu":
+            warn_once(
+                f"torch.autocast({self.device!r}) has no effect on the model where it was made outside of "
+                "its forward, as a decorator is. Make it in forward; or for the device 'cpu', which stands "
+                "for any here."
+            )
+        return enter(self)
+
+    return begin
 
 
 def _seed(seed: Any) -> Any:
@@ -217,6 +275,7 @@ def _replaced(owner: Any, name: str, substitute: Callable[..., Any]) -> Any:
     return unittest.mock.patch.object(owner, name, choose)
 
 
+_NORMALIZATIONS = {"layer_norm": 2, "group_norm": 2, "rms_norm": 2, "batch_norm": 3, "instance_norm": 3}
 _WITH_WEIGHTS = (
     "linear",
     "conv1d",
@@ -244,6 +303,17 @@ def exportable() -> Iterator[None]:
         for name in ("gru", "lstm", "rnn_relu", "rnn_tanh"):
             cast = _recurrent_in_dtype_of_input(getattr(recurrent, name))
             stack.enter_context(patch(recurrent, name, cast))
+        for name, place in _NORMALIZATIONS.items():
+            cast = _in_dtype_of_weight(getattr(functional, name), place)
+            stack.enter_context(patch(functional, name, cast))
+        for name in ("prelu", "bilinear"):
+            stack.enter_context(patch(functional, name, _all_narrow(getattr(functional, name))))
+        for name in ("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"):
+            stack.enter_context(patch(recurrent, name, _all_narrow(getattr(recurrent, name))))
+        stack.enter_context(_replaced(torch.autocast, "__init__", _make_autocast))
+        stack.enter_context(
+            _replaced(torch.autocast, "__enter__", _telling_autocast(torch.autocast.__enter__))
+        )
         stack.enter_context(patch(torch.nn.RNNBase, "check_input", _check_input))
         stack.enter_context(_replaced(torch, "manual_seed", _seed))
         stack.enter_context(_replaced(torch, "ctc_loss", _ctc_loss))

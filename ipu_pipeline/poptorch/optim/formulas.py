@@ -39,6 +39,7 @@ class Case:
       numbers: its group's, by column; STEP counts this update.
       group: what its group is compiled for.
       structure: what the optimizer is compiled for.
+      has_rows: whether each of its rows is a parameter by itself.
     """
 
     gradient: jax.Array
@@ -47,6 +48,7 @@ class Case:
     numbers: Mapping[str, jax.Array]
     group: GroupStructure
     structure: Structure
+    has_rows: bool = False
 
     @property
     def direction(self) -> jax.Array:
@@ -131,16 +133,18 @@ def _lamb(case: Case) -> Update:
     update = mean / (root + numbers["eps"])
     if case.group.decays:
         update = update + numbers["weight_decay"] * case.parameter
-    weight_norm = jnp.minimum(_norm(case.parameter), numbers["max_weight_norm"])
-    update_norm = _norm(update)
+    weight_norm = jnp.minimum(_norm(case.parameter, case.has_rows), numbers["max_weight_norm"])
+    update_norm = _norm(update, case.has_rows)
     is_usable = (weight_norm > 0) & (update_norm > 0)
     one = jnp.ones_like(update_norm)
     ratio = jnp.where(is_usable, weight_norm / jnp.where(is_usable, update_norm, one), one)
     return -numbers["lr"] * ratio * update, kept
 
 
-def _norm(value: jax.Array) -> jax.Array:
-    return jnp.sqrt(jnp.sum(value * value))
+def _norm(value: jax.Array, has_rows: bool) -> jax.Array:
+    """A scalar; or of each row, with the axes of the value."""
+    axes = tuple(range(1, value.ndim)) if has_rows else None
+    return jnp.sqrt(jnp.sum(value * value, axes, keepdims=has_rows))
 
 
 def _rmsprop_slots(structure: Structure, group: GroupStructure) -> tuple[Slot, ...]:

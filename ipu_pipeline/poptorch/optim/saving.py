@@ -17,7 +17,7 @@ from ipu_pipeline.poptorch.optim.hyperparameters import STEP, STORED_SCALING, Hy
 from ipu_pipeline.poptorch.optim.specs import Kind, OptimizerSpec
 from ipu_pipeline.poptorch.optim.transformations import OptimizerState, inner_state, replace_inner_state
 
-__all__ = ["export_state", "import_state", "read_torch_state", "write_torch_state"]
+__all__ = ["export_state", "import_state", "read_torch_state", "variable_of", "write_torch_state"]
 
 _SEPARATOR = "___"
 _BUFFER = "momentum_buffer"
@@ -54,6 +54,11 @@ def export_state(state: Any, spec: OptimizerSpec, group_of: Mapping[str, int]) -
 
 def _key(slot: str, name: str) -> str:
     return f"{slot}{_SEPARATOR}{name}"
+
+
+def variable_of(key: str) -> str:
+    """The variable that a key of `SavedState.ipu_state` is about; empty if it is about none."""
+    return key.partition(_SEPARATOR)[2]
 
 
 def _export_values(spec: OptimizerSpec) -> dict[str, torch.Tensor]:

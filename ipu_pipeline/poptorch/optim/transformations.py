@@ -6,7 +6,7 @@ that it gets are too large by the scale, which is the state's first leaf, as the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -55,7 +55,12 @@ class ManualScaleState(NamedTuple):
 
 
 def make_transformation(
-    spec: OptimizerSpec, group_of: Mapping[str, int], *, growth_interval: int = _GROWTH_INTERVAL
+    spec: OptimizerSpec,
+    group_of: Mapping[str, int],
+    *,
+    growth_interval: int = _GROWTH_INTERVAL,
+    num_summed: int = 1,
+    with_rows: Collection[str] = (),
 ) -> optax.GradientTransformation:
     """The transformation.
 
@@ -64,12 +69,15 @@ def make_transformation(
       group_of: variables that it may be asked to train -> the number of their group.
       growth_interval: with automatic loss scaling, after so many updates with finite gradients the scale is
         doubled; it is halved, and the update left out, if one is not finite.
+      num_summed: gradients are multiplied by it: by the number of replicas where their sum is wanted, and
+        there is their mean.
+      with_rows: variables each of whose rows is a parameter by itself.
 
     Returns:
       A transformation of flat dicts, name of the variable -> array. It computes in 32 bits at least. What
       it keeps has the dtypes that the spec says. Its `init` raises a ValueError for a variable in no group.
     """
-    inner = _make_inner(spec, dict(group_of))
+    inner = _make_inner(spec, dict(group_of), num_summed, frozenset(with_rows))
     scaling = spec.structure.loss_scaling
     if scaling is LossScaling.NONE:
         return inner
@@ -103,7 +111,9 @@ def _with_extra(update: Any) -> Any:
     return with_extra
 
 
-def _make_inner(spec: OptimizerSpec, group_of: Mapping[str, int]) -> optax.GradientTransformation:
+def _make_inner(
+    spec: OptimizerSpec, group_of: Mapping[str, int], num_summed: int, with_rows: frozenset[str]
+) -> optax.GradientTransformation:
     structure = spec.structure
     formula = FORMULAS[structure.kind]
     packing = Hyperparameters(spec)
@@ -138,6 +148,8 @@ def _make_inner(spec: OptimizerSpec, group_of: Mapping[str, int]) -> optax.Gradi
         if is_scaled:
             scale = numbers[0, packing.index("loss_scaling")]
             gradients = {name: gradient / scale.astype(wide[name]) for name, gradient in gradients.items()}
+        if num_summed > 1:
+            gradients = {name: g * jnp.asarray(num_summed, g.dtype) for name, g in gradients.items()}
         if structure.clips:
             gradients = _clip(gradients, numbers[0, packing.index("max_grad_norm")])
         changes: dict[str, Any] = {}
@@ -153,6 +165,7 @@ def _make_inner(spec: OptimizerSpec, group_of: Mapping[str, int]) -> optax.Gradi
                 rows[number, dtype],
                 structure.groups[number],
                 structure,
+                name in with_rows,
             )
             changes[name], kept = formula.update(case)
             for slot, value in kept.items():

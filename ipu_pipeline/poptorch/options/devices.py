@@ -71,7 +71,7 @@ class DeviceOptions(OptionGroup):
 
     @configurable
     def replicationFactor(self, replication_factor: int) -> Self:
-        """How many copies of the model train together. Models refuse more than one, as yet.
+        """How many copies of the model run together, each on devices and with micro-batches of its own.
 
         Raises:
           AssertionError: it is no integer.
@@ -120,9 +120,11 @@ class DeviceOptions(OptionGroup):
 
     @configurable
     def broadcastBuffers(self, broadcast_buffers: bool = True) -> None:
-        """Whether replicas start from the same buffers. It returns nothing.
+        """Whether replicas have to have the same buffers. It returns nothing.
 
-        True, the default, makes models with several replicas refuse to write a buffer.
+        True, the default, makes models with several replicas refuse to write a buffer. With False each
+        replica has its own from call to call, which start from the host's; the host gets the first
+        replica's.
 
         Raises:
           AssertionError: it is no boolean.

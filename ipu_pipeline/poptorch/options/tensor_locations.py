@@ -11,7 +11,7 @@ from ipu_pipeline.poptorch.options.base import OptionGroup, Setting, configurabl
 __all__ = ["TensorLocationOptions", "TensorLocationSettings"]
 
 _IO_TILES = "tiles for input and output are parts of an IPU."
-_ONE_REPLICA = "there is one replica, and nothing to spread tensors over."
+_ALL_SHARED_OUT = "what can be divided by the number of replicas is shared out, whatever its size."
 
 
 def _flag(name: str, value: Any) -> int:
@@ -36,9 +36,9 @@ class TensorLocationSettings(OptionGroup):
             neutral=0,
         ),
         "minElementsForReplicatedTensorSharding": Setting(
-            checks.integer(0), no_effect=_ONE_REPLICA, neutral=0
+            checks.integer(0), no_effect=_ALL_SHARED_OUT, neutral=0
         ),
-        "useReplicatedTensorSharding": Setting(_flag, no_effect=_ONE_REPLICA, neutral=0),
+        "useReplicatedTensorSharding": Setting(_flag),
         "useIOTilesToLoad": Setting(_flag, no_effect=_IO_TILES, neutral=0),
         "useIOTilesToStore": Setting(_flag, no_effect=_IO_TILES, neutral=0),
     }
@@ -64,7 +64,7 @@ class TensorLocationSettings(OptionGroup):
 
     @configurable
     def minElementsForReplicatedTensorSharding(self, min_elements: int) -> Self:
-        """Has no effect as long as there is one replica. Above 0 it warns.
+        """Has no effect: what can be divided is shared out, whatever its size. Above 0 it warns.
 
         Raises:
           AssertionError: it is no integer.
@@ -74,7 +74,12 @@ class TensorLocationSettings(OptionGroup):
 
     @configurable
     def useReplicatedTensorSharding(self, use: bool) -> Self:
-        """Has no effect as long as there is one replica. True warns.
+        """Whether each of several replicas keeps a part of them: of the optimizer's state, and of weights.
+
+        A tensor is divided along the first dimension whose size is a multiple of the number of replicas;
+        one without such a dimension stays whole. With one replica it has no effect, and for activations and
+        sums of gradients, which are each replica's own, it has none either: models that are wrapped with it
+        warn.
 
         Raises:
           AssertionError: it is no boolean.
@@ -116,6 +121,9 @@ def _check_tiles(name: str, value: Any) -> int:
         raise AssertionError(f"numIOTiles must be an even number between 32 and 192. {name} got {value!r}.")
     number: int = value
     return number
+
+
+_SHARED_OUT = {"location_weight": "weights", "location_optimizer": "optimizer_state"}
 
 
 class TensorLocationOptions(OptionGroup):
@@ -189,6 +197,20 @@ class TensorLocationOptions(OptionGroup):
           AssertionError: it is no even number from 32 to 192.
         """
         return self.set(num_io_tiles=num_tiles)
+
+    @property
+    def shard(self) -> list[str]:
+        """What replicas are to share out, as the argument `shard` of `engine.Pipeline`."""
+        return [kind for name, kind in _SHARED_OUT.items() if name in self.asked_to_shard]
+
+    @property
+    def asked_to_shard(self) -> list[str]:
+        """The locations that ask for replicated tensor sharding."""
+        return [
+            name
+            for name in self.settings
+            if name != "num_io_tiles" and self._values[name].get("useReplicatedTensorSharding")
+        ]
 
     @property
     def offload(self) -> list[str]:

@@ -85,7 +85,7 @@ class TrainingOptions(OptionGroup):
 
         Args:
           mean_reduction_strategy: `Running`: as each micro-batch is added, so that sums stay small. `Post`
-            and `PostAndLoss`: at the end; with one replica these two are the same.
+            and `PostAndLoss`: at the end. Replicas' means are taken at the end in any case.
 
         Raises:
           AssertionError: it is no `MeanReductionStrategy`.

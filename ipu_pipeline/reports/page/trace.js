@@ -48,7 +48,7 @@ function unpack(columns) {
 
 /** A view of a timeline: a row per IPU and one for the host, each with a lane for actions and one below. */
 function makeView(events, pipeline) {
-  const transfer = events.kinds.indexOf("transfer"), outfeed = events.kinds.indexOf("outfeed");
+  const [transfer, outfeed, span] = ["transfer", "outfeed", "span"].map((kind) => events.kinds.indexOf(kind));
   const ipus = [...new Set(events.ipu)].filter((ipu) => ipu >= 0).sort((a, b) => a - b);
   const rows = ipus.map((ipu) => ({ ipu, title: `IPU ${ipu}` }));
   const rowOf = new Map(ipus.map((ipu, row) => [ipu, row]));
@@ -61,7 +61,7 @@ function makeView(events, pipeline) {
   const lanes = Array.from({ length: 2 * rows.length }, () => []);
   const look = new Uint8Array(events.count); // what is drawn: the kind, or the last one for others
   for (let at = 0; at < events.count; at++) {
-    const isBelow = events.kind[at] === transfer || events.kind[at] === outfeed;
+    const isBelow = [transfer, outfeed, span].includes(events.kind[at]);
     const isOthers = events.pipeline[at] >= 0 && events.pipeline[at] !== pipeline;
     look[at] = isOthers ? events.kinds.length - 1 : events.kind[at];
     lanes[2 * rowOf.get(events.ipu[at]) + isBelow].push(at);

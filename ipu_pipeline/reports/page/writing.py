@@ -30,6 +30,7 @@ COLOURS = {
     EventKind.TRANSFER: "#d99a00",
     EventKind.INFEED_WAIT: "#a678cf",
     EventKind.OUTFEED: "#7a5c3a",
+    EventKind.SPAN: "#007c91",
     EventKind.OTHER: "#98a2ae",
 }
 IDLE = "#dfe5ec"

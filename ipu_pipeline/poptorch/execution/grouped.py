@@ -1,0 +1,151 @@
+"""Parameters of which groups of replicas have values of their own: `replicaGrouping`."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from ipu_pipeline.poptorch.enums import CommGroupType, VariableRetrievalMode
+from ipu_pipeline.poptorch.errors import Error
+from ipu_pipeline.poptorch.graphs.capture import Captured
+from ipu_pipeline.poptorch.options import Options
+from ipu_pipeline.poptorch.replica_groups import GroupRows, ReplicaGrouping
+
+__all__ = ["Grouped", "check_groupings", "one_row_each"]
+
+
+class Grouped(abc.ABC):
+    """The part of a wrapped model that is told of groups of replicas.
+
+    Attributes:
+      per_replica_params: by the names of parameters: how groups of replicas are chosen, how many
+        replicas are in one, and whether the parameter has a row (along a dimension in front of its own) for
+        each group or for each replica. `executor.weight.replicaGrouping(kind, size, mode)` sets that of
+        "weight". Forward sees the row of its replica. It is read when the model is compiled.
+    """
+
+    per_replica_params: dict[str, tuple[CommGroupType, int, VariableRetrievalMode]]
+
+    @property
+    @abc.abstractmethod
+    def model(self) -> torch.nn.Module:
+        """The user's model."""
+
+    @property
+    @abc.abstractmethod
+    def options(self) -> Options:
+        """The model's options, frozen."""
+
+    @abc.abstractmethod
+    def isCompiled(self) -> bool:
+        """Whether the model is compiled."""
+
+    def group_replicas(
+        self, parameter: torch.Tensor, values: tuple[CommGroupType, int, VariableRetrievalMode]
+    ) -> None:
+        """Sets an entry of `per_replica_params`.
+
+        Args:
+          parameter: of the model.
+          values: the entry.
+
+        Raises:
+          AssertionError: a value is of a wrong type.
+          Error: the model is compiled.
+          ValueError: the replicas cannot be divided into such groups.
+        """
+        (name, *_others) = [
+            name
+            for name, known in self.model.named_parameters(remove_duplicate=False)
+            if known is parameter
+        ]
+        if self.isCompiled():
+            raise Error(
+                f"replicaGrouping of {name} must be called before the model is compiled. Call destroy() on "
+                "the wrapped model first."
+            )
+        ReplicaGrouping.check(f"replicaGrouping of {name}", values, self.options.replication_factor)
+        self.per_replica_params[name] = values
+
+
+def check_groupings(
+    model: torch.nn.Module, groupings: Mapping[str, Any], num_replicas: int
+) -> dict[int, GroupRows]:
+    """The rows of the parameters that have any, by the ids of these.
+
+    Args:
+      model: the user's.
+      groupings: by the names of parameters: kind, size and mode, see `ReplicaGrouping`.
+      num_replicas: how many replicas there are.
+
+    Raises:
+      AssertionError: a value is of a wrong type.
+      Error: there is no such parameter, or its shape does not fit; or one with two names has two groupings.
+      ValueError: the replicas cannot be divided into such groups.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    found: dict[int, tuple[str, ReplicaGrouping]] = {}
+    for name, values in groupings.items():
+        if name not in parameters:
+            raise Error(
+                f"per_replica_params names {name!r}, which is no parameter of the model. It has "
+                f"{', '.join(parameters) or 'none'}."
+            )
+        grouping = ReplicaGrouping.check(f"replicaGrouping of {name}", values, num_replicas)
+        other, known = found.setdefault(id(parameters[name]), (name, grouping))
+        if known != grouping:
+            raise Error(
+                f"{other} and {name} are one parameter, and have different groupings: {known} and "
+                f"{grouping}."
+            )
+    made: dict[int, GroupRows] = {}
+    for key, (name, grouping) in found.items():
+        rows = grouping.rows(num_replicas)
+        if rows is not None:
+            rows.check(name, tuple(parameters[name].shape))
+            made[key] = rows
+    return made
+
+
+@contextlib.contextmanager
+def one_row_each(
+    model: torch.nn.Module, rows: Mapping[int, GroupRows]
+) -> Iterator[Callable[[Captured], Captured]]:
+    """In the `with` block the model's forward sees the first row of the parameters that have rows.
+
+    Args:
+      model: the user's; its tensors are plain.
+      rows: by the ids of parameters.
+
+    Yields:
+      A function that puts the parameters themselves into what was captured in the block.
+    """
+    shown: dict[int, torch.nn.Parameter] = {}
+    originals: dict[int, torch.Tensor] = {}
+    replaced: list[tuple[dict[str, Any], str, Any]] = []
+
+    def restored(captured: Captured) -> Captured:
+        tensors = {key: originals.get(id(tensor), tensor) for key, tensor in captured.tensors.items()}
+        return dataclasses.replace(captured, tensors=tensors)
+
+    for module in model.modules():
+        held: dict[str, Any] = vars(module)["_parameters"]
+        for name, parameter in held.items():
+            if id(parameter) in rows:
+                with torch.inference_mode(False):
+                    row = torch.nn.Parameter(parameter.detach()[0].clone(), parameter.requires_grad)
+                shown.setdefault(id(parameter), row)
+                replaced.append((held, name, parameter))
+    originals |= {id(shown[id(parameter)]): parameter for _held, _name, parameter in replaced}
+    try:
+        for held, name, parameter in replaced:
+            held[name] = shown[id(parameter)]
+        yield restored
+    finally:
+        for held, name, parameter in replaced:
+            held[name] = parameter

@@ -1,0 +1,149 @@
+"""Groups of replicas: which get the same inputs, or have the same value of a parameter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ipu_pipeline.poptorch.enums import CommGroupType, VariableRetrievalMode
+from ipu_pipeline.poptorch.errors import Error
+
+__all__ = ["GroupRows", "ReplicaGrouping", "find_groups"]
+
+
+def find_groups(kind: CommGroupType, size: int, num_replicas: int) -> tuple[int, ...]:
+    """The number of the group of each replica, from 0.
+
+    Args:
+      kind: `All` is one group, `NoGrouping` as many groups as replicas. Of n groups, `Consecutive` puts the
+        first `size` replicas into the first, `Orthogonal` replicas 0, n, 2n and so on.
+      size: how many replicas are in a group; a factor of `num_replicas`. `All` and `NoGrouping` do not
+        look at it.
+      num_replicas: how many replicas there are.
+    """
+    if kind is CommGroupType.All:
+        return (0,) * num_replicas
+    if kind is CommGroupType.NoGrouping:
+        return tuple(range(num_replicas))
+    number = num_replicas // size
+    if kind is CommGroupType.Orthogonal:
+        return tuple(replica % number for replica in range(num_replicas))
+    return tuple(replica // size for replica in range(num_replicas))
+
+
+@dataclass(frozen=True)
+class ReplicaGrouping:
+    """What `replicaGrouping` of a parameter was told.
+
+    Attributes:
+      kind: how groups are chosen; `All` is as without groups.
+      size: of a group, see `find_groups`.
+      mode: whether the parameter on the host has a row for each group, or for each replica.
+    """
+
+    kind: CommGroupType
+    size: int
+    mode: VariableRetrievalMode
+
+    @staticmethod
+    def check(name: str, values: Any, num_replicas: int) -> ReplicaGrouping:
+        """A grouping of the values that a user gave.
+
+        Args:
+          name: what errors call it.
+          values: kind, size and mode.
+          num_replicas: how many replicas there are.
+
+        Raises:
+          AssertionError: a value is of a wrong type.
+          ValueError: the replicas cannot be divided into groups of the size.
+        """
+        is_triple = isinstance(values, tuple) and len(values) == 3
+        assert is_triple, (
+            f"{name} must be comm_group_type, size_of_group and retrieval_mode; got {values!r}."
+        )
+        kind, size, mode = values
+        is_kind = isinstance(kind, CommGroupType)
+        assert is_kind, f"{name}: comm_group_type must be a poptorch.CommGroupType; got {kind!r}."
+        is_integer = isinstance(size, int) and not isinstance(size, bool)
+        assert is_integer, f"{name}: size_of_group must be an integer; got {size!r}."
+        is_mode = isinstance(mode, VariableRetrievalMode)
+        assert is_mode, f"{name}: retrieval_mode must be a poptorch.VariableRetrievalMode; got {mode!r}."
+        is_sized = kind in (CommGroupType.Consecutive, CommGroupType.Orthogonal)
+        if is_sized and (size < 1 or num_replicas % size):
+            raise ValueError(
+                f"{name}: size_of_group must be a factor of the replicationFactor, {num_replicas}; got "
+                f"{size}."
+            )
+        return ReplicaGrouping(kind, size, mode)
+
+    def rows(self, num_replicas: int) -> GroupRows | None:
+        """The rows of the parameter; None if it has none, since all replicas have the same value."""
+        if self.kind is CommGroupType.All:
+            return None
+        groups = find_groups(self.kind, self.size, num_replicas)
+        return GroupRows(groups, self.mode is VariableRetrievalMode.AllReplicas)
+
+
+@dataclass(frozen=True)
+class GroupRows:
+    """The rows of a parameter that differs between groups of replicas.
+
+    On the devices it has one for each group.
+
+    Attributes:
+      group_of: the group of each replica.
+      has_all: whether it has, on the host, one for each replica.
+    """
+
+    group_of: tuple[int, ...]
+    has_all: bool
+
+    @property
+    def number(self) -> int:
+        """How many there are on the host."""
+        return len(self.group_of) if self.has_all else self.num_groups
+
+    @property
+    def num_groups(self) -> int:
+        """How many groups there are."""
+        return max(self.group_of) + 1
+
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Checks the shape of a parameter.
+
+        Raises:
+          Error: its first dimension is another.
+        """
+        if not shape or shape[0] != self.number:
+            whose = "replica (VariableRetrievalMode.AllReplicas)" if self.has_all else "group of replicas"
+            raise Error(
+                f"Parameter {name} has a replicaGrouping, so that its first dimension must be "
+                f"{self.number}, a row for each {whose}; its shape is {shape}."
+            )
+
+    def to_device(self, name: str, value: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """The rows of the groups.
+
+        Args:
+          name: of the parameter.
+          value: as the host has it.
+
+        Raises:
+          Error: replicas of one group have different rows.
+        """
+        if not self.has_all:
+            return value
+        found = value[[self.group_of.index(group) for group in range(self.num_groups)]]
+        if not np.array_equal(found[list(self.group_of)], value, equal_nan=value.dtype.kind in "fV"):
+            raise Error(
+                f"Parameter {name} must have the same values in the rows of replicas that are in one "
+                f"group; the groups of the replicas are {list(self.group_of)}."
+            )
+        return found
+
+    def to_host(self, value: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """As the host has it."""
+        return value[list(self.group_of)] if self.has_all else value
