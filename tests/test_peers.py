@@ -9,13 +9,15 @@ import optax
 import pytest
 
 from ipu_pipeline import distributed
+from ipu_pipeline.checkpointing.checkpoints import DOCUMENT, CheckpointSeries
 from ipu_pipeline.engine import Pipeline, get_variable, peers
 from ipu_pipeline.engine.devices import action_log
 from ipu_pipeline.engine.errors import ProcessError
 from ipu_pipeline.engine.fingerprints import describe
+from ipu_pipeline.errors import CheckpointError
 from ipu_pipeline.processes import addresses, ending, joining
 from ipu_pipeline.processes.devices import spread
-from ipu_pipeline.processes.peer_watch import Judge, Status
+from ipu_pipeline.processes.peer_watch import Judge, PeerWatch, Status
 
 
 class Store:
@@ -98,6 +100,32 @@ def test_who_waits_hears_of_the_death_of_another():
     assert isinstance(error, ProcessError)
     assert str(error) == "Process 1 has died."
     assert nothing is None
+
+
+def read_latest(directory, monkeypatch):
+    """What each of three processes gets of a series of checkpoints."""
+    own = threading.local()
+    monkeypatch.setattr(peers, "current", lambda: own.peers)
+
+    def act(one):
+        own.peers = one
+        return CheckpointSeries(directory).read_latest()
+
+    return together(3, act)[0]
+
+
+def test_all_processes_hear_why_no_checkpoint_can_be_read(tmp_path, monkeypatch):
+    """The first process looks for all; an error of it left the others waiting."""
+    assert read_latest(tmp_path, monkeypatch) == [None] * 3
+    for name in ("4", "8"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / DOCUMENT).write_text("{}")
+    first, *others = read_latest(tmp_path, monkeypatch)
+    assert isinstance(first, CheckpointError)
+    assert str(first).startswith("None of the checkpoints in")
+    for error in others:
+        assert type(error) is OSError
+        assert str(error) == f"In process 0: CheckpointError: {first}"
 
 
 def test_a_process_alone_has_no_peers():
@@ -226,6 +254,17 @@ def test_a_process_that_is_gone():
         "  process 0: the last action finished is none",
         "  process 1: the last action finished is x",
     ]
+
+
+def test_what_a_process_told_as_it_ended_is_heard_before_it_counts_as_dead(two):
+    """It was called dead, without the error that it had ended with, if it had gone between two looks."""
+    for answers in (True, False):
+        watch = PeerWatch(two, 12.0, 12.0)  # which is not started
+        found = [
+            watch._find_silent([0], asked if answers else 1.0, now)
+            for asked, now in ((1.0, 1.2), (1.1, 1.7), (1.6, 2.2), (2.1, 3.3))
+        ]
+        assert found == [[], [], [0] if answers else [], [0]]
 
 
 def test_a_process_that_is_silent():
