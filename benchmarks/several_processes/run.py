@@ -7,8 +7,8 @@ in one. Both have the cores that there are: each of several processes has one th
 (PJRT_NPROC=1), since processes that know nothing of each other would otherwise want every core.
 
 In the others stages sleep, as in benchmarks/emulation, so that each has a device of its own: what is left
-is what several hosts and the transfers between them cost. The ideal is measured as there, in one process. The
-first of these cases also runs with two replicas, against the same without: its devices are then twice as many.
+is what several hosts and the transfers between them cost. The ideal is measured as there, in one process.
+The first of these cases also runs with two replicas, on twice as many devices, against the same without.
 """
 
 from __future__ import annotations
