@@ -21,7 +21,7 @@ def start(function, num_processes, num_devices, *arguments, directory, joins_its
     Args:
       function: of a module; what it returns is what `finish` gives of its process.
       num_processes: how many.
-      num_devices: CPU devices of each.
+      num_devices: CPU devices of each; None if the function says it.
       *arguments: what can be pickled.
       directory: an empty one, for what they write.
       joins_itself: whether the function joins the processes, by the environment.

@@ -91,6 +91,38 @@ def test_live_bytes_are_those_of_the_formula(schedule, num_stages, mode):
     assert plan[-1].num_live_bytes == 0
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_replicas": 2},
+        pytest.param(
+            {"num_replicas": 3, "schedule": "interleaved", "dispatch_plan": engine.DispatchPlan(2)},
+            marks=pytest.mark.thorough,
+        ),
+    ],
+    ids=["two", "three in chunks"],
+)
+def test_live_bytes_of_replicas(options):
+    """Each holds what one alone would."""
+    pipeline = make(2, **{"schedule": "grouped", "mode": "auto", **options})
+    step = make_step(options["num_replicas"] * NUM_MICRO_BATCHES)
+    state = pipeline.init(jax.random.key(0), step[0])
+    live_bytes = LiveBytes(pipeline.prepare())
+    pipeline.step(state, step)
+    assert len(live_bytes.by_replica) == options["num_replicas"]
+    planned = [stage.num_live_bytes for stage in pipeline.plan_memory()]
+    assert planned[0] > 0
+    assert live_bytes.peaks == pytest.approx(planned, rel=0.05)
+    for own in live_bytes.by_replica:
+        assert own == live_bytes.peaks
+
+
+def test_live_bytes_are_those_between_programs():
+    pipeline = make(1, "sequential", None)
+    with pytest.raises(TypeError, match="whose stages are programs of their own; got a Block"):
+        LiveBytes(pipeline.prepare())
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_compiled_forwards_return_what_the_plan_says(mode):
     pipeline = make(3, "grouped", mode, dispatch_plan=engine.DispatchPlan())

@@ -15,6 +15,7 @@ import types
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import ipu_pipeline as ipu
@@ -51,6 +52,7 @@ def announcer(announced, monkeypatch):
 def make_run(**changes):
     run = {"name": "Pipeline", "state": "running", "since": time.time(), "trains": True}
     run |= {"unit": "micro-batch", "count": 7, "handled": 56, "rate": 12.5, "batch_size": 4, "ipus": []}
+    run |= {"process": 0, "num_processes": 1}
     return run | changes
 
 
@@ -440,6 +442,37 @@ def test_the_table(announced, capsys, monkeypatch):
         ["Loop", "waiting", "1 cpu", "1,234", "2 KiB", "12:00:00"],
     ]
     assert len({line.index("12:00:00") for line in lines}) == 1
+
+
+def test_the_table_of_several_processes(announced, capsys):
+    ipus = [make_ipu(2, device=131072), make_ipu(3, device=131073)]
+    put(board.this_process(), make_run(ipus=ipus, process=1, num_processes=2), make_run(name="alone"))
+    assert main.main(["monitor"]) == 0
+    heading, first, second = capsys.readouterr().out.splitlines()
+    place = heading.index("run by")
+    assert first[place:].startswith("process 1 of 2  running  2, 3 cpu")
+    assert second[place : heading.index("state")].strip() == ""
+
+
+def test_the_ipus_of_all_replicas(announcer, capsys):
+    opt = ipu.optimizers.CrossReplicaOptimizer(optax.sgd(0.1))
+    model = front.Model(
+        optimizer_function=lambda *args: ipu.pipelining_ops.OptimizerFunctionOutput(opt, args[-1])
+    )
+    config = ipu.config.IPUConfig()
+    config.auto_select_ipus = 4
+    config.configure_ipu_system()
+    with ipu.Session() as session:
+        session.run(model.initializer)
+        model.run(session)
+        wait_for(lambda: any(run["count"] for one in read_programs(capsys) for run in one["runs"]))
+        (run,) = read_programs(capsys)[0]["runs"]
+    assert [one["ipu"] for one in run["ipus"]] == [0, 1, 2, 3]
+    assert [one["device"] for one in run["ipus"]] == [device.id for device in jax.devices()[:4]]
+    planned = [one["planned_bytes"] for one in run["ipus"]]
+    assert planned[:2] == planned[2:]
+    assert None not in planned
+    assert (run["process"], run["num_processes"]) == (0, 1)
 
 
 def test_a_program_that_has_run_nothing_yet(announced, capsys):

@@ -1,6 +1,7 @@
 """What processes tell each other, who has died, and what a run is called: without any processes."""
 
 import threading
+import time
 import weakref
 
 import jax
@@ -8,14 +9,19 @@ import numpy as np
 import optax
 import pytest
 
+import ipu_pipeline as ipu
 from ipu_pipeline import distributed
+from ipu_pipeline.checkpointing.checkpoints import DOCUMENT, CheckpointSeries
+from ipu_pipeline.checkpointing.together import beside, do_each
 from ipu_pipeline.engine import Pipeline, get_variable, peers
 from ipu_pipeline.engine.devices import action_log
 from ipu_pipeline.engine.errors import ProcessError
 from ipu_pipeline.engine.fingerprints import describe
+from ipu_pipeline.errors import CheckpointError
 from ipu_pipeline.processes import addresses, ending, joining
 from ipu_pipeline.processes.devices import spread
-from ipu_pipeline.processes.peer_watch import Judge, Status
+from ipu_pipeline.processes.peer_watch import Judge, PeerWatch, Status
+from ipu_pipeline.session.fetches import concerns_devices
 
 
 class Store:
@@ -100,6 +106,32 @@ def test_who_waits_hears_of_the_death_of_another():
     assert nothing is None
 
 
+def read_latest(directory, monkeypatch):
+    """What each of three processes gets of a series of checkpoints."""
+    own = threading.local()
+    monkeypatch.setattr(peers, "current", lambda: own.peers)
+
+    def act(one):
+        own.peers = one
+        return CheckpointSeries(directory).read_latest()
+
+    return together(3, act)[0]
+
+
+def test_all_processes_hear_why_no_checkpoint_can_be_read(tmp_path, monkeypatch):
+    """The first process looks for all; an error of it left the others waiting."""
+    assert read_latest(tmp_path, monkeypatch) == [None] * 3
+    for name in ("4", "8"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / DOCUMENT).write_text("{}")
+    first, *others = read_latest(tmp_path, monkeypatch)
+    assert isinstance(first, CheckpointError)
+    assert str(first).startswith("None of the checkpoints in")
+    for error in others:
+        assert type(error) is OSError
+        assert str(error) == f"In process 0: CheckpointError: {first}"
+
+
 def test_a_process_alone_has_no_peers():
     assert peers.current() is None
     assert action_log.current() is None
@@ -114,6 +146,100 @@ def two():
     peers.set_current(known)
     yield known
     peers.set_current(None)
+
+
+def in_a_thread(name, act):
+    """What `act` returns or raises in a thread of this name."""
+    found = []
+
+    def run():
+        try:
+            found.append(act())
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run, name=name)
+    thread.start()
+    thread.join(30)
+    return found[0]
+
+
+def hold():
+    with peers.one_thread("a run"):
+        return True
+
+
+def test_of_two_threads_nobody_knows_which_is_first(two):
+    """Their steps, saves and reads met those of the other thread elsewhere, and waited for ever."""
+    with peers.one_thread("a run of a session"):
+        assert hold()
+    assert in_a_thread("second", hold) is True  # one after the other
+    two.check()
+    with peers.one_thread("a run of a session"):
+        assert hold()  # within
+        error = in_a_thread("second", hold)
+    assert type(error) is RuntimeError
+    assert str(error).startswith(
+        "Process 1: thread 'second' began a run while thread 'MainThread' was at a run of a session. "
+    )
+    assert two.failure == str(error)  # which the others hear
+    with pytest.raises(ProcessError, match="thread 'second' began"):
+        two.check()
+
+
+def test_threads_of_a_process_alone_take_turns():
+    with peers.one_thread("a run"):
+        assert in_a_thread("second", hold) is True
+
+
+def test_what_processes_do_alone_may_be_done_in_another_thread(two):
+    """Telling queues something waits for the session, as in one process."""
+    queue = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
+    session = ipu.Session(seed=0)
+    queue_only = [{"a": queue.dequeue()}, (queue.dequeue(),), queue.dequeue()]
+    program = ipu.global_variables_initializer()
+    assert [concerns_devices(one) for one in (*queue_only, [*queue_only, program])] == [False] * 3 + [True]
+    for act in (
+        lambda: session.run(program),
+        lambda: session.save("nowhere"),
+        lambda: session.restore("nowhere"),
+        session.take_snapshot,
+        lambda: session.variables,
+    ):
+        with peers.one_thread("a step of a pipeline"):
+            error = in_a_thread("second", act)
+        assert "while thread 'MainThread' was at a step of a pipeline" in str(error)
+    with peers.one_thread("a step of a pipeline"):
+        assert in_a_thread("second", lambda: session.load({"a": 1.0})) is None
+
+
+def test_saving_in_two_threads_has_two_orders(monkeypatch):
+    """A thread writes checkpoints of a series; what is saved meanwhile meets the others elsewhere."""
+    own = threading.local()
+    monkeypatch.setattr(peers, "current", lambda: own.peers)
+
+    def act(one):
+        own.peers, saved = one, []
+
+        def save():
+            own.peers = one
+            with beside("checkpoint of a series"):
+                saved.extend(do_each(lambda: f"series {one.index}"))
+
+        thread = threading.Thread(target=save)
+        if one.index == 0:  # which thread comes first differs
+            thread.start()
+            deadline = time.monotonic() + 20
+            while one.waits_at is None and time.monotonic() < deadline:
+                time.sleep(0.01)
+        own_saved = do_each(lambda: f"here {one.index}")
+        if one.index == 1:
+            thread.start()
+        thread.join(20)
+        return own_saved, saved
+
+    found, _store = together(2, act)
+    assert found == [(["here 0", "here 1"], ["series 0", "series 1"])] * 2
 
 
 def test_what_takes_long_is_told(two):
@@ -226,6 +352,17 @@ def test_a_process_that_is_gone():
         "  process 0: the last action finished is none",
         "  process 1: the last action finished is x",
     ]
+
+
+def test_what_a_process_told_as_it_ended_is_heard_before_it_counts_as_dead(two):
+    """It was called dead, without the error that it had ended with, if it had gone between two looks."""
+    for answers in (True, False):
+        watch = PeerWatch(two, 12.0, 12.0)  # which is not started
+        found = [
+            watch._find_silent([0], asked if answers else 1.0, now)
+            for asked, now in ((1.0, 1.2), (1.1, 1.7), (1.6, 2.2), (2.1, 3.3))
+        ]
+        assert found == [[], [], [0] if answers else [], [0]]
 
 
 def test_a_process_that_is_silent():

@@ -188,11 +188,29 @@ def train_all(names):
     return made
 
 
-def check(names, num_processes, num_devices=4):
-    """Compares each case in so many processes, of these devices together, with the same in this one."""
+def run(names, num_processes, num_devices, *last):
+    """What each process has of each case, and what it returns of one more function.
+
+    Args:
+      names: of cases.
+      num_processes: how many.
+      num_devices: of all of them together.
+      *last: the function, and its arguments; none for nothing more.
+    """
     made = joined.run(
-        train_all, num_processes, num_devices // num_processes, names, timeout=60 + 30 * len(names)
+        do_all, num_processes, num_devices // num_processes, names, last, timeout=60 + 30 * len(names)
     )
+    return [found for found, _more in made], [more for _found, more in made]
+
+
+def do_all(names, last):
+    found = train_all(names)
+    print(last, flush=True)
+    return found, last[0](*last[1:]) if last else None
+
+
+def check(names, made):
+    """Compares what the processes have of each case with the same in this one."""
     for name in names:
         expected = train_here(name)
         found = {}
@@ -206,28 +224,48 @@ def check(names, num_processes, num_devices=4):
 
 
 def test_two_processes():
-    check(["grouped", "shared"], 2)
+    names = ["grouped", "shared"]
+    made, _nothing = run(names, 2, 4)
+    check(names, made)
 
 
 @pytest.mark.thorough
 def test_each_case_in_two_processes():
-    check([*CASES], 2)
+    made, _nothing = run([*CASES], 2, 4)
+    check(CASES, made)
 
 
 @pytest.mark.thorough
-def test_each_kind_of_schedule_and_mapping_in_four_processes():
-    check(["grouped", "interleaved", "sequential", "folded", "one by one", "all on the last"], 4)
-    check(["normalized in chunks", "shared, chunks", "flattened", "offloaded"], 4)
+def test_four_processes():
+    """Each kind of schedule and mapping; and data that ends, which all hear of."""
+    names = ["grouped", "interleaved", "sequential", "folded", "one by one", "all on the last"]
+    names += ["normalized in chunks", "shared, chunks", "flattened", "offloaded"]
+    made, ends = run(names, 4, 4, end_of_data, "labels", 3)
+    check(names, made)
+    expected, losses = end_of_data("labels", 3)
+    assert expected[0] == "OutOfRangeError: The data ended after 3 of the 4 micro-batches of a step."
+    assert expected[1].startswith("ValueError: Micro-batch 1")
+    # The first stage reads the data in process 0, the last in process 3; the second and third do not.
+    for process, (raised, own) in enumerate(ends):
+        if process in (0, 3):
+            assert raised == expected
+        else:
+            told = [f"In process 0, which reads the micro-batches: {text}" for text in expected]
+            assert raised == [f"OutOfRangeError: {told[0]}", f"ProcessError: {told[1]}"]
+        assert own == (losses if process == 3 else [])
 
 
 @pytest.mark.thorough
 def test_replicas_in_two_processes():
-    check([*REPLICATED], 2, num_devices=8)
+    made, _nothing = run([*REPLICATED], 2, 8)
+    check(REPLICATED, made)
 
 
 @pytest.mark.thorough
 def test_replicas_in_four_processes():
-    check(["replicas, interleaved", "replicas, normalized", "replicas, shared"], 4, num_devices=8)
+    names = ["replicas, normalized", "replicas, shared"]
+    made, _nothing = run(names, 4, 8)
+    check(names, made)
 
 
 def end_of_data(kind, num_left):
@@ -262,22 +300,6 @@ def make_unlabelled():
 
 def make_unlabelled_steps():
     return [[x for x, _labels in step] for step in make_replicated_steps()]
-
-
-@pytest.mark.thorough
-def test_the_data_ends_in_all_processes():
-    expected, losses = end_of_data("labels", 3)
-    assert expected[0] == "OutOfRangeError: The data ended after 3 of the 4 micro-batches of a step."
-    assert expected[1].startswith("ValueError: Micro-batch 1")
-    # The first stage reads the data in process 0, the last in process 3; the second and third do not.
-    found = joined.run(end_of_data, 4, 1, "labels", 3)
-    for process, (raised, own) in enumerate(found):
-        if process in (0, 3):
-            assert raised == expected
-        else:
-            told = [f"In process 0, which reads the micro-batches: {text}" for text in expected]
-            assert raised == [f"OutOfRangeError: {told[0]}", f"ProcessError: {told[1]}"]
-        assert own == (losses if process == 3 else [])
 
 
 @pytest.mark.thorough

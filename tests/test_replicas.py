@@ -80,6 +80,7 @@ def noisy_stages():
 
 @pytest.mark.parametrize("schedule", ["grouped", "interleaved", "sequential"])
 @pytest.mark.parametrize(("num_stages", "num_replicas"), [(4, 2), (2, 4), (2, 3), (1, 2)])
+@pytest.mark.each_value
 def test_equal_a_plain_loop(schedule, num_stages, num_replicas):
     pipeline = make(models.mlp_stages(num_stages), num_replicas, schedule=schedule, reduction="mean")
     state, outputs = check(pipeline, make_steps(num_replicas))
@@ -91,7 +92,9 @@ def test_equal_a_plain_loop(schedule, num_stages, num_replicas):
             np.testing.assert_array_equal(value, values[0])
 
 
-@pytest.mark.parametrize("reduction", ["sum", "mean", "running_mean"])
+@pytest.mark.parametrize(
+    "reduction", ["sum", pytest.param("mean", marks=pytest.mark.thorough), "running_mean"]
+)
 def test_random_keys_and_assigned_variables(reduction):
     state, _outputs = check(make(noisy_stages(), 2, reduction=reduction), make_steps(2))
     assert int(state.variables["seen"]) == COUNT * UPDATES
@@ -110,9 +113,14 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_options(options):
-    check(make(noisy_stages(), 2, **options), make_steps(2))
+RARER = ("donate", "clipped", "one device")  # which other tests have, too
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.thorough] * (name in RARER)) for name in OPTIONS]
+)
+def test_options(name):
+    check(make(noisy_stages(), 2, **OPTIONS[name]), make_steps(2))
 
 
 def test_a_variable_of_two_stages():
@@ -271,6 +279,7 @@ def plain_together(variables, x, labels):
 
 @pytest.mark.parametrize("num_replicas", [1, 2, 4])
 @pytest.mark.parametrize("options", [{}, {"dispatch_plan": engine.DispatchPlan(2)}, {"recompute": "auto"}])
+@pytest.mark.each_value
 def test_replicas_that_compute_together(num_replicas, options):
     pipeline = make(together_stages(), num_replicas, optimizer=optax.sgd(0.1), **options)
     (step, *_rest) = make_steps(num_replicas)
@@ -318,6 +327,7 @@ SHARDED = [["optimizer_state"], ["weights"], ["optimizer_state", "weights"]]
     ],
     ids=["plain", "clipped", "chunks", "offloaded", "one device"],
 )
+@pytest.mark.each_value
 def test_what_replicas_share_out(shard, options):
     pipeline = make(noisy_stages(), 2, shard=shard, **options)
     state, _outputs = check(pipeline, make_steps(2))

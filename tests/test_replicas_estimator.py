@@ -14,6 +14,7 @@ from ipu_pipeline.ipu_run_config import IPURunConfig, RunConfig
 from ipu_pipeline.ipu_session_run_hooks import IPULoggingTensorHook
 from ipu_pipeline.optimizers import CrossReplicaOptimizer
 from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput
+from tests import joined
 from tests.estimating import variables_of
 from tests.models import assert_trees_close
 from tests.resumable import Batches
@@ -191,3 +192,23 @@ def test_popdist_knows_the_replicas_of_an_estimator(tmp_path):
 
     estimator.train(dataset_of(12), [Hook()], steps=4)
     assert seen == [(3, 3)]
+
+
+def infer(directory):
+    """What an estimator with replicas evaluates and predicts after it has trained."""
+    estimator = make(directory)
+    estimator.train(dataset_of(8), steps=4)
+    predicted = np.stack(list(estimator.predict(dataset_of(11))))
+    return estimator.evaluate(dataset_of(11)), predicted
+
+
+@pytest.mark.thorough
+def test_evaluation_and_prediction_with_replicas_in_two_processes(tmp_path):
+    """All processes get what the last stage of each replica gives."""
+    expected = infer(str(tmp_path / "alone"))
+    (tmp_path / "two").mkdir()
+    started = joined.start(
+        infer, 2, None, str(tmp_path / "model"), directory=tmp_path / "two", joins_itself=True
+    )
+    for found in joined.finish(started, tmp_path / "two", 120):
+        assert_trees_close(found, expected)

@@ -26,7 +26,7 @@ from ipu_pipeline.reports.page.memory import pack_measured
 from ipu_pipeline.reports.page.tables import table_of_ipus
 from ipu_pipeline.reports.page.writing import COLOURS, IDLE, INKS
 from ipu_pipeline.reports.predictions import make_scenario, timeline_events
-from ipu_pipeline.reports.profile import LayerFacts
+from ipu_pipeline.reports.profile import DeviceFacts, LayerFacts
 from ipu_pipeline.reports.studies import study
 from tests.traces import ACTION, SENT, SLOT, TRANSFER, UPDATE, make_events, make_facts, make_profile
 
@@ -576,6 +576,34 @@ def test_report_as_json(tmp_path, capsys):
     assert pipeline["limiting_stage"] == 0
     assert pipeline["step_time"] == pytest.approx(22 * SLOT + UPDATE)
     assert pipeline["scenario"]["num_micro_batches"] == 8
+
+
+def test_report_says_the_process_of_each_ipu(tmp_path, capsys):
+    two = make_facts(2, 4, num_replicas=2)
+    events = make_events(make_facts(2, 4))
+    later = [
+        dataclasses.replace(event, ipu=event.ipu + 2)
+        for event in events
+        if event.kind is not EventKind.TRANSFER
+    ]
+    devices = tuple(DeviceFacts(ipu, 7 + ipu, "cpu", "cpu", ipu // 2) for ipu in range(4))
+    profile = make_profile(two, (*events, *later))
+    directory = write(tmp_path, dataclasses.replace(profile, devices=devices))
+    assert main.main(["report", str(directory)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    found = [re.fullmatch(r"  IPU (\d) +busy [\d.]+% +process (\d)", line) for line in lines]
+    told = [match.groups() for match in found if match]
+    assert told == [(str(ipu), str(ipu // 2)) for ipu in range(4)]
+    assert len({line.index("process") for line in lines if line.startswith("  IPU ")}) == 1
+    assert main.main(["report", "--json", str(directory)]) == 0
+    (pipeline,) = json.loads(capsys.readouterr().out)["pipelines"]
+    assert [(one["ipu"], one["process"]) for one in pipeline["ipus"]] == [(0, 0), (1, 0), (2, 1), (3, 1)]
+    alone = dataclasses.replace(profile, devices=devices[:2])
+    (directory / "profile.json").write_text(alone.to_json())
+    assert main.main(["report", str(directory)]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  IPU ")]
+    assert len(lines) == 4
+    assert not any("process" in line for line in lines)
 
 
 def test_simulate_takes_the_costs_of_a_profile(tmp_path, capsys):

@@ -1,7 +1,5 @@
 """Sessions in several processes: what they train, read, save and restore is what one process does."""
 
-from pathlib import Path
-
 import numpy as np
 import optax
 import pytest
@@ -10,7 +8,7 @@ import ipu_pipeline as ipu
 from ipu_pipeline.checkpointing.checkpoints import DOCUMENT
 from tests import joined, models
 
-COUNT, SIZE = 4, 4
+COUNT, MANY, SIZE = 4, 20, 4
 
 
 def elements():
@@ -20,16 +18,16 @@ def elements():
         yield rng.normal(size=(SIZE, 12)).astype("float32"), rng.integers(0, 10, SIZE).astype("int32")
 
 
-def train(schedule, num_replicas, directory, restore, num_runs, shares_out=False):
+def train(schedule, num_replicas, directory, restore, num_runs, **options):
     """Trains a model of four stages; what an unchanged program would do.
 
     Args:
       schedule: the pipeline's.
       num_replicas: how many.
       directory: where it saves.
-      restore: a checkpoint to go on from; False for none.
+      restore: a checkpoint to go on from; None for none.
       num_runs: of two weight updates each, after each of which it saves.
-      shares_out: whether replicas share out optimizer state and weights.
+      **options: of the pipeline.
 
     Returns:
       The losses that were dequeued, the variables and the optimizer's state.
@@ -49,15 +47,13 @@ def train(schedule, num_replicas, directory, restore, num_runs, shares_out=False
     def model():
         return ipu.pipelining_ops.pipeline(
             models.mlp_stages(4),
-            gradient_accumulation_count=COUNT,
             repeat_count=2,
             infeed_queue=infeed,
             outfeed_queue=outfeed,
             optimizer_function=optimizer_function,
             pipeline_schedule=ipu.pipelining_ops.PipelineSchedule[schedule],
             reduction_method="mean",
-            replicated_optimizer_state_sharding=shares_out,
-            replicated_weight_sharding=shares_out,
+            **{"gradient_accumulation_count": COUNT, **options},
         )
 
     with ipu.scopes.ipu_scope("/device:IPU:0"):
@@ -74,35 +70,34 @@ def train(schedule, num_replicas, directory, restore, num_runs, shares_out=False
         return losses, session.variables, session.optimizer_state()
 
 
-def train_each(num_replicas, directory, num_runs):
-    """What `train` returns under each schedule."""
+def train_all(directory, cases):
+    """What `train` returns in each case, by name; each saves in a directory of this name."""
     found = {}
-    for schedule in ("Grouped", "Interleaved", "Sequential"):
-        found[schedule] = train(schedule, num_replicas, f"{directory}/{schedule}", None, num_runs)
+    for name, given in cases.items():
+        print(name, flush=True)  # for whoever reads why this failed
+        found[name] = train(directory=f"{directory}/{name}", **given)
         ipu.config.reset_ipu_configuration()
     return found
 
 
-def run(function, num_processes, num_replicas, tmp_path, *arguments):
-    """What each process returns, and where the checkpoints are."""
-    directory = tmp_path / f"run{sum(1 for _ in tmp_path.glob('run*'))}"
+def case(schedule="Grouped", num_replicas=1, restore=None, num_runs=1, **options):
+    given = {"schedule": schedule, "num_replicas": num_replicas, "restore": restore and str(restore)}
+    return {**given, "num_runs": num_runs, **options}
+
+
+def run(num_processes, directory, cases, timeout=120):
+    """What each process returns. That with most devices is the first, as the processes take so many."""
     directory.mkdir()
-    given = [directory if one is None else one for one in arguments]
     started = joined.start(
-        function,
-        num_processes,
-        4 * num_replicas // num_processes,
-        *(str(one) if isinstance(one, Path) else one for one in given),
-        directory=directory,
-        joins_itself=True,
+        train_all, num_processes, None, str(directory), cases, directory=directory, joins_itself=True
     )
-    return joined.finish(started, directory, timeout=300), directory
+    return joined.finish(started, directory, timeout)
 
 
-def check_equal(made, expected):
-    """Compares what processes returned with what one did."""
-    (wanted_losses, wanted_variables, wanted_state) = expected
-    has_losses = [all(len(losses) == 2 * COUNT for losses in one[0]) for one in made]
+def check_equal(made, name, expected):
+    """Compares what processes returned in a case with what one did."""
+    made, (wanted_losses, wanted_variables, wanted_state) = [one[name] for one in made], expected
+    has_losses = [all(map(len, one[0])) for one in made]
     assert has_losses.count(True) == 1
     for (losses, variables, state), is_here in zip(made, has_losses, strict=True):
         models.assert_trees_close(variables, wanted_variables)
@@ -114,34 +109,40 @@ def check_equal(made, expected):
 
 
 def test_two_processes_save_and_restore(tmp_path):
-    (expected,), directory = run(train, 1, 1, tmp_path, "Grouped", 1, None, False, 2)
-    made, own = run(train, 2, 1, tmp_path, "Grouped", 1, None, False, 2)
-    check_equal(made, expected)
-    assert (own / "1" / DOCUMENT).exists()
-    # A checkpoint of several processes is restored by one, and the other way round.
-    (after,), _ = run(train, 1, 1, tmp_path, "Grouped", 1, None, own / "0", 1)
-    models.assert_trees_close(after[1], expected[1])
-    models.assert_trees_close(after[0], expected[0][1:])
-    both, _ = run(train, 2, 1, tmp_path, "Grouped", 1, None, directory / "0", 1)
-    models.assert_trees_close(both[0][1], expected[1])
+    """A checkpoint of several processes is restored by one, and the other way round."""
+    alone = train_all(tmp_path, {"alone": case(num_runs=2)})["alone"]
+    cases = {"own": case(num_runs=2), "restored": case(restore=tmp_path / "alone" / "0")}
+    # More micro-batches than a process alone fetches ahead: a step, which begins with all, never began.
+    many = {"many": case(gradient_accumulation_count=MANY)}
+    made = run(2, tmp_path / "two", cases | many)
+    check_equal(made, "own", alone)
+    check_equal(made, "many", train_all(tmp_path, many)["many"])
+    assert (tmp_path / "two" / "own" / "1" / DOCUMENT).exists()
+    second = (alone[0][1:], *alone[1:])
+    check_equal(made, "restored", second)
+    again = train_all(tmp_path, {"again": case(restore=tmp_path / "two" / "own" / "0")})["again"]
+    models.assert_trees_close(again, second)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("num_replicas", [1, 2])
-def test_each_schedule_in_processes(num_replicas, tmp_path):
-    (expected,), _directory = run(train_each, 1, num_replicas, tmp_path, num_replicas, None, 1)
-    for number in (2, 4):
-        made, _directory = run(train_each, number, num_replicas, tmp_path, num_replicas, None, 1)
-        for schedule, wanted in expected.items():
-            check_equal([one[schedule] for one in made], wanted)
-
-
-@pytest.mark.thorough
-def test_replicas_in_processes_share_out(tmp_path):
-    (expected,), _directory = run(train, 1, 2, tmp_path, "Grouped", 2, None, False, 2)
-    made, own = run(train, 2, 2, tmp_path, "Grouped", 2, None, False, 2, True)
-    check_equal(made, expected)
-    made, _own = run(train, 4, 2, tmp_path, "Grouped", 2, None, own / "0", 1, True)
-    models.assert_trees_close(made[0][1], expected[1])
-    (after,), _directory = run(train, 1, 2, tmp_path, "Grouped", 2, None, own / "0", 1)
-    models.assert_trees_close(after[1], expected[1])
+def test_each_schedule_with_and_without_replicas_in_processes(tmp_path):
+    """And what replicas share out is restored by another number of processes."""
+    schedules, replicated = ("Grouped", "Interleaved", "Sequential"), {"num_replicas": 2}
+    cases = {f"{name}, replicas": case(name, **replicated) for name in schedules}
+    cases["many, replicas"] = case(gradient_accumulation_count=MANY, **replicated)
+    cases |= {name: case(name) for name in schedules}
+    alone = train_all(tmp_path / "alone", {**cases, "parts": case(num_runs=2, **replicated)})
+    second = (alone["parts"][0][1:], *alone["parts"][1:])
+    shared = {"replicated_optimizer_state_sharding": True, "replicated_weight_sharding": True}
+    given = {"parts": case(num_runs=2, **replicated, **shared), **cases}
+    made = run(2, tmp_path / "two", given, timeout=300)
+    for name in given:
+        check_equal(made, name, alone[name])
+    saved = tmp_path / "two" / "parts" / "0"
+    given = {"parts": case(restore=saved, **replicated, **shared), **cases}
+    made = run(4, tmp_path / "four", given, timeout=300)
+    for name in cases:
+        check_equal(made, name, alone[name])
+    check_equal(made, "parts", second)
+    again = train_all(tmp_path / "again", {"parts": case(restore=saved, **replicated)})["parts"]
+    models.assert_trees_close(again, second)

@@ -8,6 +8,7 @@ in one. Both have the cores that there are: each of several processes has one th
 
 In the others stages sleep, as in benchmarks/emulation, so that each has a device of its own: what is left
 is what several hosts and the transfers between them cost. The ideal is measured as there, in one process.
+The first of these cases also runs with two replicas, on twice as many devices, against the same without.
 """
 
 from __future__ import annotations
@@ -31,9 +32,37 @@ EMULATED = {"4x10": Case(4, 10.0), "4x2": Case(4, 2.0)}
 CASES = (*WORKLOADS, *EMULATED)
 SHORT_CASES = ("mlp512", "transformer", *EMULATED)
 TARGETS = {"4x10": 1.06}
+REPLICATED = ("4x10",)  # that also run with two replicas
 MOST_SECONDS = 300.0  # that a process waits for another one
 NUM_CALLS = 3  # of a program in a row, when it is timed
 NUM_TOLD = 2  # steps whose losses are told
+
+
+class Layout(NamedTuple):
+    """What a side runs in.
+
+    Attributes:
+      count: how many processes there are.
+      num_replicas: how many replicas they have together.
+    """
+
+    count: int
+    num_replicas: int = 1
+
+    @classmethod
+    def of(cls, side: str) -> Layout:
+        """Of a side's name, such as "2", or "2x2" with two replicas."""
+        return cls(*map(int, side.split("x")))
+
+    @property
+    def side(self) -> str:
+        """The side's name."""
+        return f"{self.count}" if self.num_replicas == 1 else f"{self.count}x{self.num_replicas}"
+
+    @property
+    def words(self) -> str:
+        """How many processes."""
+        return f"{self.count} process{'es' * (self.count > 1)}"
 
 
 class Training(NamedTuple):
@@ -50,12 +79,12 @@ class Training(NamedTuple):
     ideal: Callable[[], float] | None
 
 
-def make_training(name: str, is_alone: bool) -> Training:
+def make_training(name: str, layout: Layout) -> Training:
     """A pipeline that trains, in one of its processes.
 
     Args:
       name: of the case.
-      is_alone: whether that is the only one.
+      layout: its processes and replicas; all replicas get the same micro-batches.
     """
     import jax
     import optax
@@ -71,7 +100,9 @@ def make_training(name: str, is_alone: bool) -> Training:
             [case.backward_ms] * case.num_stages,
             case.num_micro_batches("grouped"),
             collect_outputs=False,
+            num_replicas=layout.num_replicas,
         )
+        micro_batches = [one for one in micro_batches for _replica in range(layout.num_replicas)]
     else:
         workload = models.WORKLOADS[name]
         model = workload.make()
@@ -97,7 +128,7 @@ def make_training(name: str, is_alone: bool) -> Training:
     def wait() -> None:
         jax.block_until_ready((state, [part.loss for part in collected]))
 
-    if not (is_alone and name in EMULATED):
+    if not (layout == Layout(1) and name in EMULATED):
         return Training(step, wait, None)
     from benchmarks.emulation import timing
 
@@ -105,26 +136,27 @@ def make_training(name: str, is_alone: bool) -> Training:
     return Training(step, wait, lambda: timing.ideal_seconds(pipeline, timer.run(NUM_CALLS)))
 
 
-def serve(name: str, count: int, rank: int, address: str) -> None:
+def serve(name: str, layout: Layout, rank: int, address: str) -> None:
     """One of the processes of a side; the first answers for all.
 
     Args:
       name: of the case.
-      count: how many processes there are.
+      layout: of the side.
       rank: the number of this one.
       address: where they meet.
     """
     import jax
 
+    count = layout.count
     num_stages = EMULATED[name].num_stages if name in EMULATED else models.WORKLOADS[name].num_stages
-    jax.config.update("jax_num_cpu_devices", num_stages // count)
+    jax.config.update("jax_num_cpu_devices", num_stages * layout.num_replicas // count)
     if count > 1:
         jax.distributed.initialize(address, count, rank, coordinator_bind_address=address)
-    training = make_training(name, count == 1)
+    training = make_training(name, layout)
     assert len({device.process_index for device in jax.devices()}) == count
     losses = []
     for _ in range(NUM_TOLD):
-        losses.append([float(loss) for loss in training.step().losses])
+        losses.append([float(np.mean(loss)) for loss in training.step().losses])
 
     def run(num_steps: int) -> float | None:
         if num_steps == 0:
@@ -157,7 +189,7 @@ def _take_part(run: Callable[[int], float | None], losses: Any, count: int, rank
         run(num_steps)
         store.key_value_set(f"benchmark/done/{number}/{rank}", "")
 
-    if rank == count - 1:  # which has the last stage
+    if all(losses):  # the process has the last stage, of replicas that of the first one
         store.key_value_set("benchmark/losses", json.dumps(losses))
     if rank > 0:
         number = 0
@@ -181,25 +213,25 @@ def _take_part(run: Callable[[int], float | None], losses: Any, count: int, rank
     jax.distributed.shutdown()
 
 
-def serve_all(name: str, count: int) -> None:
+def serve_all(name: str, layout: Layout) -> None:
     """The first process of a side, which starts the others; whoever ends its group ends them, too."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
-    if count > 1:
+    if layout.count > 1:
         os.environ["PJRT_NPROC"] = "1"  # before JAX makes its client; the others take it over
     others = [
         subprocess.Popen(
             [
-                *(sys.executable, "-m", MODULE, "--cases", name, "--side", f"{count}"),
+                *(sys.executable, "-m", MODULE, "--cases", name, "--side", layout.side),
                 *("--rank", f"{rank}", "--address", address),
             ],
             stdin=subprocess.DEVNULL,
             stdout=sys.stderr,
         )
-        for rank in range(1, count)
+        for rank in range(1, layout.count)
     ]
-    serve(name, count, 0, address)
+    serve(name, layout, 0, address)
     for process in others:
         process.wait(timeout=MOST_SECONDS)
 
@@ -218,8 +250,11 @@ class Ideal:
 
 def measure(name: str, num_rounds: int, seconds: float) -> list[Row]:
     """Compares the sides of a case, which must train the same."""
-    counts = ["1", "2", "4"] if name in EMULATED else ["1", "2"]
-    with harness.start_sides(MODULE, counts, "--cases", name) as sides:
+    layouts = [Layout(count) for count in ((1, 2, 4) if name in EMULATED else (1, 2))]
+    replicated = [Layout(1, 2), Layout(2, 2)] if name in REPLICATED else []
+    with harness.start_sides(
+        MODULE, [layout.side for layout in (*layouts, *replicated)], "--cases", name
+    ) as sides:
         for side in sides.values():
             np.testing.assert_allclose(side.facts["losses"], sides["1"].facts["losses"], rtol=1e-5)
         turns: dict[str, Any] = dict(sides)
@@ -229,16 +264,15 @@ def measure(name: str, num_rounds: int, seconds: float) -> list[Row]:
     if name not in EMULATED:
         case = f"{models.WORKLOADS[name].name}: 2 processes, against 1"
         return [harness.compare("several_processes", case, taken["2"], taken["1"])]
-    case = EMULATED[name].name("grouped")
+    case, target = EMULATED[name].name("grouped"), TARGETS.get(name)
+    compared = [(layout.side, "ideal", f"{layout.words}, against the ideal") for layout in layouts]
+    compared += [
+        (layout.side, f"{layout.count}", f"{layout.words}, with 2 replicas against without")
+        for layout in replicated
+    ]
     return [
-        harness.compare(
-            "several_processes",
-            f"{case}: {count} process{'es' * (count != '1')}, against the ideal",
-            taken[count],
-            taken["ideal"],
-            TARGETS.get(name),
-        )
-        for count in counts
+        harness.compare("several_processes", f"{case}: {words}", taken[ours], taken[other], target)
+        for ours, other, words in compared
     ]
 
 
@@ -251,9 +285,9 @@ def main() -> None:
     args = parser.parse_args()
     if args.side is not None:
         if args.rank:
-            serve(args.cases[0], int(args.side), args.rank, args.address)
+            serve(args.cases[0], Layout.of(args.side), args.rank, args.address)
         else:
-            serve_all(args.cases[0], int(args.side))
+            serve_all(args.cases[0], Layout.of(args.side))
         return
     from benchmarks.emulation import stages
 

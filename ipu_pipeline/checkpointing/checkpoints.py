@@ -23,7 +23,7 @@ from typing import Any
 
 from ipu_pipeline.checkpointing.arrays import ARRAYS, read_arrays, with_empty_ones, write_arrays
 from ipu_pipeline.checkpointing.snapshots import Snapshot
-from ipu_pipeline.checkpointing.together import do_each, do_first, is_first
+from ipu_pipeline.checkpointing.together import beside, do_each, do_first, is_first
 from ipu_pipeline.checkpointing.writable import check_writable
 from ipu_pipeline.engine.progress import between_bars
 from ipu_pipeline.errors import CheckpointError
@@ -348,7 +348,8 @@ class CheckpointSeries:
 
     def _save_or_report(self, step: int, snapshot: Snapshot) -> None:
         try:
-            self.save(step, snapshot)
+            with beside("checkpoint of a series"):
+                self.save(step, snapshot)
         except Exception as error:
             kept = self.latest()
             _logger.error(

@@ -6,16 +6,18 @@ they are given.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from ipu_pipeline.engine import peers
 
-__all__ = ["do_each", "do_first", "is_any", "is_first", "process_index"]
+__all__ = ["beside", "do_each", "do_first", "is_any", "is_first", "process_index"]
 
 T = TypeVar("T")
-_PLACE = "checkpoint"
+_place: contextvars.ContextVar[str] = contextvars.ContextVar("place", default="checkpoint")
 
 
 def process_index() -> int:
@@ -62,6 +64,20 @@ def do_each(function: Callable[[], T]) -> list[T]:
     return _do(function, takes_part=True)
 
 
+@contextlib.contextmanager
+def beside(what: str) -> Iterator[None]:
+    """For a thread that writes checkpoints while another one may: the processes meet for its own apart.
+
+    Args:
+      what: what these are, the same in all processes.
+    """
+    token = _place.set(what)
+    try:
+        yield
+    finally:
+        _place.reset(token)
+
+
 def is_any(value: bool, what: str) -> bool:
     """Whether it is so in any process; waits for all.
 
@@ -86,7 +102,7 @@ def _do(function: Callable[[], T], takes_part: bool) -> list[T]:
         except Exception as raised:
             error = raised
     fault = None if error is None else f"{type(error).__name__}: {error}"
-    told = [json.loads(text) for text in others.exchange(_PLACE, json.dumps([fault, value]))]
+    told = [json.loads(text) for text in others.exchange(_place.get(), json.dumps([fault, value]))]
     if error is not None:
         raise error
     for process, (fault, _value) in enumerate(told):

@@ -21,6 +21,7 @@ _HEADINGS = (
     "pid",
     "program",
     "pipeline",
+    "run by",
     "state",
     "IPUs",
     "updates",
@@ -29,7 +30,7 @@ _HEADINGS = (
     "process",
     "since",
 )
-_NUMBERS = (0, 5, 6, 7, 8)
+_NUMBERS = ("pid", "updates", "speed", "planned", "process")
 _MAX_NAME = 32
 
 
@@ -89,7 +90,12 @@ def _describe(as_json: bool) -> str:
     if not programs:
         return "No programs are running."
     rows = [row for program in programs for row in _make_rows(program)]
-    return "\n".join(align([_HEADINGS, *rows], _NUMBERS))
+    lines, headings = [_HEADINGS, *rows], list(_HEADINGS)
+    if not any(run["num_processes"] > 1 for program in programs for run in program["runs"]):
+        place = headings.index("run by")
+        del headings[place]
+        lines = [(*line[:place], *line[place + 1 :]) for line in lines]
+    return "\n".join(align(lines, [headings.index(name) for name in _NUMBERS]))
 
 
 def _complete(announced: Mapping[str, Any]) -> dict[str, Any]:
@@ -117,14 +123,15 @@ def _make_rows(program: Mapping[str, Any]) -> list[tuple[str, ...]]:
     runs = [
         (
             _shown(run["name"]),
+            f"process {run['process']} of {run['num_processes']}" if run["num_processes"] > 1 else "",
             _shown(run["state"]),
-            _describe_ipus(run["ipus"]),
+            _describe_ipus(run["ipus"], "ipu" if run["num_processes"] > 1 else "device"),
             f"{run['count']:,}",
             _describe_rate(run),
             _describe_planned(run["ipus"]),
         )
         for run in program["runs"]
-    ] or [("", "", "", "", "", "")]
+    ] or [("",) * 7]
     sinces = [_describe_time(run["since"]) for run in program["runs"]] or [
         _describe_time(program["started"])
     ]
@@ -134,11 +141,17 @@ def _make_rows(program: Mapping[str, Any]) -> list[tuple[str, ...]]:
     ]
 
 
-def _describe_ipus(ipus: Sequence[Mapping[str, Any]]) -> str:
-    """Devices by kind: `0..3 cpu`."""
+def _describe_ipus(ipus: Sequence[Mapping[str, Any]], number: str) -> str:
+    """Devices by kind: `0..3 cpu`.
+
+    Args:
+      ipus: as they are announced.
+      number: which of their numbers is told: that of the "device" or, where several processes count theirs
+        each, that of the "ipu".
+    """
     by_kind: dict[str, list[int]] = {}
     for ipu in ipus:
-        by_kind.setdefault(ipu["kind"], []).append(ipu["device"])
+        by_kind.setdefault(ipu["kind"], []).append(ipu[number])
     return "; ".join(
         f"{_describe_numbers(sorted(found))} {_shown(kind)}" for kind, found in by_kind.items()
     )

@@ -6,9 +6,11 @@ import dataclasses
 import json
 import sys
 import webbrowser
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ipu_pipeline.reports.analysis import PipelineAnalysis
 from ipu_pipeline.reports.chrome_trace import to_chrome_trace
 from ipu_pipeline.reports.files import check_directory, write_reports
 from ipu_pipeline.reports.page import write_page
@@ -57,11 +59,12 @@ def report(directory: str, as_json: bool = False, opens: bool = False) -> int:
     except (OSError, ValueError, RuntimeError) as error:
         return _refuse(str(error))
     page = folder / _PAGE
+    processes = {device.ipu: device.process for device in profile.devices}
     if as_json:
-        entries = [_as_entries(one) for one in studies]
+        entries = [_as_entries(one, processes) for one in studies]
         print(json.dumps({"page": str(page.absolute()), "pipelines": entries}, indent=2))  # noqa: T201
     else:
-        lines = [line for one in studies for line in _as_lines(one)]
+        lines = [line for one in studies for line in _as_lines(one, processes)]
         notes = [f"Note: {note}" for note in profile.notes]
         found = [f"The page is {page.absolute()}", *notes, *lines]
         print("\n".join(map(printable, found)))  # noqa: T201
@@ -93,8 +96,13 @@ def _read(folder: Path) -> str:
         raise ValueError(f"{_PROFILE}: it is damaged ({error}). Record the trace again.") from error
 
 
-def _as_lines(one: Study) -> list[str]:
-    """The summary of a pipeline for people."""
+def _as_lines(one: Study, processes: Mapping[int, int]) -> list[str]:
+    """The summary of a pipeline for people.
+
+    Args:
+      one: the pipeline.
+      processes: IPU -> the number of the process whose it is.
+    """
     facts, analysis, predicted = one.facts, one.analysis, one.predictions
     if not analysis.steps:
         return ["", f"{facts.name}: no step of it was recorded"]
@@ -115,7 +123,7 @@ def _as_lines(one: Study) -> list[str]:
         ("speed", f"{describe_speed(speed)} {unit}"),
         ("utilisation", describe_share(analysis.utilisation) + beside),
         ("limiting stage", limit),
-        *((f"IPU {use.ipu}", f"busy {describe_share(use.utilisation)}") for use in analysis.ipus),
+        *zip([f"IPU {use.ipu}" for use in analysis.ipus], _describe_uses(analysis, processes), strict=True),
     ]
     if predicted is not None:
         rows.append(("advice", predicted.advice.sentence))
@@ -128,14 +136,30 @@ def _as_lines(one: Study) -> list[str]:
     ]
 
 
-def _as_entries(one: Study) -> dict[str, Any]:
-    """The summary of a pipeline for programs; times are in microseconds, the scenario's in seconds."""
+def _describe_uses(analysis: PipelineAnalysis, processes: Mapping[int, int]) -> list[str]:
+    """How busy each IPU is; of several processes, with a column of those that have it."""
+    busy = [f"busy {describe_share(use.utilisation)}" for use in analysis.ipus]
+    if not any(processes.values()):
+        return busy
+    width = max(map(len, busy))
+    return [
+        f"{share.ljust(width)}  process {processes[use.ipu]}" if use.ipu in processes else share
+        for share, use in zip(busy, analysis.ipus, strict=True)
+    ]
+
+
+def _as_entries(one: Study, processes: Mapping[int, int]) -> dict[str, Any]:
+    """The summary of a pipeline for programs; times are in microseconds, the scenario's in seconds.
+
+    Arguments are those of `_as_lines`.
+    """
     facts, analysis, predicted = one.facts, one.analysis, one.predictions
     return {
         "name": facts.name,
         "kind": facts.kind,
         "schedule": facts.schedule,
         **dataclasses.asdict(analysis),
+        "ipus": [{**dataclasses.asdict(use), "process": processes.get(use.ipu)} for use in analysis.ipus],
         "bubble": analysis.bubble,
         "advice": None if predicted is None else predicted.advice.sentence,
         "scenario": None if predicted is None else predicted.simulation.scenario.as_dict(),

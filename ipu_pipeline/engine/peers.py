@@ -22,7 +22,7 @@ import jax
 
 from ipu_pipeline.engine.errors import ProcessError
 
-__all__ = ["Peers", "Store", "current", "occupied", "set_current"]
+__all__ = ["Peers", "Store", "current", "occupied", "one_thread", "set_current"]
 
 _PREFIX = "ipu_pipeline/told"
 _SLICE = 500  # milliseconds of waiting until somebody looks again whether the others live
@@ -67,6 +67,8 @@ class Peers:
         self._waits_at: dict[int, str] = {}  # by thread
         self.occupied: dict[int, str] = {}
         self._lock = threading.Lock()
+        self._turn = threading.RLock()  # of the thread that does what all processes do
+        self._doing: tuple[str, str] | None = None  # its name, and what that is
         self._numbers: Counter[str] = Counter()  # how often the processes have met, by where
 
     @property
@@ -89,6 +91,34 @@ class Peers:
         """Raises a ProcessError if another process has ended, or does not go on."""
         if self.failure is not None:
             raise ProcessError(self.failure)
+
+    @contextlib.contextmanager
+    def one_thread(self, what: str) -> Iterator[None]:
+        """For what all processes do, in one order: of several threads nobody knows which one is first.
+
+        Args:
+          what: what it is, such as "a run of a session", for the error.
+
+        Raises:
+          RuntimeError: another thread is within such a block. As other processes may have begun with either
+            of the two, none can go on.
+        """
+        own = threading.current_thread().name
+        if not self._turn.acquire(blocking=False):
+            other, known = self._doing or ("another one", "its begin")
+            message = (
+                f"Process {self.index}: thread {own!r} began {what} while thread {other!r} was at {known}. "
+                "In a run of several processes all must do the same things in the same order, so one "
+                "thread at a time runs, saves, restores and reads."
+            )
+            self.fail(message)
+            raise RuntimeError(message)
+        before, self._doing = self._doing, (own, what)
+        try:
+            yield
+        finally:
+            self._doing = before
+            self._turn.release()
 
     def exchange(self, what: str, text: str) -> list[str]:
         """Tells all others a text, and waits for theirs. Every process calls it, in the same order.
@@ -217,3 +247,10 @@ def occupied(what: str) -> Iterator[None]:
         yield
     finally:
         del peers.occupied[thread]
+
+
+@contextlib.contextmanager
+def one_thread(what: str) -> Iterator[None]:
+    """For what all processes do, as `Peers.one_thread`; nothing in a process that runs alone."""
+    with contextlib.nullcontext() if _current is None else _current.one_thread(what):
+        yield

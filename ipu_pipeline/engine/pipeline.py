@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_pipeline.engine import fingerprints, schedules, watching
+from ipu_pipeline.engine import fingerprints, peers, schedules, watching
 from ipu_pipeline.engine.building import Built, Recipe, build
 from ipu_pipeline.engine.devices.compiler_options import CompilerOptions, check_compiles, plan_options
 from ipu_pipeline.engine.devices.feeds import PlacedMicroBatches, Take, take_nothing
@@ -528,6 +528,7 @@ class Pipeline:
         ]
         return all(number < len(devices) and devices[number] == known[number] for number in needed)
 
+    @peers.one_thread("the initial state of a pipeline")
     def init(self, key: Any, micro_batch: Any, *inputs: Any) -> PipelineState:
         """The state at the start of training.
 
@@ -608,6 +609,7 @@ class Pipeline:
 
     # Running.
 
+    @peers.one_thread("a step of a pipeline")
     def step(
         self,
         state: PipelineState,

@@ -23,6 +23,7 @@ from typing import Any
 
 import jax
 
+from ipu_pipeline.engine.devices.elsewhere import is_here
 from ipu_pipeline.engine.execution.contract import Runner
 from ipu_pipeline.engine.loops.loop import Loop
 from ipu_pipeline.engine.pipeline import Pipeline
@@ -47,16 +48,24 @@ class Run:
     def __init__(self, name: str, model: Pipeline | Loop, devices: Sequence[Any], count: int) -> None:
         """Made by `running`."""
         is_loop = isinstance(model, Loop)
-        ipus = model.body.shards if isinstance(model, Loop) else model.device_mapping
+        if isinstance(model, Loop):
+            ipus, self._size = set(model.body.shards), len(devices)
+        else:
+            self._size = model.num_ipus  # of each replica
+            starts = range(0, self._size * model.num_replicas, self._size)
+            ipus = {start + ipu for start in starts for ipu in model.device_mapping}
         self._facts = {
             "name": name,
             "trains": model.updates is not None,
             "unit": "iteration" if is_loop else "micro-batch",
             "batch_size": _find_batch_size(model),
+            "process": jax.process_index(),
+            "num_processes": jax.process_count(),
         }
         self._ipus = [
             (ipu, devices[ipu].id, devices[ipu].platform, devices[ipu].device_kind)
-            for ipu in sorted(set(ipus))
+            for ipu in sorted(ipus)
+            if is_here(devices[ipu])
         ]
         self._planned: dict[int, int] | None = None
         self._plan: Callable[[Runner[Any]], Sequence[IpuMemory]] = _make_plan(weakref.ref(model), count)
@@ -134,7 +143,7 @@ class Run:
                     "device": number,
                     "platform": platform,
                     "kind": kind,
-                    "planned_bytes": planned.get(ipu),
+                    "planned_bytes": planned.get(ipu % self._size),
                 }
                 for ipu, number, platform, kind in self._ipus
             ],
@@ -264,7 +273,7 @@ def running(
       name: the pipeline's, or the loop's.
       model: what is run; nothing here keeps it alive.
       runner: what runs it.
-      devices: the JAX device of each IPU.
+      devices: the JAX device of each IPU, those of one replica after the other's.
       count: micro-batches per weight update.
 
     Returns:

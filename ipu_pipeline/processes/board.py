@@ -57,6 +57,8 @@ _OF_RUN: dict[str, Any] = {
     "handled": int,
     "rate": (*_NUMBER, type(None)),
     "batch_size": (int, type(None)),
+    "process": int,
+    "num_processes": int,
     "ipus": list,
 }
 _OF_IPU: dict[str, Any] = {

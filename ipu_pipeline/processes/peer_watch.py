@@ -246,6 +246,8 @@ class PeerWatch:
         facts = {} if here is None else dataclasses.asdict(here)
         self._status = dataclasses.replace(Status(pid=os.getpid()), **facts)
         self._statuses: dict[int, Status] = {}
+        self._asked = 0.0  # when they were asked for
+        self._gone: dict[int, float] = {}  # processes that are there no more -> since when this is known
         self._num_answers = 0
         self._lock = threading.Lock()
         self._looking = threading.Condition()
@@ -290,10 +292,11 @@ class PeerWatch:
         self._peers.store.key_value_set(f"{_STATUSES}/{self._peers.index}", text, True)
 
     def _hear(self) -> None:
+        asked = time.monotonic()
         told = self._peers.store.key_value_dir_get(f"{_STATUSES}/")
         statuses = {int(key.rpartition("/")[2]): Status(**json.loads(text)) for key, text in told}
         with self._lock:
-            self._statuses = statuses
+            self._statuses, self._asked = statuses, asked
             self._num_answers += 1
 
     # The thread that judges.
@@ -302,10 +305,10 @@ class PeerWatch:
         known = 0
         while not self._is_over.wait(self._interval):
             with self._lock:
-                statuses, answers = self._statuses, self._num_answers
-            found = self._judge.judge(
-                statuses, time.monotonic(), answers != known, self._find_gone(statuses)
-            )
+                statuses, answers, asked = self._statuses, self._num_answers, self._asked
+            now, gone = time.monotonic(), self._find_gone(statuses)
+            dead = self._find_silent(gone, asked, now)
+            found = self._judge.judge(statuses, now, answers != known, dead)
             known = answers
             if found is not None and self._end is None:
                 self._peers.fail(found)
@@ -316,6 +319,19 @@ class PeerWatch:
                 if not self._is_over.wait(self._grace) and self._end is None:
                     self._end_process(self._peers.failure)
                 return
+
+    def _find_silent(self, gone: Sequence[int], asked: float, now: float) -> list[int]:
+        """Those that had nothing more to say: what a process tells as it ends is heard before it is judged.
+
+        Args:
+          gone: processes that there are no more.
+          asked: when what the processes told last was asked for.
+          now: the time.
+        """
+        for process in gone:
+            self._gone.setdefault(process, now)
+        # Where the store does not answer, they are not waited for.
+        return [p for p in gone if asked > self._gone[p] or now - self._gone[p] > self._grace]
 
     def _find_gone(self, statuses: dict[int, Status]) -> list[int]:
         """Processes of this machine that there are no more."""

@@ -11,7 +11,7 @@ from ipu_pipeline.program.program import Program
 from ipu_pipeline.queues.infeed import InfeedOperation
 from ipu_pipeline.queues.outfeed import OutfeedOperation
 
-__all__ = ["flatten_fetches"]
+__all__ = ["concerns_devices", "flatten_fetches"]
 
 
 def flatten_fetches(fetch: Any) -> tuple[list[Any], Any]:
@@ -29,3 +29,12 @@ def flatten_fetches(fetch: Any) -> tuple[list[Any], Any]:
                 f"them; got {type(one).__name__}."
             )
     return fetches, tree
+
+
+def concerns_devices(fetch: Any) -> bool:
+    """Whether something of it runs on devices; queues alone do not."""
+    if isinstance(fetch, dict):
+        return any(map(concerns_devices, fetch.values()))
+    if isinstance(fetch, (list, tuple)):
+        return any(map(concerns_devices, fetch))
+    return not isinstance(fetch, (InfeedOperation, OutfeedOperation))

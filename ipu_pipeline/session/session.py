@@ -14,6 +14,7 @@ import numpy as np
 from ipu_pipeline import config, utils
 from ipu_pipeline.checkpointing import checkpoints
 from ipu_pipeline.checkpointing.snapshots import Snapshot
+from ipu_pipeline.engine import peers
 from ipu_pipeline.engine.devices.everywhere import only_if_written_here, read_everywhere
 from ipu_pipeline.engine.devices.placing import keep
 from ipu_pipeline.engine.watching import read_outfeed
@@ -27,7 +28,7 @@ from ipu_pipeline.queues.infeed import IPUInfeedQueue
 from ipu_pipeline.queues.outfeed import OutfeedOperation
 from ipu_pipeline.reports.capturing import start_automatic_report
 from ipu_pipeline.session import entries, exporting
-from ipu_pipeline.session.fetches import flatten_fetches
+from ipu_pipeline.session.fetches import concerns_devices, flatten_fetches
 from ipu_pipeline.session.resuming import Resumption, check_snapshot
 from ipu_pipeline.session.running import Limit, check_feeds, run_program
 from ipu_pipeline.session.store import Store
@@ -228,7 +229,7 @@ class Session:
           OSError: it cannot be written.
           ValueError: there are no variables yet, or `path` exists and is no checkpoint.
         """
-        with self._turns.alone(changes=False):
+        with self._turns.alone(changes=False, together="saving a session"):
             if not self._store.state.variables:
                 raise ValueError("There is nothing to save: no program has run, so there are no variables.")
             checkpoints.write_checkpoint(path, self.take_snapshot(is_kept=False))
@@ -294,7 +295,8 @@ class Session:
         """
         if self._is_closed:
             raise RuntimeError("Attempted to use a closed Session.")
-        self._select_devices()  # Orbax starts JAX's backend
+        with peers.one_thread("restoring a session"):
+            self._select_devices()  # Orbax starts JAX's backend
         self.take_over(checkpoints.read_checkpoint(path), path, fits=not allow_partial, feeds=infeeds)
 
     def take_snapshot(self, is_kept: bool = True, extra: Mapping[str, Any] | None = None) -> Snapshot:
@@ -304,7 +306,7 @@ class Session:
           is_kept: whether programs may run before it is used.
           extra: what else belongs to it, JSON.
         """
-        with self._turns.alone(changes=False):
+        with self._turns.alone(changes=False, together="saving a session"):
             self._store.check_weights("save")
             state = self._store.state
             own = {name: value for name, value in state.variables.items() if not is_weight(name)}
@@ -322,7 +324,7 @@ class Session:
         """What `restore` does with a snapshot that was read from a path."""
         if fits:
             check_snapshot(snapshot, path, compiled_programs)
-        with self._turns.alone():
+        with self._turns.alone(together="restoring a session"):
             self._store.check_weights("restore")
             self._resumption = Resumption.of(snapshot, path, fits=fits, feeds=feeds)
             self._store = Store(snapshot.seed, snapshot.key_implementation, snapshot.state)
@@ -345,12 +347,14 @@ class Session:
 
         Raises:
           OutOfRangeError: an infeed's data ended; completed weight updates stand.
-          RuntimeError: the session is closed, or an infeed was not initialized.
+          RuntimeError: the session is closed, or an infeed was not initialized; or there are several
+            processes, and another thread runs something, too.
           TypeError: `fetch` is nothing that can be run.
           ValueError: `feed_dict` does not fit the program.
           KeyboardInterrupt: on Ctrl-C; completed weight updates stand.
         """
-        with self._turns.alone(), self._turns.running():
+        together = "a run of a session" if concerns_devices(fetch) else None
+        with self._turns.alone(together=together), self._turns.running():
             return self._run(fetch, feed_dict or {})
 
     def _run(self, fetch: Any, feed_dict: Mapping[Any, Any]) -> Any:
@@ -392,7 +396,7 @@ class Session:
           max_updates: how many each pipeline does at most; executions, in inference.
           should_stop: asked after each update, or block of updates: whether the pipeline ends there.
         """
-        with self._turns.alone():
+        with self._turns.alone(together="a run of a session"):
             self._limit = Limit(max_updates, should_stop)
             try:
                 return self.run(program, feed_dict)

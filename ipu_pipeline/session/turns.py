@@ -6,6 +6,7 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
+from ipu_pipeline.engine import peers
 from ipu_pipeline.queues.feeder import is_feeding
 
 __all__ = ["Turns"]
@@ -15,6 +16,15 @@ _CALLED_BACK = (
     "jax.pure_callback) or by a signal's handler. The run would have to wait for itself. Call the session "
     "after the run; `Session.variables` can be read."
 )
+_FEEDING = (
+    "A data set has called the session in the infeed's thread, while a run of the session may be waiting "
+    "for its data. Compute what it needs before the run, or with JAX itself; `Session.variables` can be "
+    "read."
+)
+
+
+def _in_order(together: str | None) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext() if together is None else peers.one_thread(together)
 
 
 class Turns:
@@ -26,16 +36,17 @@ class Turns:
         self._running_in: int | None = None  # the thread of a run; Ctrl-C may leave it behind
 
     @contextlib.contextmanager
-    def alone(self, changes: bool = True) -> Iterator[None]:
+    def alone(self, changes: bool = True, together: str | None = None) -> Iterator[None]:
         """Waits for what other threads do with the session, and lets them wait.
 
         Args:
           changes: whether the session's state may be another one afterwards. What only reads it may be
             called by a signal's handler, during a run.
+          together: what it is, if all processes of a run do it; None if it is this one's own affair.
 
         Raises:
           RuntimeError: a data set, or a function that JAX calls back, asks for it while a run may be
-            waiting for it.
+            waiting for it; or, of several processes, another thread is at something that all do.
         """
         # As threading.Condition asks; a note of our own would be wrong after Ctrl-C.
         is_within = self._lock._is_owned()  # type: ignore[attr-defined]  # noqa: SLF001
@@ -43,20 +54,17 @@ class Turns:
             raise RuntimeError(_CALLED_BACK)
         # Threads of JAX are not Python's, which calls them "Dummy-1" and so on.
         is_called_back = threading.current_thread().name.startswith("Dummy-")
-        if not self._lock.acquire(blocking=not (is_feeding() or is_called_back)):
-            if is_called_back:
-                raise RuntimeError(_CALLED_BACK)
-            raise RuntimeError(
-                "A data set has called the session in the infeed's thread, while a run of the session may "
-                "be waiting for its data. Compute what it needs before the run, or with JAX itself; "
-                "`Session.variables` can be read."
-            )
-        try:
-            if not is_within:
-                self._running_in = None
-            yield
-        finally:
-            self._lock.release()
+        may_wait = not (is_feeding() or is_called_back)
+        with _in_order(together if may_wait else None):
+            if not self._lock.acquire(blocking=may_wait):
+                raise RuntimeError(_CALLED_BACK if is_called_back else _FEEDING)
+            try:
+                if not is_within:
+                    self._running_in = None
+                with _in_order(together):  # of those who did not wait, too
+                    yield
+            finally:
+                self._lock.release()
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:

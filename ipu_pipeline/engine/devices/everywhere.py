@@ -59,6 +59,7 @@ def _same(array: Any) -> Any:
     return array
 
 
+@peers.one_thread("reading what other processes have")
 def read_everywhere(arrays: Sequence[Any]) -> list[Any]:
     """The arrays, such that this process can read them. All processes call it, in the same order.
 
@@ -106,6 +107,7 @@ def read_everywhere(arrays: Sequence[Any]) -> list[Any]:
     return found
 
 
+@peers.one_thread("reading what other processes have")
 def share_stacks(stacks: Sequence[np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:
     """What one process has of some results, in all of them. All call it, in the same order.
 
