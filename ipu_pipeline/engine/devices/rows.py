@@ -253,7 +253,10 @@ def stack_replicas(parts: Sequence[Any], axis: int) -> Any:
       axis: the number of the new axis.
     """
     parts = [_first_copy(part) for part in parts]
-    (first, *_rest) = parts
+    (first, *rest) = parts
+    if len({device for part in parts for device in part.devices()}) < len(parts):
+        # Those of other processes were brought to the first one's device, so the others go there, too.
+        parts = [first, *(_beside(part, first) for part in rest)]
     if len({device for part in parts for device in part.devices()}) == 1:  # they were brought together
         if not first.is_fully_addressable:
             return absent(
@@ -272,6 +275,13 @@ def stack_replicas(parts: Sequence[Any], axis: int) -> Any:
 def _stacked_sharding(devices: tuple[Any, ...], axis: int) -> NamedSharding:
     mesh = Mesh(np.array(devices).reshape(-1, 1), (REPLICA, MODEL))
     return NamedSharding(mesh, PartitionSpec(*[None] * axis, REPLICA))
+
+
+def _beside(array: Any, other: Any) -> Any:
+    """An array on the device of another one; without content where that is in another process."""
+    if other.is_fully_addressable:
+        return jax.device_put(array, other.sharding)
+    return absent(array.shape, array.dtype, other.sharding)
 
 
 def _first_copy(array: Any) -> Any:
