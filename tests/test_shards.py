@@ -297,7 +297,7 @@ def test_state_stays_where_its_shard_is(rng):
 
     avals = (jax.ShapeDtypeStruct(SHAPE, "float32"),)
     loop = Loop(trace(body, avals))
-    assert loop.num_ipus == 3
+    assert loop.num_devices == 3
     loop.prepare(jax.devices())
     key = jax.random.key(0)
     variables = {name: initial_value(spec, key) for name, spec in loop.variables.items()}
