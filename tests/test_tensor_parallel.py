@@ -90,7 +90,17 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+# What another case has in part; only run in `make thorough`.
+RARE = ("one IPU", "donate", "running mean", "replicas offload")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(options, id=name, marks=[pytest.mark.thorough] if name in RARE else [])
+        for name, options in OPTIONS.items()
+    ],
+)
 def test_equal_a_plain_loop(options):
     pipeline = make_divided(**options)
     num_replicas, size = pipeline.num_replicas, pipeline.options.num_devices_per_ipu
@@ -521,6 +531,7 @@ def model_fn(mode, params):
     )
 
 
+@pytest.mark.thorough
 def test_an_estimator(tmp_path):
     elements = models.mlp_batches(np.random.default_rng(4), 4 * COUNT)
     found = []
