@@ -563,6 +563,8 @@ def main(arguments: list[str] | None = None) -> engine.PipelineState:
     # As many CPU devices, where there are no accelerators.
     ipu.set_num_devices(len(args.layers) * args.tensor_parallel * args.replicas)
     jax.config.update("jax_enable_x64", args.dtype == "float64")
+    if jax.process_count() > 1:
+        raise ValueError("this example runs in one process. docs/distributed.md is about several.")
     return train(args)
 
 

@@ -37,7 +37,7 @@ MOST_HELD = 100_000  # lines
 TO_END_BY_THEMSELVES = 20.0  # seconds more than the time in which a death is noticed
 TO_END_WHEN_ASKED = 10.0  # seconds
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-NOISE = re.compile(rb"\[Gloo\] Rank \d+ is connected to ")  # of a library, on the standard output
+NOISE = re.compile(rb"\[Gloo\] Rank |.*connected peer ranks is")  # of a library, on the standard output
 
 
 class Output:

@@ -480,6 +480,7 @@ def test_sessions_and_checkpoints(tmp_path):
     placement, summary = made[3]
     assert "cpu:0, cpu:1, cpu:4, cpu:5" in placement
     assert "2 stages on 2 IPUs of 2 devices" in summary
+    assert "each of the 2 devices of an IPU has a part of:\n  first/in\n  first/offset\n" in placement
     # Another number of devices goes on from the checkpoint: the second half of the data comes first there.
     one = train(1, 1, tmp_path, restore=True)
     other = train(1, 4, tmp_path, restore=True)

@@ -22,7 +22,16 @@ import jax
 
 from ipu_pipeline.engine.errors import ProcessError
 
-__all__ = ["Peers", "Store", "current", "occupied", "one_thread", "set_current"]
+__all__ = [
+    "Peers",
+    "Store",
+    "current",
+    "is_of_collective",
+    "may_come_from",
+    "occupied",
+    "one_thread",
+    "set_current",
+]
 
 _PREFIX = "ipu_pipeline/told"
 _SLICE = 500  # milliseconds of waiting until somebody looks again whether the others live
@@ -43,6 +52,17 @@ class Store(Protocol):
 
     def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
         """The text of a key, once there is one; an error after the time."""
+
+
+def is_of_collective(error: BaseException) -> bool:
+    """Whether an error is of what several processes compute together, which JAX raises as a ValueError."""
+    return isinstance(error, jax.errors.JaxRuntimeError | ValueError) and "Gloo" in str(error)
+
+
+def may_come_from(error: BaseException) -> bool:
+    """Whether an error may be what this process notices of the end of another one."""
+    is_known = isinstance(error, jax.errors.JaxRuntimeError | ProcessError)
+    return is_known or is_of_collective(error)
 
 
 class Peers:

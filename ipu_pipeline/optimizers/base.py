@@ -106,6 +106,16 @@ class Optimizer(abc.ABC):
         self.wrapped = opt
         self.name = name
 
+    def __getattr__(self, name: str) -> Any:
+        """Says what to do for those who take it for a transformation of Optax."""
+        if name in ("init", "update"):
+            kind = type(self).__name__
+            raise AttributeError(
+                f"{kind} is no transformation of Optax, and cannot be a part of one. Put it around the "
+                f"whole: ipu.optimizers.{kind}(optax.chain(...))."
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
     def minimize(
         self,
         loss: jax.Array,

@@ -280,6 +280,8 @@ def running(
       What counts.
     """
     last = model.body.shards[-1] if isinstance(model, Loop) else model.device_mapping[-1]
+    if isinstance(model, Pipeline):  # an IPU is known by its first device
+        devices = devices[:: model.options.num_devices_per_ipu]
     launched.tell_results(devices[last].process_index)
     if os.environ.get(SWITCH_VARIABLE) == "0":
         return _unannounced

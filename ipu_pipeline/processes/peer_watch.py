@@ -27,8 +27,7 @@ from typing import Any
 import jax
 
 from ipu_pipeline.engine.devices import action_log
-from ipu_pipeline.engine.errors import ProcessError
-from ipu_pipeline.engine.peers import Peers
+from ipu_pipeline.engine.peers import Peers, may_come_from
 from ipu_pipeline.processes import board
 from ipu_pipeline.processes.ending import end_process
 
@@ -220,7 +219,7 @@ def _name(processes: Sequence[int]) -> str:
 def _may_come_from_others(error: BaseException | None) -> bool:
     """Whether an error may be what this process notices of the end of another one."""
     while error is not None:
-        if isinstance(error, jax.errors.JaxRuntimeError | ProcessError):
+        if may_come_from(error):
             return True
         error = error.__cause__ or error.__context__
     return False

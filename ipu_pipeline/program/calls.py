@@ -235,6 +235,7 @@ class PipelineCall(_Call):
             dispatch="" if plan is None else str(plan),
             replicas=self.replication.name_devices(),
             num_devices_per_ipu=pipeline.options.num_devices_per_ipu,
+            divided=tuple(pipeline.built.partitions),
         )
 
     def summary(self) -> PipelineSummary:

@@ -23,6 +23,7 @@ class CallPlacement:
       dispatch: over several IPUs, how many micro-batches a program handles, and why.
       replicas: the JAX devices of each replica, by IPU; empty for one replica.
       num_devices_per_ipu: how many of them compute a stage together.
+      divided: variables of which each of these has a part.
     """
 
     name: str
@@ -33,6 +34,7 @@ class CallPlacement:
     dispatch: str = ""
     replicas: tuple[tuple[str, ...], ...] = ()
     num_devices_per_ipu: int = 1
+    divided: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,11 @@ class Placement:
                 for s in call.sent
             ]
             lines += ["per weight update:", *align(sent)]
+        if call.divided:
+            lines += [
+                f"each of the {call.num_devices_per_ipu} devices of an IPU has a part of:",
+                *(f"  {name}" for name in call.divided),
+            ]
         if call.dispatch:
             lines.append(f"dispatch: {call.dispatch}")
         return "\n".join(lines)

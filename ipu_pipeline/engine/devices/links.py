@@ -34,7 +34,7 @@ __all__ = ["Links", "Tag", "check_peers", "links", "naming_peers"]
 _LOOPBACK = "127.0.0.1"
 _KEY = "ipu_pipeline/links"
 _PATIENCE = 300.0  # seconds until a process must have come as far as this one, at the beginning
-_AFTER_ERROR = 2.0  # seconds until what came from another process has failed, if that is the cause
+_AFTER_ERROR = 4.0  # seconds until what came from another process has failed, if that is the cause
 _SLICE = 0.5  # seconds of waiting until somebody looks whether the others live
 
 
@@ -76,16 +76,25 @@ def naming_peers() -> Iterator[None]:
     """For where arrays are waited for: has an error that comes from another process name that process.
 
     Raises:
-      ProcessError: something that another process was to send has failed.
+      ProcessError: something that another process was to send has failed, or one has ended.
     """
     try:
         yield
-    except jax.errors.JaxRuntimeError:
-        deadline = time.monotonic() + _AFTER_ERROR
-        while links.cache_info().currsize and links().awaits and time.monotonic() < deadline:
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
+        if not peers.may_come_from(error):
+            raise
+        others, deadline = peers.current(), time.monotonic() + _AFTER_ERROR
+        while time.monotonic() < deadline and (peers.is_of_collective(error) or _awaits()):
             check_peers()
+            if others is not None:
+                others.check()
             time.sleep(0.01)
         raise
+
+
+def _awaits() -> bool:
+    """Whether something is on its way from another process."""
+    return bool(links.cache_info().currsize) and links().awaits
 
 
 class Links:

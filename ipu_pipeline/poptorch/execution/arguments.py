@@ -15,6 +15,7 @@ from ipu_pipeline.poptorch.logs import warn_once
 from ipu_pipeline.poptorch.structures import Structure, compare, flatten
 
 __all__ = [
+    "OF_FILE",
     "Arguments",
     "Batching",
     "Signature",
@@ -24,6 +25,11 @@ __all__ = [
     "split",
 ]
 
+# Where differences are from what a file was captured for.
+OF_FILE = (
+    " The file has the model as it was captured for such inputs, and no other: export the model again, for "
+    "these."
+)
 _MEND = (
     " The model was compiled for other inputs: wrap it again in a new trainingModel or inferenceModel, or "
     "call destroy() on this one first."
@@ -163,7 +169,11 @@ class Signature:
 
 
 def check_like_first(
-    signature: Signature, first: Arguments, given: Arguments, shapes: Sequence[torch.Size]
+    signature: Signature,
+    first: Arguments,
+    given: Arguments,
+    shapes: Sequence[torch.Size],
+    mend: str = _MEND,
 ) -> None:
     """Checks the arguments of a call against those that the model was compiled for.
 
@@ -172,18 +182,19 @@ def check_like_first(
       first: what it was compiled for.
       given: those of the call.
       shapes: of the first call's tensors, all micro-batches together.
+      mend: what can be done, for the error.
 
     Raises:
       Error: something differs.
     """
     difference = signature.compare(first.structure, given.structure)
     if difference is not None:
-        raise Error(f"{difference}.{_MEND}")
+        raise Error(f"{difference}.{mend}")
     for name, old, shape, new in zip(given.names, first.tensors, shapes, given.tensors, strict=True):
         if new.dtype != old.dtype:
-            raise Error(f"Data type mismatch for {name}: expected {old.dtype} but got {new.dtype}.{_MEND}")
+            raise Error(f"Data type mismatch for {name}: expected {old.dtype} but got {new.dtype}.{mend}")
         if new.shape != shape:
-            raise Error(f"Shape mismatch for {name}: expected {shape} but got {new.shape}.{_MEND}")
+            raise Error(f"Shape mismatch for {name}: expected {shape} but got {new.shape}.{mend}")
 
 
 def check_batches(arguments: Arguments, batching: Batching) -> None:

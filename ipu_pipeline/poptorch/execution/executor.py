@@ -133,6 +133,7 @@ class PoplarExecutor(Exported, Anchored, Grouped, Refused, Measured):
     def _compile(self, arguments: Arguments) -> CompiledModel:
         if self._compiled is not None:
             assert self._first is not None
+            self._check_like_graph(arguments)
             check_like_first(self._signature, self._first, arguments, self._shapes)
             self._compiled.check_same_tensors()
             return self._compiled

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ipu_pipeline.poptorch.errors import Error
-from ipu_pipeline.poptorch.execution.arguments import Arguments, Signature, check_like_first
+from ipu_pipeline.poptorch.execution.arguments import OF_FILE, Arguments, Signature, check_like_first
 from ipu_pipeline.poptorch.execution.building import Wrapped, batching_of
 from ipu_pipeline.poptorch.execution.compiled import CompiledModel
 from ipu_pipeline.poptorch.execution.jax_errors import translating
@@ -194,7 +194,8 @@ class Exported(abc.ABC):
         """
         if self._graph is not None:
             first = make_arguments(self._graph, self._signature, batching_of(self.options))
-            check_like_first(self._signature, first, arguments, [tensor.shape for tensor in first.tensors])
+            shapes = [tensor.shape for tensor in first.tensors]
+            check_like_first(self._signature, first, arguments, shapes, OF_FILE)
 
     def _save_model(self) -> SavedModel:
         assert self._compiled is not None

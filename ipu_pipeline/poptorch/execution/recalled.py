@@ -10,6 +10,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from ipu_pipeline.poptorch.errors import Error
 from ipu_pipeline.poptorch.execution.arguments import (
+    OF_FILE,
     Arguments,
     Batching,
     Signature,
@@ -175,7 +176,7 @@ class RestoredModel(torch.nn.Module):
         signature = Signature(self.saved_graph.signature)
         given = signature.bind(args, kwargs)
         first = make_arguments(self.saved_graph, signature, Batching(1, 1))
-        check_like_first(signature, first, given, [tensor.shape for tensor in first.tensors])
+        check_like_first(signature, first, given, [tensor.shape for tensor in first.tensors], OF_FILE)
         captured = bind(self.saved_graph, self, self.saved_graph.trains)
         inputs = iter(given.tensors)
         program = captured.program
