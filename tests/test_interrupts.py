@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,6 +15,8 @@ import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline.processes import interrupts
+from ipu_pipeline.session import turns
+from tests import front
 from tests.programs import ROOT, environment
 from tests.resumable import Training
 
@@ -117,6 +120,28 @@ def test_deferred_lets_the_section_finish():
         pass
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
+
+
+def test_ctrl_c_before_a_run_has_its_turn(monkeypatch):
+    """The infeed, which reads ahead for the next run, stops as it does after Ctrl-C in the run itself."""
+    model = front.Model(repeat_count=2, gradient_accumulation_count=8)
+    with ipu.Session() as session:
+        session.run(model.initializer)
+        session.run(model.program, {model.rate: 0.01})
+        begin = turns.Turns.alone
+
+        def interrupting(*arguments, **options):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(turns.Turns, "alone", interrupting)
+        with pytest.raises(KeyboardInterrupt):
+            session.run([model.initializer, {"program": model.program}], {model.rate: 0.01})
+        monkeypatch.setattr(turns.Turns, "alone", begin)
+        assert not [t for t in threading.enumerate() if t.name == "ipu-infeed"]
+        assert session.update_count() == 2
+        session.run(model.initializer)
+        session.run(model.program, {model.rate: 0.01})
+        assert session.update_count() == 4
 
 
 def interrupted(mapping, path, after=None):

@@ -8,10 +8,10 @@ import jax
 
 from ipu_pipeline.graph.operations import InitializerOperation
 from ipu_pipeline.program.program import Program
-from ipu_pipeline.queues.infeed import InfeedOperation
+from ipu_pipeline.queues.infeed import InfeedOperation, IPUInfeedQueue
 from ipu_pipeline.queues.outfeed import OutfeedOperation
 
-__all__ = ["concerns_devices", "flatten_fetches"]
+__all__ = ["concerns_devices", "find_infeeds", "flatten_fetches"]
 
 
 def flatten_fetches(fetch: Any) -> tuple[list[Any], Any]:
@@ -29,6 +29,15 @@ def flatten_fetches(fetch: Any) -> tuple[list[Any], Any]:
                 f"them; got {type(one).__name__}."
             )
     return fetches, tree
+
+
+def find_infeeds(fetch: Any) -> list[IPUInfeedQueue]:
+    """The infeeds of all programs of it."""
+    if isinstance(fetch, dict):
+        fetch = list(fetch.values())
+    if isinstance(fetch, (list, tuple)):
+        return [infeed for one in fetch for infeed in find_infeeds(one)]
+    return list(fetch.infeeds) if isinstance(fetch, Program) else []
 
 
 def concerns_devices(fetch: Any) -> bool:

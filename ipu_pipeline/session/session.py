@@ -353,9 +353,10 @@ class Session:
           ValueError: `feed_dict` does not fit the program.
           KeyboardInterrupt: on Ctrl-C; completed weight updates stand.
         """
-        together = "a run of a session" if concerns_devices(fetch) else None
-        with self._turns.alone(together=together), self._turns.running():
-            return self._run(fetch, feed_dict or {})
+        with self._turns.stopping(fetch):
+            together = "a run of a session" if concerns_devices(fetch) else None
+            with self._turns.alone(together=together), self._turns.running():
+                return self._run(fetch, feed_dict or {})
 
     def _run(self, fetch: Any, feed_dict: Mapping[Any, Any]) -> Any:
         if self._is_closed:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 from ipu_pipeline.engine import peers
 from ipu_pipeline.queues.feeder import is_feeding
+from ipu_pipeline.session.fetches import find_infeeds
 
 __all__ = ["Turns"]
 
@@ -27,6 +29,26 @@ def _in_order(together: str | None) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if together is None else peers.one_thread(together)
 
 
+class _Stopping:
+    """A `with` block after whose interruption no thread reads data ahead, also if it had hardly begun."""
+
+    def __init__(self, lock: threading.RLock, fetch: Any) -> None:
+        self._lock = lock
+        self._fetch = fetch
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, *_error: object) -> None:
+        # Where another thread has its turn, its data go on.
+        if kind is not None and issubclass(kind, KeyboardInterrupt) and self._lock.acquire(blocking=False):
+            try:
+                for infeed in find_infeeds(self._fetch):
+                    infeed.stop()
+            finally:
+                self._lock.release()
+
+
 class Turns:
     """Held by whoever runs something, or takes or gives the whole state; the others wait."""
 
@@ -34,6 +56,10 @@ class Turns:
         """Nobody holds it."""
         self._lock = threading.RLock()
         self._running_in: int | None = None  # the thread of a run; Ctrl-C may leave it behind
+
+    def stopping(self, fetch: Any) -> contextlib.AbstractContextManager[None]:
+        """For a run: where Ctrl-C ends the block, the infeeds of what is run are stopped."""
+        return _Stopping(self._lock, fetch)
 
     @contextlib.contextmanager
     def alone(self, changes: bool = True, together: str | None = None) -> Iterator[None]:
