@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 
-def start(function, num_processes, num_devices, *arguments, directory, joins_itself=False):
+def start(function, num_processes, num_devices, *arguments, directory, joins_itself=False, num_threads=1):
     """Starts the processes. Each calls the function with the arguments once it has joined.
 
     Args:
@@ -25,6 +25,7 @@ def start(function, num_processes, num_devices, *arguments, directory, joins_its
       *arguments: what can be pickled.
       directory: an empty one, for what they write.
       joins_itself: whether the function joins the processes, by the environment.
+      num_threads: with which XLA computes in each, and receives what others send.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -33,7 +34,8 @@ def start(function, num_processes, num_devices, *arguments, directory, joins_its
     given = (function.__module__, function.__name__, joined, num_processes, num_devices, arguments)
     (directory / "given").write_bytes(pickle.dumps(given))
     # One thread per process: more would wait for the cores that the others use.
-    environment = {**os.environ, "PJRT_NPROC": "1", "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    environment = {**os.environ, "PJRT_NPROC": f"{num_threads}", "PYTHONPATH": str(ROOT)}
+    environment["JAX_PLATFORMS"] = "cpu"
     processes = []
     for number in range(num_processes):
         with (directory / f"log{number}").open("wb") as log:
@@ -91,11 +93,12 @@ def read_logs(processes, directory):
     )
 
 
-def run(function, num_processes, num_devices, *arguments, timeout=120, dead=None):
+def run(function, num_processes, num_devices, *arguments, timeout=120, dead=None, num_threads=1):
     """What a function returned in each of several processes; arguments as of `start` and `finish`."""
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        processes = start(function, num_processes, num_devices, *arguments, directory=directory)
+        options = {"directory": directory, "num_threads": num_threads}
+        processes = start(function, num_processes, num_devices, *arguments, **options)
         return finish(processes, directory, timeout, dead)
 
 

@@ -219,7 +219,9 @@ def serve_all(name: str, layout: Layout) -> None:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     if layout.count > 1:
-        os.environ["PJRT_NPROC"] = "1"  # before JAX makes its client; the others take it over
+        # Before JAX makes its client; the others take it over. An emulated device sleeps in a thread.
+        sleeping = 4 * layout.num_replicas if name in EMULATED else 0
+        os.environ["PJRT_NPROC"] = f"{1 + sleeping}"
     others = [
         subprocess.Popen(
             [
