@@ -91,7 +91,7 @@ OPTIONS = {
 
 
 # What another case has in part; only run in `make thorough`.
-RARE = ("one IPU", "donate", "running mean", "replicas offload")
+RARE = ("one IPU", "donate", "running mean", "replicas offload", "sequential", "chunks", "recompute")
 
 
 @pytest.mark.parametrize(
