@@ -13,6 +13,21 @@ from tests.programs import ESTIMATOR, ROOT, STEP1, STEP2, STEP3, STEP4, run
 from tests.terminals import Terminal
 
 
+# Each compilation takes two seconds more: a fast machine has compiled all before there is a line.
+_SLOW_TO_COMPILE = """
+import runpy, sys, time
+import jax
+compile = jax.stages.Lowered.compile
+def slow(*arguments, **options):
+    compiled = compile(*arguments, **options)
+    time.sleep(2)
+    return compiled
+jax.stages.Lowered.compile = slow
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
 def end_of(main, capsys):
     """How a program ends that does this: its exit code, and what it says on the standard error."""
     with pytest.raises(SystemExit) as ended:
@@ -29,7 +44,7 @@ def raising(error):
 
 def interrupted(program, after, *options, **variables):
     """Interrupts a program when it has written something; returns its exit code and lines."""
-    terminal = Terminal(program, "--dataset", "digits", "--steps", "5000", *options, **variables)
+    terminal = Terminal(*program, "--dataset", "digits", "--steps", "5000", *options, **variables)
     terminal.read_until(after)
     terminal.interrupt()
     return terminal.finish()
@@ -37,7 +52,7 @@ def interrupted(program, after, *options, **variables):
 
 @pytest.mark.thorough
 def test_ctrl_c_in_training_on_a_terminal():
-    code, lines = interrupted(STEP3, "Step 10,")
+    code, lines = interrupted([STEP3], "Step 10,")
     assert code == 130
     *before, last, end = lines
     assert end == ""
@@ -52,9 +67,8 @@ def test_ctrl_c_in_training_on_a_terminal():
 
 @pytest.mark.thorough
 def test_ctrl_c_while_programs_compile():
-    # In four stages, as fewer programs may be compiled before there is a line.
-    splits = ["--splits", "dense256", "dense128", "dense64"]
-    code, lines = interrupted(STEP4, "Compiling: ", *splits, JAX_ENABLE_COMPILATION_CACHE="false")
+    program = ("-c", _SLOW_TO_COMPILE, STEP3)
+    code, lines = interrupted(program, "Compiling: ", JAX_ENABLE_COMPILATION_CACHE="false")
     assert code == 130
     assert lines[-2:] == ["Interrupted before the first step was done.", ""]
     assert not [line for line in lines if "Traceback" in line or "Compiling" in line]
@@ -63,7 +77,7 @@ def test_ctrl_c_while_programs_compile():
 @pytest.mark.thorough
 def test_ctrl_c_in_the_estimators_program(tmp_path):
     model = ("--model-dir", tmp_path / "model")
-    code, lines = interrupted(ESTIMATOR, "Step 10,", *model)
+    code, lines = interrupted([ESTIMATOR], "Step 10,", *model)
     assert code == 130
     step = int(re.fullmatch(r"Training ends at step (\d+) by signal 2\.", lines[-2])[1])
     assert (tmp_path / "model" / "checkpoints" / str(step) / "checkpoint.json").exists()
