@@ -21,6 +21,7 @@ import torch
 
 from ipu_pipeline.poptorch import markers
 from ipu_pipeline.poptorch.graphs import refusals
+from ipu_pipeline.poptorch.graphs.checkpoints import keep_inputs_of_checkpoints, marking_checkpoints
 from ipu_pipeline.poptorch.graphs.losses import mark_loss
 from ipu_pipeline.poptorch.graphs.multi_convs import check_multi_convs
 from ipu_pipeline.poptorch.lowering.registry import kept_operations
@@ -116,6 +117,7 @@ def capture(
             stack.enter_context(refusals.refusing_gradient_hooks())
             stack.enter_context(refusals.refusing_no_grad_in_autocast())
         stack.enter_context(_inference_mode_without_gradients())
+        stack.enter_context(marking_checkpoints())
         stack.enter_context(exportable())
         stack.enter_context(_quiet())
         with refusals.explained(model):
@@ -125,6 +127,7 @@ def capture(
         refusals.check_results(noted[-1])
         refusals.tell_of_generators(program)
         _mark_regions_without_gradients(program.graph_module)
+        keep_inputs_of_checkpoints(program.graph_module)
         if trains:
             if _has_autocast(program):
                 # Its regions become a part of the graph, with the casts, and losses stay single operations.
