@@ -1,8 +1,8 @@
 """A small BERT of Hugging Face's transformers in four pipeline stages, which learns to answer questions.
 
-A question is a kind of bracket, and the answer is what stands in brackets of that kind, with them; others are
-about it. Nothing is downloaded: texts are drawn, and so are the weights at the start. It needs the extra
-`torch` and transformers 5. docs/poptorch.md explains it.
+A question is a kind of bracket, and the answer is what stands in brackets of that kind, with them; others
+are about it. Nothing is downloaded: texts are drawn, and so are the weights at the start. It needs the
+extra `torch` and transformers 5. docs/poptorch.md explains it.
 """
 
 import argparse
@@ -262,8 +262,8 @@ def train(args: argparse.Namespace) -> float:
     training = poptorch.trainingModel(model, options, optimizer)
     num_calls = math.ceil(args.updates / args.device_iterations)
     print(
-        f"{sum(p.numel() for p in model.parameters()):,} parameters, {model.config.num_hidden_layers} layers "
-        f"on {len(args.layers_per_ipu)} IPUs"
+        f"{model.num_parameters():,} parameters, {model.config.num_hidden_layers} layers on "
+        f"{len(args.layers_per_ipu)} IPUs"
     )
     begin, losses = time.perf_counter(), []
     for call, batch in zip(range(num_calls), forever(loader), strict=False):

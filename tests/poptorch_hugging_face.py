@@ -190,8 +190,8 @@ def make_plain_sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
 
 
-# Some gradients are nothing but rounding, as those of biases that a softmax takes away. With a smaller eps Adam
-# divides them by their size, and rounding becomes a step as large as any.
+# Some gradients are nothing but rounding, as those of biases that a softmax takes away. With a smaller eps
+# Adam divides them by their size, and rounding becomes a step as large as any.
 _ADAMW = {"lr": 3e-4, "weight_decay": 0.01, "eps": 1e-4}
 
 

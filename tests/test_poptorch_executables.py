@@ -353,11 +353,30 @@ class Result:
     parts: list
 
 
+@dataclasses.dataclass
+class Fields(collections.OrderedDict):
+    """A dict of its fields that are not None, as the outputs of transformers' models are."""
+
+    logits: torch.Tensor = None
+    loss: torch.Tensor = None
+
+    def __post_init__(self):
+        self.update({name: value for name, value in vars(self).items() if value is not None})
+
+    def __reduce__(self):
+        return Fields, (self.logits, self.loss)
+
+    def __setitem__(self, key, value):
+        super().__setitem__(key, value)
+        setattr(self, key, value)
+
+
 class Structured(nn.Module):
     def forward(self, pair, **more):
         ordered = collections.OrderedDict(a=pair.first * pair.second, b=(more["shift"], torch.Size([1])))
+        fields = Fields(pair.first * 2)
         return Result(
-            pair.first + more["shift"], [ordered, Pair(pair.first, 3), None, 1.5, b"x", {1: True}]
+            pair.first + more["shift"], [ordered, Pair(pair.first, 3), None, 1.5, b"x", {1: True}, fields]
         )
 
 
@@ -370,6 +389,12 @@ def test_structures_come_back(tmp_path):
     assert type(actual) is Result
     assert torch.equal(actual.logits, expected.logits)
     assert_equal_values(actual.parts, expected.parts)
+    for fields in (actual.parts[-1], expected.parts[-1]):
+        assert type(fields) is Fields
+        assert list(fields) == ["logits"]
+        assert fields["logits"] is fields.logits
+        assert fields.loss is None
+        assert torch.equal(fields.logits, 2 * x)
 
 
 class Made:

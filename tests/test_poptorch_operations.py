@@ -1,5 +1,6 @@
 """PopTorch's operations beside plain torch: on the CPU, on the devices, and differentiated."""
 
+import contextlib
 import copy
 
 import jax
@@ -414,6 +415,55 @@ def test_a_model_with_checkpoints_computes_the_rest_again():
         poptorch.recomputationCheckpoint(x, 3)
     # Without training there is nothing to keep.
     assert_close([infer(poptorch.recomputationCheckpoint, x)], [x])
+
+
+def in_torchs_regions(self, x, is_reentrant=False):
+    for _layer in range(4):
+
+        def region(x, shift):
+            for _operation in range(4):
+                x = torch.tanh(x * self.last.weight.sum()) + shift
+            return x
+
+        x = torch.utils.checkpoint.checkpoint(
+            region, torch.sin(x), torch.ones(()), use_reentrant=is_reentrant
+        )
+    return x
+
+
+@pytest.mark.parametrize("is_reentrant", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_regions_of_torchs_own_checkpoints_are_computed_again(is_reentrant):
+    def compute(self, x):
+        return in_torchs_regions(self, x, is_reentrant)
+
+    train_as_torch(compute, calls=1)
+
+    def held(forward):
+        training = poptorch.trainingModel(Trained(forward), make_options(1, 2))
+        training.compile(draw(8, 4))
+        return training._compiled.pipeline.plan_memory()[0].num_held_bytes
+
+    assert 0 < held(compute) < held(lambda self, x: checkpointed(self, x, lambda x: x)) / 2
+
+
+def test_an_error_in_a_region_of_torchs_checkpoints_is_the_users():
+    def region(x):
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        infer(lambda x: torch.utils.checkpoint.checkpoint(region, x, use_reentrant=False), draw(2, 3))
+
+
+def test_a_policy_of_torchs_checkpoints_has_no_effect_as_a_warning_says(log):
+    def forward(x):
+        contexts = contextlib.nullcontext(), contextlib.nullcontext()
+        return torch.utils.checkpoint.checkpoint(
+            torch.sin, x, use_reentrant=False, context_fn=lambda: contexts
+        )
+
+    value = draw(2, 3)
+    assert_close([infer(forward, value)], [torch.sin(value)])
+    assert "The context_fn of torch.utils.checkpoint has no effect" in log[0]
 
 
 # Names

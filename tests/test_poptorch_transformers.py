@@ -9,13 +9,37 @@ import torch
 import ipu_pipeline.poptorch as poptorch
 from tests.poptorch_front import assert_close, leaves, make_options, relative_difference
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-
-from tests import poptorch_hugging_face as hf  # noqa: E402  # it imports transformers
-
-SHARDED = poptorch.ShardedExecution
 TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-12}
-ADAMW = (hf.make_adamw, hf.make_plain_adamw)
+OTHERS = [
+    "AlbertForQuestionAnswering",
+    "BartForConditionalGeneration",
+    "BertForMaskedLM",
+    "BertForPreTraining",
+    "BertForTokenClassification",
+    "DebertaV2ForQuestionAnswering",
+    "DistilBertForQuestionAnswering",
+    "ElectraForQuestionAnswering",
+    "GPT2LMHeadModel",
+    "LlamaForCausalLM",
+    "MobileBertForQuestionAnswering",
+    "ResNetForImageClassification",
+    "RobertaForSequenceClassification",
+    "T5ForConditionalGeneration",
+    "ViTForImageClassification",
+    "Wav2Vec2ForSequenceClassification",
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imported():
+    """Not where tests are collected, which each process does: to import transformers takes seconds."""
+    global transformers, hf
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    from tests import poptorch_hugging_face as hf
+
+
+def adamw():
+    return hf.make_adamw, hf.make_plain_adamw
 
 
 # Softmax takes away what moves all scores alike, of a query or of a position.
@@ -91,7 +115,7 @@ def test_two_layers_train():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("strategy", [None, SHARDED])
+@pytest.mark.parametrize("strategy", [None, poptorch.ShardedExecution])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_twenty_steps(strategy, attention):
     model = hf.make_bert(hf.PipelinedBert, attn_implementation=attention)
@@ -104,17 +128,18 @@ def test_twenty_steps(strategy, attention):
 @pytest.mark.thorough
 def test_twenty_steps_of_adamw():
     model = hf.make_bert(hf.PipelinedBert)
-    trained = hf.Trained(model, hf.questions, ADAMW)
+    trained = hf.Trained(model, hf.questions, adamw())
     assert_same_training(trained, 20)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("optimizers", [None, ADAMW])
-@pytest.mark.parametrize("kind", [hf.PipelinedBert, transformers.BertForQuestionAnswering])
-def test_twenty_steps_in_float64(kind, optimizers):
+@pytest.mark.parametrize("is_adam", [False, True])
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_twenty_steps_in_float64(is_wrapped, is_adam):
     with jax.enable_x64(True):
+        kind = hf.PipelinedBert if is_wrapped else transformers.BertForQuestionAnswering
         model = hf.make_bert(kind).double()
-        trained = hf.Trained(model, hf.questions, optimizers)
+        trained = hf.Trained(model, hf.questions, adamw() if is_adam else None)
         assert_same_training(trained, 20)
         infer_as_torch(model, hf.questions)
 
@@ -316,8 +341,9 @@ def test_data_loader_of_dicts():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", sorted(hf.OTHERS))
+@pytest.mark.parametrize("name", OTHERS)
 def test_other_models(name):
+    assert sorted(hf.OTHERS) == OTHERS
     model, make_batch = hf.make_other(name)
     trained = hf.Trained(model, make_batch)
     assert_same_training(trained, 3)
@@ -333,3 +359,6 @@ def test_a_model_that_asks_for_values_is_refused_by_its_line():
     training = poptorch.trainingModel(model, make_options())
     with pytest.raises(poptorch.Error, match=r"modeling_deberta_v2.*asks for a value of a tensor"):
         training(**hf.classes(2, 0))
+    model = hf.drawn(lambda: transformers.DebertaV2ForSequenceClassification(config))
+    model.config.problem_type = "single_label_classification"
+    assert_same_training(hf.Trained(model, hf.classes), 2)

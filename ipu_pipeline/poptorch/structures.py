@@ -269,7 +269,7 @@ def compare(expected: Structure, given: Structure, name: str) -> str | None:
 
 
 def _has_tensors(value: Any) -> bool:
-    """Whether an object that is not taken apart has tensors in it: in its attributes, and what these hold."""
+    """Whether an object that is not taken apart has tensors: in its attributes, and in what these hold."""
     seen: set[int] = set()
     left = [value]
     while left:

@@ -147,10 +147,10 @@ def _make_object(path: str, parts: dict[str, Any]) -> Any:
 
 
 def _make_dict_of_fields(path: str, items: dict[Any, Any]) -> Any:
-    kind = _imported_class(path)
-    if not issubclass(kind, dict) or not dataclasses.is_dataclass(kind):
-        raise ValueError(f"{path} is no dict that is a data class")
+    kind: Any = _imported_class(path)
     base: Any = collections.OrderedDict if issubclass(kind, collections.OrderedDict) else dict
+    if not issubclass(kind, base) or not dataclasses.is_dataclass(kind):
+        raise ValueError(f"{path} is no dict that is a data class")
     made = base.__new__(kind)
     for key, part in items.items():
         base.__setitem__(made, key, part)
@@ -159,7 +159,7 @@ def _make_dict_of_fields(path: str, items: dict[Any, Any]) -> Any:
 
 
 def _imported_class(path: str) -> Any:
-    kind = _find_class(path)
+    kind: Any = _find_class(path)
     if kind is None:
         module, _colon, name = path.partition(":")
         raise Error(
@@ -186,8 +186,8 @@ def _is_data_class(kind: Any) -> bool:
 
 
 def _is_dict_of_fields(value: Any) -> bool:
-    """Whether a value is a data class and a dict, with the same in both: None where the dict has nothing."""
-    if not isinstance(value, dict) or not dataclasses.is_dataclass(value):
+    """Whether a value is a data class and a dict of the same; fields that the dict has not are None."""
+    if not isinstance(value, dict) or not dataclasses.is_dataclass(type(value)):
         return False
     fields = _fields_of(type(value))
     return value.keys() <= set(fields) and all(getattr(value, f, None) is value.get(f) for f in fields)

@@ -1,7 +1,7 @@
 """`torch.utils.checkpoint` in a model: what a region is given is kept, as by `recomputationCheckpoint`.
 
-While a model is captured, a checkpointed function is called as any other; a marker says before it what it was
-given. In the graph each of these values then goes through `recomputationCheckpoint`.
+While a model is captured, a checkpointed function is called as any other; a marker says before it what it
+was given. In the graph each of these values then goes through `recomputationCheckpoint`.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def marking_checkpoints() -> Iterator[None]:
         **kwargs: Any,
     ) -> Iterator[None]:
         if markers.current_capture() is None:
-            return generator(function, preserve, context_fn, determinism, debug, early, *args, **kwargs)  # type: ignore[no-any-return]
+            return generator(function, preserve, context_fn, determinism, debug, early, *args, **kwargs)
         if context_fn is not utils.noop_context_fn:
             warn_once(
-                "The context_fn of torch.utils.checkpoint has no effect: of what is computed in the region, "
-                "the backward keeps nothing but what goes through poptorch.recomputationCheckpoint."
+                "The context_fn of torch.utils.checkpoint has no effect: of what is computed in the "
+                "region, the backward keeps what goes through poptorch.recomputationCheckpoint."
             )
         _mark((args, kwargs))
         return _one_step()
@@ -62,7 +62,7 @@ def marking_checkpoints() -> Iterator[None]:
 
 
 def _one_step() -> Iterator[None]:
-    """What torch takes one step in before it calls the function, and ends or throws an error into after it."""
+    """What torch begins before it calls a function; it ends it afterwards, or throws an error into it."""
     yield
 
 

@@ -54,8 +54,8 @@ def mark_loss(graph: torch.fx.Graph) -> None:
       graph: of `torch.export`, not decomposed.
 
     Raises:
-      Error: there is none; or more than one that no other depends on, and not just one scalar result that is
-        made of them all; or it is no floating-point scalar.
+      Error: there is none; or more than one that no other depends on, and not just one scalar result that
+        is made of them all; or it is no floating-point scalar.
     """
     losses = [node for node in graph.nodes if _is_loss(node)]
     if not losses:
