@@ -661,6 +661,57 @@ def test_what_a_body_asks_for_and_what_it_may_not_have():
             infer(lambda x, body=body: poptorch.for_loop(2, body, [x])[0], x)
 
 
+def raises_key_error(x):
+    return [{"other": x}["mine"]]
+
+
+def multiplies_wrong_shapes(x):
+    return [x @ x]
+
+
+def asks_for_a_value(x):
+    return [x * 2] if x.sum() > 0 else [x]
+
+
+def returns_another_shape(x):
+    return [x[:1]]
+
+
+@pytest.mark.parametrize(
+    ("body", "line", "message"),
+    [
+        (multiplies_wrong_shapes, "return [x @ x]", "RuntimeError: a and b must have same reduction dim"),
+        pytest.param(
+            raises_key_error,
+            'return [{"other": x}["mine"]]',
+            "KeyError: 'mine'",
+            marks=pytest.mark.thorough,
+        ),
+        pytest.param(
+            asks_for_a_value, "if x.sum() > 0", "Data-dependent branching", marks=pytest.mark.thorough
+        ),
+        pytest.param(
+            returns_another_shape,
+            "",
+            "the body must return tensors of the shapes and dtypes that it takes",
+            marks=pytest.mark.thorough,
+        ),
+    ],
+)
+def test_an_error_in_a_body_is_told_first(body, line, message, caplog):
+    """Torch tells it after a page of its own frames."""
+    with pytest.raises(poptorch.Error) as caught:
+        infer(lambda x: poptorch.for_loop(2, body, [x])[0], draw(2, 3))
+    first = str(caught.value).splitlines()[0]
+    assert message in first
+    assert line in first
+    assert (__file__ in first) == bool(line)
+    assert not caplog.records
+    if body is multiplies_wrong_shapes:
+        with pytest.raises(poptorch.Error, match="test_poptorch_operations.py:.*RuntimeError: a and b"):
+            infer(lambda x: poptorch.cond(x.sum() > 0, body, [x], torch.sin, [x])[0], draw(2, 3))
+
+
 @pytest.mark.thorough
 def test_a_loop_is_not_unrolled():
     def count(times):

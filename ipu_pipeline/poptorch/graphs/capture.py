@@ -278,10 +278,11 @@ def _quiet() -> Iterator[None]:
     """Without what torch says about its own business while it exports."""
     from torch.export import _trace  # with torch.export's modules, which take seconds to load
 
-    loud = [logging.getLogger(name) for name in ("torch.export", "torch.fx.experimental.symbolic_shapes")]
+    names = ("torch.export", "torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
+    loud = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loud]
     for logger in loud:
-        logger.setLevel(logging.ERROR)
+        logger.setLevel(logging.CRITICAL)  # what is wrong is raised as well
     try:
         # When it fails, export prints the graph so far to the standard error.
         silent = unittest.mock.patch.object(_trace, "print", create=True)
