@@ -385,7 +385,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> float:
     args = parse_arguments(arguments)
-    jax.config.update("jax_enable_x64", args.dtype == "float64")
+    if args.dtype == "float64":
+        jax.config.update("jax_enable_x64", True)
     transformers.logging.set_verbosity_error()
     return train(args)
 

@@ -122,7 +122,7 @@ def test_twenty_steps(strategy, attention):
     trained = hf.Trained(model, hf.questions, strategy=strategy and strategy())
     assert_same_training(trained, 20)
     assert stages_of(trained.executor).ipus == [0, 1, 2, 3]
-    infer_as_torch(model, hf.questions)
+    infer_as_torch(model, hf.questions, strategy=strategy and strategy())
 
 
 @pytest.mark.thorough

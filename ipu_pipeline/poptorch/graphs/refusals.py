@@ -96,8 +96,9 @@ def explained(model: torch.nn.Module) -> Iterator[None]:
         raise Error(f"{place} asks for a value of a tensor. {_WITHOUT_VALUES}") from error
     except TorchDynamoException as error:
         raise Error(
-            f"{describe_control_flow_error(error)}\nTorch's control flow could not be captured: its branches "
-            f"and bodies may only compute, and no block begins in them. torch says: {str(error).strip()}"
+            f"{describe_control_flow_error(error)}\nTorch's control flow could not be captured: its "
+            "branches and bodies may only compute, and no block begins in them. torch says: "
+            f"{str(error).strip()}"
         ) from error
     except RuntimeError as error:
         if " is mutated in the forward method" in str(error):
