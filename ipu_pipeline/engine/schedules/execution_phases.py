@@ -58,7 +58,8 @@ class ExecutionPhases:
                 "as the last stage's forward and backward are one program; got the phases "
                 f"{list(self.of_levels)}. End with a stage that only returns what it is given."
             )
-        if self.num_ahead is not None and self.num_ahead < 0:
+        is_count = isinstance(self.num_ahead, int) and self.num_ahead >= 0
+        if self.num_ahead is not None and not is_count:
             raise ValueError(
                 f"execution_phases.num_ahead must be an integer from 0, or None; got {self.num_ahead}."
             )
