@@ -189,7 +189,7 @@ class Numbered(torch.nn.Module):
         return x
 
 
-@pytest.mark.parametrize("off_chip", [False, True])
+@pytest.mark.parametrize("off_chip", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_listing_15(off_chip):
     strategy = ParallelPhasedExecution(
         Phase(Stage("0"), Stage("1")), Phase(Stage("2"), Stage("3")), Phase(Stage("4"), Stage("5"))
@@ -275,18 +275,25 @@ def measure_peak(liveness, separate=False, locations=None):
     return watcher.peak - others.peak
 
 
-@pytest.mark.parametrize("separate", [False, pytest.param(True, marks=pytest.mark.thorough)])
-def test_bytes_on_the_device_fall(separate):
+@pytest.mark.parametrize(
+    ("off_chip", "separate"),
+    [
+        ([Liveness.OffChipAfterFwdNoOverlap], False),
+        pytest.param(list(Liveness)[1:], True, marks=pytest.mark.thorough),
+    ],
+    ids=["one", "each"],
+)
+def test_bytes_on_the_device_fall(off_chip, separate):
     """Six layers with Adam are 4 times their weights, and sums of gradients; a phase has those of one."""
     weights, inputs = 6 * (64 * 64 + 64) * 4, 2 * 64 * 64 * 4
-    peaks = {liveness: measure_peak(liveness, separate) for liveness in Liveness}
-    assert peaks[Liveness.AlwaysLive] > 4 * weights
-    most = peaks[Liveness.OffChipAfterFwd], peaks[Liveness.OffChipAfterFwdNoOverlap]
-    assert max(most) < 4 * weights / 6 + inputs + weights
-    assert peaks[Liveness.OffChipAfterEachPhase] <= peaks[Liveness.OffChipAfterFwdNoOverlap]
-    assert peaks[Liveness.OffChipAfterFwdNoOverlap] < peaks[Liveness.AlwaysLive] / 4
+    live = measure_peak(Liveness.AlwaysLive, separate)
+    assert live > 4 * weights
+    peaks = [measure_peak(liveness, separate) for liveness in off_chip]
+    assert max(peaks) < 4 * weights / 6 + inputs + weights
+    assert peaks[-1] < live / 4
 
 
+@pytest.mark.thorough
 def test_a_location_that_was_set_counts():
     liveness = Liveness.OffChipAfterFwdNoOverlap
     on_chip = poptorch.TensorLocationSettings().useOnChipStorage(True)
@@ -312,7 +319,13 @@ class Skipping(torch.nn.Module):
             return x if target is None else (x, torch.nn.functional.mse_loss(x, target))
 
 
-@pytest.mark.parametrize("liveness", [Liveness.OffChipAfterFwdNoOverlap, Liveness.OffChipAfterEachPhase])
+@pytest.mark.parametrize(
+    "liveness",
+    [
+        pytest.param(Liveness.OffChipAfterFwdNoOverlap, marks=pytest.mark.thorough),
+        Liveness.OffChipAfterEachPhase,
+    ],
+)
 def test_what_goes_from_phase_to_phase(liveness):
     """After each phase nothing of a micro-batch is on a device with OffChipAfterEachPhase."""
     strategy = SerialPhasedExecution("0", "1", "2").setTensorsLiveness(liveness)
@@ -359,7 +372,9 @@ class Normalized(torch.nn.Module):
     "strategy",
     [
         SerialPhasedExecution("A", "B").setTensorsLiveness(Liveness.OffChipAfterEachPhase),
-        ParallelPhasedExecution("A", "B").sendTensorsOffChipAfterFwd(),
+        pytest.param(
+            ParallelPhasedExecution("A", "B").sendTensorsOffChipAfterFwd(), marks=pytest.mark.thorough
+        ),
     ],
     ids=["serial", "parallel"],
 )
@@ -393,7 +408,8 @@ def test_exported_and_loaded(tmp_path):
     assert [len(level) for level in loaded._compiled.stages.levels] == [1] * 6
 
 
-def test_dropout_and_recomputation():
+@pytest.mark.thorough
+def test_dropout():
     """Random numbers do not depend on what lies where."""
 
     class Dropping(Skipping):
