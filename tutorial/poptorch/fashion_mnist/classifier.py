@@ -67,7 +67,7 @@ def load_weights(path: Path) -> ClassificationModel:
     """The model with the weights of a file that `save_weights` wrote.
 
     Raises:
-      FileNotFoundError: there is no such file.
+      OSError: there is no such file, or it cannot be opened.
       ValueError: it is damaged, or has something else in it.
     """
     if not path.exists():
@@ -76,6 +76,8 @@ def load_weights(path: Path) -> ClassificationModel:
         )
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError:  # the system does not let us read it
+        raise
     except Exception as error:  # torch, zipfile and pickle each have kinds of their own
         raise ValueError(
             f"{path} has no weights that can be read: it is damaged, or no file of torch's."
@@ -102,14 +104,15 @@ def check_target(path: Path) -> None:
     """Refuses what `write_whole` could not write, before there is something to write.
 
     Raises:
-      OSError: the folder is missing, or nothing can be written there.
+      OSError: it is no file, its folder is missing, or nothing can be written there.
     """
-    if path.is_dir():
-        raise IsADirectoryError(f"{path} is a folder; give the path of a file.")
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"{path}: there is no folder {path.parent}.")
-    if not os.access(path.parent, os.W_OK):
-        raise PermissionError(f"{path}: nothing can be written into {path.parent}.")
+    if path.exists() and not path.is_file():
+        raise FileExistsError(f"{path} is a folder or a device; give the path of a file.")
+    folder = path.resolve().parent if path.is_symlink() else path.parent
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{path}: there is no folder {folder}.")
+    if not os.access(folder, os.W_OK):
+        raise PermissionError(f"{path}: nothing can be written into {folder}.")
 
 
 def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:

@@ -18,17 +18,18 @@ except ModuleNotFoundError as error:
         f"Error: there is no module {error.name}. Run: pip install scikit-learn==1.9.1 matplotlib==3.11.2"
     )
 
+FORMATS = (".png", ".jpg", ".jpeg", ".webp", ".svg", ".pdf")
+
 
 def check_picture(path: Path) -> None:
     """Refuses where a picture could not be written, before there is one.
 
     Raises:
-      ValueError: matplotlib has no such format.
+      ValueError: its name does not end in one of the formats.
       OSError: see `check_target`.
     """
-    formats = Figure().canvas.get_supported_filetypes()
-    if path.suffix.removeprefix(".").lower() not in formats:
-        raise ValueError(f"{path}: a picture ends in one of {', '.join('.' + name for name in formats)}.")
+    if path.suffix.lower() not in FORMATS:
+        raise ValueError(f"{path}: the name of a picture must end in one of {', '.join(FORMATS)}.")
     check_target(path)
 
 
