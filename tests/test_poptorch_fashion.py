@@ -69,7 +69,8 @@ def test_training_and_an_image_of_ones_own(train, classify, classifier, here, rn
     assert lines[0] == (
         f"Data set: Fashion-MNIST, since IPU_PIPELINE_FASHION_DIR gives the folder {here / 'fashion'}"
     )
-    epochs = [re.fullmatch(r"Epoch \d: mean loss (\d\.\d{3}); \d+ calls/s", line) for line in lines[1:3]]
+    pattern = re.compile(r"Epoch \d: mean loss (\d\.\d{3}); \d+\.\d calls/s, [\d,]+ images/s")
+    epochs = [pattern.fullmatch(line) for line in lines[1:3]]
     assert 1.5 < float(epochs[1][1]) < float(epochs[0][1]) < 4
     assert lines[3] == "Weights: classifier.pth"
     percent, num_right = re.fullmatch(r"Test accuracy: (\S+)% \((\d) of 5 images\)", lines[4]).groups()

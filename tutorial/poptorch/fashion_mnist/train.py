@@ -100,7 +100,11 @@ def train(model: poptorch.PoplarExecutor, loader: poptorch.DataLoader, epochs: i
             sum_of_losses += float(losses.mean())
             progress.set_postfix(loss=f"{sum_of_losses / number:.3f}", refresh=False)
         rate = len(loader) / (time.perf_counter() - begin)
-        print(f"Epoch {epoch}: mean loss {sum_of_losses / len(loader):.3f}; {rate:.0f} calls/s", flush=True)
+        print(
+            f"Epoch {epoch}: mean loss {sum_of_losses / len(loader):.3f}; "
+            f"{rate:.1f} calls/s, {rate * size:,.0f} images/s",
+            flush=True,
+        )
 
 
 def classify_all(model: poptorch.PoplarExecutor, loader: poptorch.DataLoader) -> np.ndarray:
