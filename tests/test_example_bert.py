@@ -63,9 +63,8 @@ def test_arguments_that_are_refused(arguments, message, capsys):
 @pytest.mark.parametrize(
     "arguments",
     [
-        [],
         ["--strategy", "sharded", "--attention", "eager"],
-        ["--dtype", "float64", "--recompute", "--layers-per-ipu", "0", "2", "2", "2"],
+        ["--dtype", "float64", "--recompute", "--layers-per-ipu", "0", "2", "1", "1"],
         ["--replicas", "2", "--layers-per-ipu", "1", "1", "--device-iterations", "2"],
     ],
 )

@@ -115,8 +115,9 @@ def test_two_layers_train():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("strategy", [None, poptorch.ShardedExecution])
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize(
+    ("strategy", "attention"), [(None, "sdpa"), (poptorch.ShardedExecution, "eager")], ids=str
+)
 def test_twenty_steps(strategy, attention):
     model = hf.make_bert(hf.PipelinedBert, attn_implementation=attention)
     trained = hf.Trained(model, hf.questions, strategy=strategy and strategy())
@@ -133,8 +134,7 @@ def test_twenty_steps_of_adamw():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("is_adam", [False, True])
-@pytest.mark.parametrize("is_wrapped", [False, True])
+@pytest.mark.parametrize(("is_wrapped", "is_adam"), [(False, False), (True, True)])
 def test_twenty_steps_in_float64(is_wrapped, is_adam):
     with jax.enable_x64(True):
         kind = hf.PipelinedBert if is_wrapped else transformers.BertForQuestionAnswering
