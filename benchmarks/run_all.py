@@ -40,6 +40,7 @@ BENCHMARKS = [
     "poptorch",
     "memory",
     "recomputation_memory",
+    "phases",
     "emulation",
     "several_processes",
     "report_page",

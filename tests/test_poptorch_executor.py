@@ -549,10 +549,6 @@ def test_wrong_wrapping():
         poptorch.inferenceModel(model, make_options(1, 2))
     with pytest.raises(poptorch.Error, match=r"running a poptorch.inferenceModel\(\)\.$"):
         poptorch.inferenceModel(model, make_options(1, 2, poptorch.ShardedExecution()))
-    with pytest.raises(NotImplementedError, match="SerialPhasedExecution does not exist here yet"):
-        poptorch.trainingModel(
-            model, make_options(strategy=poptorch.SerialPhasedExecution(poptorch.Phase("a")))
-        )
     with pytest.raises(RuntimeError, match="Optimizers can only be updated for training models"):
         poptorch.inferenceModel(model, make_options()).setOptimizer(make_sgd(model.parameters()))
     poptorch.trainingModel(model, make_options())  # none of these wrapped it

@@ -295,13 +295,13 @@ def test_locations_are_kept_as_they_were_given():
 
 def test_what_lies_off_the_chip_as_the_engine_names_it():
     locations = Options().TensorLocations
-    assert locations.offload == []
+    assert locations.find_offloaded(True) == []
     locations.setActivationLocation(TensorLocationSettings().useOnChipStorage(True))
-    assert locations.offload == []
+    assert locations.find_offloaded(True) == []
     locations.setOptimizerLocation(OFF_CHIP)
-    assert locations.offload == ["weight_update_variables"]
+    assert locations.find_offloaded(True) == ["weight_update_variables"]
     locations.setActivationLocation(OFF_CHIP).setWeightLocation(OFF_CHIP).setAccumulatorLocation(OFF_CHIP)
-    assert locations.offload == [
+    assert locations.find_offloaded(True) == [
         "activations",
         "weights",
         "weight_update_variables",

@@ -12,7 +12,6 @@ from ipu_pipeline import tutorial_support
 from tests.programs import ESTIMATOR, ROOT, STEP1, STEP2, STEP3, STEP4, run
 from tests.terminals import Terminal
 
-
 # Each compilation takes two seconds more: a fast machine has compiled all before there is a line.
 _SLOW_TO_COMPILE = """
 import runpy, sys, time

@@ -10,6 +10,7 @@ from ipu_pipeline.engine.schedules.actions import Action, ActionKind, ScheduleEr
 from ipu_pipeline.engine.schedules.advice import advise
 from ipu_pipeline.engine.schedules.checking import Timetable
 from ipu_pipeline.engine.schedules.clusters import Cluster, LinkSpeed
+from ipu_pipeline.engine.schedules.execution_phases import ExecutionPhases
 from ipu_pipeline.engine.schedules.scenarios import Costs, Scenario
 from ipu_pipeline.engine.schedules.simulator import simulate
 from ipu_pipeline.engine.schedules.variants import what_if
@@ -31,6 +32,7 @@ __all__ = [
     "Cluster",
     "Costs",
     "DispatchPlan",
+    "ExecutionPhases",
     "LinkSpeed",
     "OutOfRangeError",
     "Pipeline",

@@ -184,9 +184,11 @@ def _make_updates(
 
     optimizer = optimizer_tracing.lift_captures(optimizer, find_position)
     extended = traced.with_captured(list(map(jaxprs.aval_struct, captures.values)), read)
-    # What is on one IPU is updated together, by its first stage.
+    # What is on one IPU is updated together, by its first stage; but phases do not fit it together.
     mapping = recipe.mapping
     homes = {name: mapping.index(mapping[stage]) for name, stage in traced.owners.items()}
+    if recipe.options.execution_phases is not None:
+        homes = dict(traced.owners)
     return cut_updates(optimizer, homes, len(traced.stages) - 1), extended
 
 

@@ -119,6 +119,8 @@ class Pipeline:
             )
         if options.dispatch_plan is not None:
             check_dispatch_plan(options.dispatch_plan, count, mapping)
+        if options.execution_phases is not None:
+            options.execution_phases.check(levels[-1] + 1, schedule, options.num_serialized)
         self._recipe = Recipe(functions, mapping, options)
         self._num_replicas, self._has_identical_keys = options.num_replicas, False
         self._compiler_options = self._plan_compiler_options()
@@ -187,7 +189,9 @@ class Pipeline:
 
     @property
     def is_one_program(self) -> bool:
-        """Whether all stages are on one device."""
+        """Whether all stages are on one device, and not in phases, which are programs of their own."""
+        if self.options.execution_phases is not None:
+            return False
         is_one_device = self._num_replicas == self.options.num_devices_per_ipu == 1
         return is_one_device and len(set(self.device_mapping)) == 1
 
@@ -454,6 +458,11 @@ class Pipeline:
             )
         rows = make_rows(devices, self.device_mapping, number, each)
         check_processes(rows)
+        if self.options.execution_phases is not None and rows[0].processes[1:]:
+            raise ValueError(
+                "execution_phases need all devices in one process; those given are of the processes "
+                f"{list(rows[0].processes)}."
+            )
         check_compiles(self._compiler_options, rows)
         if self._devices is None or [d.platform for d in self._devices] != [d.platform for d in devices]:
             self._chosen_plan = None
@@ -501,6 +510,7 @@ class Pipeline:
             self._offload,
             self._shard,
             self.built.partitions,
+            None if self.options.execution_phases is None else self.options.execution_phases.num_ahead,
         )
 
     def _make_executor(self, rows: Sequence[Row]) -> Executor:
@@ -514,6 +524,7 @@ class Pipeline:
             self.collecting,
             self._compiler_options,
             plan,
+            phases=self.options.execution_phases,
         )
 
     def _has_devices(self, devices: Sequence[Any]) -> bool:

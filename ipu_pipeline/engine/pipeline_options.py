@@ -16,6 +16,7 @@ from ipu_pipeline.engine.planning.dispatch_plans import DispatchPlan
 from ipu_pipeline.engine.programs.accumulation import Reduction
 from ipu_pipeline.engine.programs.gradient_maps import GradientMap, GradientTarget
 from ipu_pipeline.engine.programs.recomputation import Recomputation
+from ipu_pipeline.engine.schedules.execution_phases import ExecutionPhases
 from ipu_pipeline.engine.tracing import frames, stage_lists
 from ipu_pipeline.engine.tracing.captures import Captures
 from ipu_pipeline.engine.tracing.tensor_parallel import TensorParallel
@@ -52,6 +53,8 @@ class PipelineOptions:
       gradient_map: returns, once the stages have been traced, None or a function of a gradient and its
         variable; it is applied to each micro-batch's gradients, before accumulation.
       gradient_targets: returns, likewise, who gets each micro-batch's gradients (see `GradientTarget`).
+      execution_phases: which stages run as one phase, and what leaves the devices from phase to phase; with
+        the schedule "sequential" and in one process only. None: there are no phases.
       recompute: "auto", "recompute_then_backpropagate" or "recompute_and_backpropagate_interleaved"
         (see `Recomputation`). None: stages keep what their backward needs.
       offload: any of "weight_update_variables", "activations", "gradient_accumulation_buffers" and
@@ -115,6 +118,7 @@ class PipelineOptions:
     captures: Captures = field(default_factory=Captures)
     gradient_map: Callable[[], GradientMap | None] | None = None
     gradient_targets: Callable[[], Sequence[GradientTarget]] | None = None
+    execution_phases: ExecutionPhases | None = None
     recompute: str | Recomputation | None = None
     offload: Collection[str | Offload] = ()
     accumulator_dtype: Any = None

@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ipu_pipeline.engine.devices import action_log
+from ipu_pipeline.engine.devices.constants import Constants
 from ipu_pipeline.engine.devices.links import Tag, links
 from ipu_pipeline.engine.devices.offloading import Offload
 from ipu_pipeline.engine.devices.placing import put, put_host_copies
@@ -24,6 +25,7 @@ from ipu_pipeline.engine.devices.sharding import (
     sharding_of,
     share_out,
 )
+from ipu_pipeline.engine.devices.underway import Underway
 from ipu_pipeline.engine.tracing.tensor_parallel import Partitions
 from ipu_pipeline.engine.tracing.traced import TracedPipeline
 from ipu_pipeline.engine.updates.accumulators import Accumulator, AccumulatorPlan, variable_of
@@ -35,7 +37,6 @@ __all__ = ["NO_LOSS_SCALE", "Residence"]
 
 
 NO_LOSS_SCALE = np.float32(1)
-_MAX_CONSTANTS = 4096  # per row; loops count their iterations without end
 # Processes -> numbers of what lives in these; all of them make it in the same order.
 _numbers: collections.defaultdict[tuple[int, ...], Iterator[int]] = collections.defaultdict(itertools.count)
 
@@ -52,6 +53,7 @@ class Residence:
         offload: Collection[Offload] = (),
         shard: Collection[Shard] = (),
         partitions: Partitions = MappingProxyType({}),
+        num_ahead: int | None = None,
     ) -> None:
         """Jits the programs that make optimizer state; XLA compiles each at its first call.
 
@@ -63,7 +65,10 @@ class Residence:
           offload: what lies in host memory.
           shard: what the replicas share out.
           partitions: how variables are divided over the devices of a replica.
+          num_ahead: how many programs of an update may not have ended when another one gets its arguments.
+            None: any number.
         """
+        self.num_ahead = num_ahead
         self.offloads_state = Offload.WEIGHT_UPDATE_VARIABLES in offload
         self.offloads_accumulators = Offload.GRADIENT_ACCUMULATION_BUFFERS in offload
         self.offloads_activations = Offload.ACTIVATIONS in offload
@@ -83,8 +88,7 @@ class Residence:
         self.traced = traced
         self.updates = updates
         self.rows = tuple(rows)
-        self._constants: dict[tuple[int, int], Any] = {}  # (IPU, integer) -> int32 scalar there
-        self._keys: dict[int, tuple[Any, Any]] = {}  # IPU -> the last random key, and the same there
+        self.constants = Constants()
         self._init_functions: list[Callable[..., list[Any]]] = []
         self._leaf_partitions: tuple[PartitionSpec, ...] = ()
         if updates is not None:
@@ -334,39 +338,60 @@ class Residence:
           environment: what they read; what they make is entered there.
         """
         copies: dict[tuple[UpdateValue, int], Any] = {}  # on another IPU than the value's own
-        log = action_log.current() if self.has_peers else None
+        last_read = {
+            value: number for number, program in enumerate(programs) for value in program.arguments
+        }
+        underway = Underway(self.num_ahead)
         if self.has_peers:
             self.begin_step()
-        for program, function in zip(programs, functions, strict=True):
-            row = self.rows[program.stage]
-            found = [
-                self.constant(environment[value], row)
-                if value.kind in (UpdateKind.COUNT, UpdateKind.UPDATE_COUNT)
-                else copies.get((value, row.ipu), environment[value])
-                for value in program.arguments
-            ]
-            if self.shards_anything:
-                found, arguments = self._find_shared_out(program, found, row)
-            else:
-                partitions = self._partitions_in_update(program.arguments, row)
-                arguments = put(found, row, tag=self.tag(program.name), partitions=partitions)
-            for value, before, after in zip(program.arguments, found, arguments, strict=True):
-                if after is not before:
-                    copies[value, row.ipu] = after
-            results = function(*arguments)
-            if log is not None and row.is_here:
-                action = action_log.Action("weight update", program.stage, int(environment.updates))
-                awaited = [array for array, old in zip(arguments, found, strict=True) if array is not old]
-                log.note(action, results, awaited)
-            for value, result in zip(program.results, results, strict=True):
-                if self.offloads_anything and self.is_offloaded(value):
-                    kind = row.host.memory_kind
-                    result = (
-                        jax.device_put(result, result.sharding.with_memory_kind(kind))
-                        if (self.shards_anything and row.is_here)
-                        else put([result], row, offloaded=True)[0]
-                    )
-                environment[value] = result
+        for number, (program, function) in enumerate(zip(programs, functions, strict=True)):
+            made = self._run_update_program(program, function, environment, copies)
+            # What was brought from host memory does not stay.
+            copies = {key: copy for key, copy in copies.items() if last_read[key[0]] > number}
+            underway.add(made)
+            underway.wait()
+
+    def _run_update_program(
+        self,
+        program: UpdateProgram,
+        function: Callable[..., list[Any]],
+        environment: UpdateEnvironment,
+        copies: dict[tuple[UpdateValue, int], Any],
+    ) -> list[Any]:
+        """Returns what it made, where that is to be; arguments as of `run_update` and its variables."""
+        row = self.rows[program.stage]
+        found = [
+            self.constants.scalar(environment[value], row)
+            if value.kind in (UpdateKind.COUNT, UpdateKind.UPDATE_COUNT)
+            else copies.get((value, row.ipu), environment[value])
+            for value in program.arguments
+        ]
+        if self.shards_anything:
+            found, arguments = self._find_shared_out(program, found, row)
+        else:
+            partitions = self._partitions_in_update(program.arguments, row)
+            arguments = put(found, row, tag=self.tag(program.name), partitions=partitions)
+        for value, before, after in zip(program.arguments, found, arguments, strict=True):
+            if after is not before:
+                copies[value, row.ipu] = after
+        results = function(*arguments)
+        log = action_log.current() if self.has_peers else None
+        if log is not None and row.is_here:
+            action = action_log.Action("weight update", program.stage, int(environment.updates))
+            awaited = [array for array, old in zip(arguments, found, strict=True) if array is not old]
+            log.note(action, results, awaited)
+        made = []
+        for value, result in zip(program.results, results, strict=True):
+            if self.offloads_anything and self.is_offloaded(value):
+                kind = row.host.memory_kind
+                result = (
+                    jax.device_put(result, result.sharding.with_memory_kind(kind))
+                    if (self.shards_anything and row.is_here)
+                    else put([result], row, offloaded=True)[0]
+                )
+            environment[value] = result
+            made.append(result)
+        return made
 
     def results_of(self, program: UpdateProgram) -> dict[str, Any]:
         """Arguments of `jax.jit` that say where the results of an update's program lie."""
@@ -422,20 +447,3 @@ class Residence:
         if value.kind == UpdateKind.GRADIENT:
             return self.offloads_accumulators
         return value.kind == UpdateKind.STATE and self.offloads_state
-
-    def place_key(self, key: Any, row: Row) -> Any:
-        """A random key on a row. The last one is remembered: steps have the same, and placing is slow."""
-        known = self._keys.get(row.ipu)
-        if known is None or known[0] is not key:
-            (placed,) = put([key], row)
-            known = self._keys[row.ipu] = (key, placed)
-        return known[1]
-
-    def constant(self, number: int, row: Row) -> Any:
-        """An int32 scalar on a row; small ones are made once."""
-        known = self._constants.get((row.ipu, number))
-        if known is None:
-            (known,) = put([np.int32(number)], row)
-            if number < _MAX_CONSTANTS:
-                self._constants[row.ipu, number] = known
-        return known

@@ -27,6 +27,7 @@ from ipu_pipeline.engine.execution.compiling import Column, Compiled, compile_ah
 from ipu_pipeline.engine.execution.contract import Iterated, Request, Runner
 from ipu_pipeline.engine.execution.dispatches import Dispatch, make_plan
 from ipu_pipeline.engine.execution.dispatching import Accumulated, Dispatching, Gather, Together, finish
+from ipu_pipeline.engine.execution.phases import PhaseRun
 from ipu_pipeline.engine.execution.templates import Template
 from ipu_pipeline.engine.execution.weight_updates import WeightUpdate
 from ipu_pipeline.engine.planning.dispatch_plans import ONE_BY_ONE, DispatchPlan
@@ -34,6 +35,7 @@ from ipu_pipeline.engine.programs.chunks import ChunkForm, chunk_programs
 from ipu_pipeline.engine.programs.collecting import Collecting
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms
 from ipu_pipeline.engine.schedules.checking import Timetable
+from ipu_pipeline.engine.schedules.execution_phases import ExecutionPhases
 from ipu_pipeline.engine.state import Collected, Handed, Progress, RunState
 from ipu_pipeline.engine.tracing.keys import as_int32
 from ipu_pipeline.engine.updates.environment import UpdateCounts
@@ -84,6 +86,7 @@ class Executor(Runner[PendingStep]):
         options: CompilerOptions = NO_OPTIONS,
         dispatch_plan: DispatchPlan = ONE_BY_ONE,
         iterated: Iterated | None = None,
+        phases: ExecutionPhases | None = None,
     ) -> None:
         """Jits the programs; XLA compiles each at its first call.
 
@@ -96,12 +99,14 @@ class Executor(Runner[PendingStep]):
           options: XLA's, per program.
           dispatch_plan: how many micro-batches a program handles.
           iterated: for the body of a loop, of which one iteration runs at a time.
+          phases: in which its programs run, if they do.
         """
         super().__init__(residence, programs, iterated)
         self.observer: Observer | None = None
         self.told_as: Runner[Any] = self
         self.gathered: frozenset[str] = frozenset()
         self._collecting = collecting
+        self._phases = phases
         traced = residence.traced
         self._chunk = ChunkForm(dispatch_plan.chunk_size)
         self.plan = make_plan(
@@ -353,7 +358,7 @@ class Executor(Runner[PendingStep]):
         enqueued: list[list[Any]] = [[] for _aval in self.residence.traced.enqueued_avals]
         assigned: dict[str, Any] = {}
         residence = self.residence
-        constant = residence.constant
+        constant = residence.constants.scalar
         offloads = residence.offloads_in_micro_batches
         num_outputs = len(residence.traced.outputs)
         read_first, read_last = self._weight_update.read
@@ -362,6 +367,7 @@ class Executor(Runner[PendingStep]):
         feed_slots = [feed_slot.slot for feed_slot in self.plan.feed_slots]
         num_slots = self.plan.num_slots
         first_number, num_accumulated = request.iteration, state.num_accumulated
+        phases = self._begin_phases()
         watcher, step = watching.current(), int(as_int32(state.pipeline.execution_count))
         log = action_log.current() if has_peers else None
         if watcher is not None:
@@ -372,6 +378,8 @@ class Executor(Runner[PendingStep]):
                 slots = values[chunk] = [None] * num_slots
                 for slot, array in zip(feed_slots, next_chunk(), strict=True):
                     slots[slot] = array
+            if phases is not None:
+                phases.enter(template, chunk, slots)
             row = template.row
             arguments = prepared[template.index].copy()
             names = template.accumulators
@@ -389,7 +397,7 @@ class Executor(Runner[PendingStep]):
                     if name in self.gathered:
                         arguments[place] = next(weights)
             if offloads and row.is_here:
-                self._load(template, arguments, variables)
+                self._load(template, arguments, variables, None if phases is None else phases.weights)
             if template.joint is not None:
                 sent = yield Together(template, arguments, step, first_number + chunk * chunk_size)
                 assert sent is not None
@@ -440,13 +448,19 @@ class Executor(Runner[PendingStep]):
                     sums = _add(sums, wanted) if row.is_here else sums
                 else:
                     collected.append(collecting.collect(wanted, self._chunk.num_stacked))
-            if residence.offloads_activations and template.kept:
+            if phases is not None:
+                phases.note(template, results)
+                # Nothing else holds on to what a phase had: not the next one either, before it has its own.
+                arguments = results = copies = []
+            elif residence.offloads_activations and template.kept:
                 self._store(template, slots)
             for slot in template.releases:
                 slots[slot] = None
             if self.observer is not None:
                 self.observer(template, chunk, values)
             yield None
+        if phases is not None:
+            phases.end()
         if collecting.is_summed:
             collected = [collecting.collect(sums, None)]
         if self.has_callbacks:
@@ -464,17 +478,41 @@ class Executor(Runner[PendingStep]):
             self._dispatches[num_chunks] = known
         return known
 
-    def _load(self, template: Template, arguments: list[Any], variables: Mapping[str, Any]) -> None:
-        """Puts those of a program's arguments that are in host memory on its row."""
+    def _begin_phases(self) -> PhaseRun | None:
+        if self._phases is None:
+            return None
+        levels = self.residence.traced.levels
+        return PhaseRun(self._phases, levels, self.plan, self.residence.offloads_activations)
+
+    def _load(
+        self,
+        template: Template,
+        arguments: list[Any],
+        variables: Mapping[str, Any],
+        known: dict[tuple[int, str], Any] | None,
+    ) -> None:
+        """Puts those of a program's arguments that are in host memory on its row.
+
+        Args:
+          template: of the program.
+          arguments: its own.
+          variables: by full name.
+          known: (IPU, full name) -> variables that are there already, to which those are added that are
+            brought; None: nobody else needs them.
+        """
+        brought = []
         for place, name in template.variables:
             if name in self.residence.offloaded and name not in self.gathered:
-                arguments[place] = variables[name]
+                arguments[place] = (known or {}).get((template.row.ipu, name), variables[name])
+                brought.append((place, name))
         places = [place for place, value in enumerate(arguments) if value is not None]
         named = dict(template.variables)
         partitions = [self.residence.partitions.get(named.get(place, ""), WHOLE) for place in places]
         loaded = put([arguments[place] for place in places], template.row, partitions=partitions)
         for place, value in zip(places, loaded, strict=True):
             arguments[place] = value
+        if known is not None:
+            known.update({(template.row.ipu, name): arguments[place] for place, name in brought})
 
     def _find_collected(self, slots: Sequence[Any], inputs: Mapping[tuple[Row, int], Any]) -> list[Any]:
         """What the last stage returned, and then the loss: of a chunk stacked, except inputs."""
@@ -554,7 +592,7 @@ class Executor(Runner[PendingStep]):
             for place, position in template.inputs:
                 arguments[place] = placed[row, position]
             for place in template.keys:
-                arguments[place] = self.residence.place_key(pipeline.key, row)
+                arguments[place] = self.residence.constants.key(pipeline.key, row)
             for place in template.loss_scales:
                 (arguments[place],) = put([loss_scale], row, tag=tag("loss scale", template.index))
             for place in template.execution_counts:

@@ -13,7 +13,7 @@ import torch
 from ipu_pipeline import config, engine
 from ipu_pipeline.engine import schedules
 from ipu_pipeline.poptorch.dtypes import jax_dtype, to_numpy
-from ipu_pipeline.poptorch.enums import OutputMode
+from ipu_pipeline.poptorch.enums import Liveness, OutputMode
 from ipu_pipeline.poptorch.errors import Error
 from ipu_pipeline.poptorch.execution.arguments import Arguments, Batching, first_micro_batch
 from ipu_pipeline.poptorch.execution.compiled import CompiledModel
@@ -24,12 +24,14 @@ from ipu_pipeline.poptorch.execution.recalled import bind
 from ipu_pipeline.poptorch.execution.training import ModelOptimizer
 from ipu_pipeline.poptorch.execution.weights import host_weights_of, on_host
 from ipu_pipeline.poptorch.files.contents import SavedGraph
-from ipu_pipeline.poptorch.graphs.blocks import BlockId
+from ipu_pipeline.poptorch.graphs.blocks import BlockId, Placement, Section, cut_into_sections
 from ipu_pipeline.poptorch.graphs.capture import Modes, capture
+from ipu_pipeline.poptorch.graphs.phases import cut_into_phases
 from ipu_pipeline.poptorch.graphs.stages import ModelStages, make_stages
 from ipu_pipeline.poptorch.logs import logger, warn_once
 from ipu_pipeline.poptorch.options import Options
-from ipu_pipeline.poptorch.options.strategies import PipelinedExecution, ShardedExecution
+from ipu_pipeline.poptorch.options.phased import PhasedExecution
+from ipu_pipeline.poptorch.options.strategies import ShardedExecution
 from ipu_pipeline.poptorch.replica_groups import find_groups
 
 __all__ = ["Wrapped", "batching_of", "compile_model", "output_mode_of"]
@@ -125,7 +127,7 @@ def compile_model(
     stages = make_stages(
         captured,
         wrapped.model,
-        lambda blocks: _find_ipus(blocks, options),
+        lambda graph: _cut(graph, options, trains),
         trains,
         [anchor.long_name for anchor in anchored],
         options.module_namescope,
@@ -152,13 +154,14 @@ def compile_model(
         stages.functions,
         num_micro_batches=batching.gradient_accumulation if trains else batching.device_iterations,
         schedule=_schedule(options),
-        device_mapping=stages.ipus,
+        device_mapping=[[section.ipu for section in level] for level in stages.levels],
+        execution_phases=_find_phases(stages, options, trains),
         # With a value that is not finite a run ends after it has begun: the state of before must be there.
         donate=not checks,
         collect_outputs=_all_but_last if trains else True,
         sum_collected=output_mode_of(options, trains) is OutputMode.Sum and not anchored,
         sum_dtype=_sum_dtype,
-        offload=options.TensorLocations.offload,
+        offload=options.TensorLocations.find_offloaded(_is_live(options)),
         num_replicas=options.replication_factor,
         shard=options.TensorLocations.shard if options.replication_factor > 1 else (),
         joins_assigned=False,
@@ -199,20 +202,49 @@ def _tell_of_training_mode(modes: Modes) -> None:
         )
 
 
-def _find_ipus(blocks: Sequence[BlockId], options: Options) -> list[int]:
+def _cut(graph: torch.fx.Graph, options: Options, trains: bool) -> Sequence[Sequence[Section]]:
+    """The sections of a model, level by level."""
     strategy = options.execution_strategy
-    assert isinstance(strategy, PipelinedExecution)  # others are refused when a model is wrapped
-    if unused := strategy.find_unused(blocks):
-        warn_once(f"The model opens no block {', '.join(map(repr, unused))}, which {strategy!r} has.")
-    return [placement.ipu for placement in strategy.place(blocks)]
+
+    def place(blocks: Sequence[BlockId]) -> list[Placement]:
+        if unused := strategy.find_unused(blocks):
+            warn_once(f"The model opens no block {', '.join(map(repr, unused))}, which {strategy!r} has.")
+        return strategy.place(blocks)
+
+    if isinstance(strategy, PhasedExecution):
+        return cut_into_phases(graph, place, trains and strategy.separate_backward_phase)
+    found = cut_into_sections(graph, lambda blocks: [placement.ipu for placement in place(blocks)])
+    return [[section] for section in found]
+
+
+def _find_phases(stages: ModelStages, options: Options, trains: bool) -> engine.ExecutionPhases | None:
+    """The phases of a model, if it runs in phases."""
+    strategy = options.execution_strategy
+    if not isinstance(strategy, PhasedExecution):
+        return None
+    liveness = strategy.liveness
+    num_ahead = {Liveness.AlwaysLive: None, Liveness.OffChipAfterFwd: 1}
+    return engine.ExecutionPhases(
+        of_levels=tuple(level[0].phase for level in stages.levels),
+        shares_last=not (trains and strategy.separate_backward_phase and len(stages.levels) > 1),
+        num_ahead=num_ahead.get(liveness, 0),
+        keeps_values=liveness is not Liveness.OffChipAfterEachPhase,
+    )
+
+
+def _is_live(options: Options) -> bool:
+    """Whether what has no location stays on the devices."""
+    strategy = options.execution_strategy
+    return not isinstance(strategy, PhasedExecution) or strategy.liveness is Liveness.AlwaysLive
 
 
 def _schedule(options: Options) -> str | schedules.ScheduleFunction:
-    if isinstance(options.execution_strategy, ShardedExecution):
+    strategy = options.execution_strategy
+    if isinstance(strategy, (ShardedExecution, PhasedExecution)):
         if options.is_set("pipeline_schedule"):
             warn_once(
-                "setPipelineSchedule has no effect with poptorch.ShardedExecution, in which one stage "
-                "works at a time."
+                f"setPipelineSchedule has no effect with poptorch.{type(strategy).__name__}, in which a "
+                "micro-batch ends before the next one begins."
             )
         return "sequential"
     found: str | schedules.ScheduleFunction = options.pipeline_schedule
@@ -224,7 +256,8 @@ def _tell_of_idle_stages(stages: ModelStages, batching: Batching, options: Optio
     number = (
         batching.gradient_accumulation if batching.gradient_accumulation > 1 else batching.num_micro_batches
     )
-    if isinstance(options.execution_strategy, ShardedExecution) or number >= len(stages.sections):
+    is_filled = number >= len(stages.sections)
+    if is_filled or isinstance(options.execution_strategy, (ShardedExecution, PhasedExecution)):
         return
     warn_once(
         f"There are {len(stages.sections)} pipeline stages, and only {number} micro-batches for them at a "

@@ -120,18 +120,10 @@ def _check_options(options: Options | None) -> Options:
         options = Options()
     if not isinstance(options, Options):
         raise Error(f"Invalid type: 'options' is of type {type(options)} (Expected poptorch.Options)")
-    later = {
-        "several processes (Options.Distributed)": options.Distributed.numProcesses > 1,
-        f"{type(options.execution_strategy).__name__}": not isinstance(
-            options.execution_strategy, PipelinedExecution
-        ),
-    }
-    for what, is_wanted in later.items():
-        if is_wanted:
-            raise NotImplementedError(
-                f"{what} does not exist here yet: a model runs in one process, with "
-                "poptorch.PipelinedExecution or poptorch.ShardedExecution."
-            )
+    if options.Distributed.numProcesses > 1:
+        raise NotImplementedError(
+            "several processes (Options.Distributed) do not exist here yet: a model runs in one process."
+        )
     _tell_of_sharding(options)
     number = options.device_iterations * options.Training.gradient_accumulation
     kept: dict[str, Any] = {

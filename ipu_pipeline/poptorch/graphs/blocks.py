@@ -10,7 +10,15 @@ import torch
 
 from ipu_pipeline.poptorch import markers
 
-__all__ = ["BlockId", "Section", "cut_into_sections", "is_check", "is_check_operation"]
+__all__ = [
+    "BlockId",
+    "Placement",
+    "Section",
+    "cut_into_sections",
+    "find_blocks",
+    "is_check",
+    "is_check_operation",
+]
 
 # Checks of torch's that hold for a graph of fixed shapes and dtypes.
 _CHECKS = frozenset(("_assert_async", "_assert_scalar", "_assert_tensor_metadata", "sym_constrain_range"))
@@ -22,6 +30,20 @@ class BlockId(NamedTuple):
     user_id: str | None
     ipu_id: int | None
 
+    @property
+    def name(self) -> str:
+        """Of the block, for errors."""
+        return f"block on IPU {self.ipu_id}" if self.user_id is None else f"block {self.user_id}"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a block is: its stage, its IPU, and in phased executions its phase, all from 0."""
+
+    stage: int
+    ipu: int
+    phase: int = 0
+
 
 @dataclass(frozen=True, eq=False)
 class Section:
@@ -31,11 +53,13 @@ class Section:
       name: of its blocks, for errors.
       ipu: its IPU.
       nodes: in the graph's order.
+      phase: in which it runs, from 0; 0 without phases.
     """
 
     name: str
     ipu: int
     nodes: tuple[torch.fx.Node, ...]
+    phase: int = 0
 
 
 def cut_into_sections(
@@ -52,15 +76,13 @@ def cut_into_sections(
     Returns:
       The sections, at least one.
     """
-    nodes = [node for node in graph.nodes if node.op == "call_function" and not is_check(node)]
-    begins = [node for node in nodes if markers.is_block(node)]
-    blocks = [BlockId(*node.args) for node in begins]
-    ipus = dict(zip(begins, find_ipus(blocks), strict=True)) if blocks else {}
+    nodes, blocks = find_blocks(graph)
+    ipus = dict(zip(blocks, find_ipus(list(blocks.values())), strict=True)) if blocks else {}
     parts: list[tuple[int, list[str], list[torch.fx.Node]]] = []  # IPU, blocks and operations
     ipu, name = 0, ""
     for node in nodes:
         if node in ipus:
-            ipu, name = ipus[node], _name(BlockId(*node.args))
+            ipu, name = ipus[node], blocks[node].name
             continue  # a block without operations is nobody's work
         if not parts or parts[-1][0] != ipu:
             parts.append((ipu, [], []))
@@ -76,6 +98,12 @@ def cut_into_sections(
     ]
 
 
+def find_blocks(graph: torch.fx.Graph) -> tuple[list[torch.fx.Node], dict[torch.fx.Node, BlockId]]:
+    """The nodes that compute, with the markers; and the blocks by the markers that begin them."""
+    nodes = [node for node in graph.nodes if node.op == "call_function" and not is_check(node)]
+    return nodes, {node: BlockId(*node.args) for node in nodes if markers.is_block(node)}
+
+
 def is_check(node: torch.fx.Node) -> bool:
     """Whether a node is a check of torch's, which no stage makes."""
     return is_check_operation(node.target)
@@ -85,7 +113,3 @@ def is_check_operation(operation: Any) -> bool:
     """Whether a node that calls this is a check of torch's."""
     schema = getattr(operation, "_schema", None)
     return schema is not None and schema.name.split("::")[-1] in _CHECKS
-
-
-def _name(block: BlockId) -> str:
-    return f"block on IPU {block.ipu_id}" if block.user_id is None else f"block {block.user_id}"

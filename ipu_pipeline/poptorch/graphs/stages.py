@@ -19,7 +19,7 @@ from ipu_pipeline import engine
 from ipu_pipeline.poptorch import markers
 from ipu_pipeline.poptorch.dtypes import jax_dtype, to_numpy
 from ipu_pipeline.poptorch.errors import Error
-from ipu_pipeline.poptorch.graphs.blocks import BlockId, Section, cut_into_sections, is_check
+from ipu_pipeline.poptorch.graphs.blocks import Section, is_check
 from ipu_pipeline.poptorch.graphs.capture import Captured
 from ipu_pipeline.poptorch.graphs.losses import find_marked_loss
 from ipu_pipeline.poptorch.graphs.values import find_values, name_values
@@ -37,9 +37,10 @@ class ModelStages:
     """A model as stages.
 
     Attributes:
-      functions: of the stages. The first takes the tensors of the inputs; the last returns those of the
-        outputs, then the values that are anchored, and then, if the model trains, the loss.
-      sections: what each stage is made of.
+      functions: of the stages, level by level; those of one level are parallel. The first level takes the
+        tensors of the inputs; the last is one stage, which returns those of the outputs, then the values
+        that are anchored, and then, if the model trains, the loss.
+      levels: what the stages are made of, likewise.
       tensors: the user's parameters and buffers by the variables' full names.
       trained: the variables that the loss depends on and that require gradients.
       assigned: the variables that forward writes to.
@@ -50,8 +51,8 @@ class ModelStages:
       group_rows: by the variables' full names, those of which groups of replicas have values of their own.
     """
 
-    functions: tuple[Callable[..., tuple[Any, ...]], ...]
-    sections: tuple[Section, ...]
+    functions: tuple[tuple[Callable[..., tuple[Any, ...]], ...], ...]
+    levels: tuple[tuple[Section, ...], ...]
     tensors: Mapping[str, torch.Tensor]
     trained: frozenset[str]
     assigned: frozenset[str]
@@ -60,6 +61,11 @@ class ModelStages:
     has_checkpoints: bool
     prints: bool
     group_rows: Mapping[str, GroupRows]
+
+    @property
+    def sections(self) -> list[Section]:
+        """What each stage is made of."""
+        return [section for level in self.levels for section in level]
 
     @property
     def ipus(self) -> list[int]:
@@ -106,7 +112,7 @@ class _Parts:
 def make_stages(
     captured: Captured,
     model: torch.nn.Module,
-    find_ipus: Callable[[Sequence[BlockId]], Sequence[int]],
+    cut: Callable[[torch.fx.Graph], Sequence[Sequence[Section]]],
     trains: bool,
     anchors: Sequence[str] = (),
     has_module_names: bool = True,
@@ -117,7 +123,7 @@ def make_stages(
     Args:
       captured: the model.
       model: the user's, whose names the variables get; a tensor with several names gets the first.
-      find_ipus: gives the IPU of each block, see `cut_into_sections`.
+      cut: cuts its graph into sections, level by level; the last level has one.
       trains: whether it was captured with a loss.
       anchors: names of values to return behind the outputs, see `name_values`.
       has_module_names: see `name_values`.
@@ -137,8 +143,8 @@ def make_stages(
     loss = find_marked_loss(graph) if trains else None
     if loss is not None:
         parts.results.append(loss)
-    sections = cut_into_sections(graph, find_ipus)
-    _check_assignments(sections, parts)
+    levels = cut(graph)
+    _check_assignments([section for level in levels for section in level], parts)
     reaching = set() if loss is None else _differentiable_ancestors(loss)
     trained = {
         f"{SCOPE}/{name}"
@@ -147,8 +153,8 @@ def make_stages(
     }
     results = parts.results if loss is None else parts.results[:-1]
     return ModelStages(
-        functions=tuple(_make_functions(sections, parts)),
-        sections=tuple(sections),
+        functions=tuple(_make_functions(levels, parts)),
+        levels=tuple(map(tuple, levels)),
         tensors={f"{SCOPE}/{name}": tensor for name, tensor in parts.tensors.items()},
         trained=frozenset(trained),
         assigned=frozenset(f"{SCOPE}/{name}" for names in parts.assigned.values() for name in names),
@@ -200,35 +206,46 @@ def _find_parts(captured: Captured, model: torch.nn.Module, group_rows: Mapping[
     return parts
 
 
-def _make_functions(sections: Sequence[Section], parts: _Parts) -> list[Callable[..., tuple[Any, ...]]]:
-    made = {node: number for number, section in enumerate(sections) for node in section.nodes}
+def _make_functions(
+    levels: Sequence[Sequence[Section]], parts: _Parts
+) -> list[tuple[Callable[..., tuple[Any, ...]], ...]]:
+    made = {
+        node: number for number, level in enumerate(levels) for section in level for node in section.nodes
+    }
     fixed = parts.variables.keys() | parts.constants.keys()
     passed = [*parts.inputs, *made]  # what may go from stage to stage, in an order
     last_read: dict[torch.fx.Node, int] = {}
-    for number, section in enumerate(sections):
-        for node in section.nodes:
-            for read in node.all_input_nodes:
-                last_read[read] = number
+    for node, number in made.items():
+        for read in node.all_input_nodes:
+            last_read[read] = max(number, last_read.get(read, 0))
+    last = len(levels) - 1
     for node in parts.results:
-        last_read[node] = len(sections) - 1
+        last_read[node] = last
     functions = []
     given = list(parts.inputs)
-    for number, section in enumerate(sections):
-        taken = given
-        if number == len(sections) - 1:
-            given = parts.results
-        else:
-            given = [
-                node
-                for node in passed
-                if made.get(node, -1) <= number < last_read.get(node, -1) and node not in fixed
-            ]
-        functions.append(_make_function(number, section, parts, taken, list(given)))
+    for number, level in enumerate(levels):
+        taken, given = given, []
+        made_here = [set(section.nodes) for section in level]
+        wanted = [
+            node
+            for node in passed
+            if made.get(node, -1) <= number < last_read.get(node, -1) and node not in fixed
+        ]
+        stages = []
+        for place, section in enumerate(level):
+            # The first of parallel stages also returns what comes from levels before.
+            others = set().union(*made_here[:place], *made_here[place + 1 :]) if place == 0 else None
+            own = [n for n in wanted if (n in made_here[place] if others is None else n not in others)]
+            returned = parts.results if number == last else own
+            is_first = number == place == 0
+            stages.append(_make_function(is_first, section, parts, taken, list(returned)))
+            given += returned
+        functions.append(tuple(stages))
     return functions
 
 
 def _make_function(
-    number: int,
+    is_first: bool,
     section: Section,
     parts: _Parts,
     taken: Sequence[torch.fx.Node],
@@ -240,7 +257,7 @@ def _make_function(
     written = [
         (node, name)
         for node, names in parts.assigned.items()
-        if node in own or (number == 0 and node.op != "call_function")
+        if node in own or (is_first and node.op != "call_function")
         for name in names
     ]
     read_here |= {node for node, _name in written}

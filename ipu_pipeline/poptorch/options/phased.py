@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 from ipu_pipeline.poptorch.enums import AutoStage, Liveness
+from ipu_pipeline.poptorch.graphs.blocks import Placement
 from ipu_pipeline.poptorch.options import checks
 from ipu_pipeline.poptorch.options.base import configurable
 from ipu_pipeline.poptorch.options.stages import Phase, Stage, pick
@@ -56,6 +57,32 @@ class PhasedExecution(Strategy):
         found: Phase = pick(f"{type(self).__name__}.phase", self._phases, index)
         return found
 
+    def _placing(self) -> Callable[[str | None, int | None], Placement]:
+        places = [
+            (phase, position)
+            for phase, found in enumerate(self._phases)
+            for position in range(len(found.stages))
+        ]
+
+        def place(name: str | None, ipu: int | None) -> Placement:
+            number = self._find(name)
+            phase, position = places[number]
+            own = self._stages[number].ipu_id
+            if own is None:
+                own = self._default_ipu(phase, position) if ipu is None else ipu
+            return Placement(number, own, phase)
+
+        return place
+
+    @property
+    def liveness(self) -> Liveness:
+        """When tensors of a phase are off the device."""
+        raise NotImplementedError
+
+    def _default_ipu(self, phase: int, position: int) -> int:
+        """The IPU of a phase's stage where nobody says it."""
+        raise NotImplementedError
+
     @configurable
     def useSeparateBackwardPhase(self, use: bool = True) -> Self:
         """Whether the last phase's backward is a phase of its own, and not of one with its forward.
@@ -87,6 +114,15 @@ class SerialPhasedExecution(PhasedExecution):
         super().__init__(*phases)
         self.tensors_liveness = Liveness.AlwaysLive
 
+    @property
+    def liveness(self) -> Liveness:
+        """When tensors of a phase are off the device."""
+        return self.tensors_liveness
+
+    def _default_ipu(self, phase: int, position: int) -> int:
+        del phase  # all have the same IPUs
+        return position
+
     @configurable
     def setTensorsLiveness(self, liveness: Liveness) -> Self:
         """Says when tensors of a phase are off the device.
@@ -111,6 +147,14 @@ class ParallelPhasedExecution(PhasedExecution):
         """Takes the phases, as `PhasedExecution` does."""
         super().__init__(*phases)
         self.tensors_off_chip_after_fwd = False
+
+    @property
+    def liveness(self) -> Liveness:
+        """When tensors of a phase are off the device."""
+        return Liveness.OffChipAfterFwd if self.tensors_off_chip_after_fwd else Liveness.AlwaysLive
+
+    def _default_ipu(self, phase: int, position: int) -> int:
+        return 2 * position + phase % 2  # even phases on even IPUs, odd ones on odd IPUs
 
     @configurable
     def sendTensorsOffChipAfterFwd(self, off_chip: bool = True) -> Self:

@@ -4,22 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, Self
 
 from ipu_pipeline.poptorch.enums import AutoStage
+from ipu_pipeline.poptorch.graphs.blocks import Placement
 from ipu_pipeline.poptorch.options import checks
 from ipu_pipeline.poptorch.options.stages import Stage, associate
 
-__all__ = ["PipelinedExecution", "Placement", "ShardedExecution", "Strategy"]
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Where a block is: its stage and its IPU, both from 0."""
-
-    stage: int
-    ipu: int
+__all__ = ["PipelinedExecution", "ShardedExecution", "Strategy"]
 
 
 class Strategy:
@@ -46,6 +38,42 @@ class Strategy:
           AssertionError: no stage has it.
         """
         return self._stages[self._find(block_id)]
+
+    def place(self, blocks: Iterable[tuple[str | None, int | None]]) -> list[Placement]:
+        """Says where each block is.
+
+        Args:
+          blocks: name and IPU of each block, None where there is none, in the order in which the model
+            opens them. The same name again is the same block.
+
+        Returns:
+          A placement for each.
+
+        Raises:
+          AssertionError: no stage has a block, or nothing says the IPU of one.
+        """
+        known: dict[str, int] = {}
+        placements = []
+        place = self._placing()
+        for name, given in blocks:
+            ipu = known.get(name) if given is None and name is not None else given
+            if name is not None and ipu is not None:
+                known[name] = ipu
+            placements.append(place(name, ipu))
+        return placements
+
+    def find_unused(self, blocks: Iterable[tuple[str | None, int | None]]) -> list[str]:
+        """Names of blocks in its stages that a model does not open.
+
+        Args:
+          blocks: as for `place`.
+        """
+        opened = {name for name, _ipu in blocks}
+        return [name for stage in self._stages for name in stage.blocks if name not in opened]
+
+    def _placing(self) -> Callable[[str | None, int | None], Placement]:
+        """What places the blocks of a model, in their order, by name and IPU."""
+        raise NotImplementedError
 
     def clone(self) -> Self:
         """A copy that shares nothing with the original."""
@@ -97,43 +125,10 @@ class PipelinedExecution(Strategy):
         self.auto_stage = automatic[0] if automatic else None if args else AutoStage.SameAsIpu
         super().__init__([] if automatic else [_as_stage(type(self).__name__, arg) for arg in args])
 
-    def place(self, blocks: Iterable[tuple[str | None, int | None]]) -> list[Placement]:
-        """Says where each block is.
-
-        Args:
-          blocks: name and IPU of each block, None where there is none, in the order in which the model
-            opens them. The same name again is the same block.
-
-        Returns:
-          A placement for each.
-
-        Raises:
-          AssertionError: no stage has a block, or nothing says the IPU of one.
-        """
-        place: Callable[[str | None, int | None], Placement]
+    def _placing(self) -> Callable[[str | None, int | None], Placement]:
         if self.auto_stage is None:
-            place = self._place_in_stage
-        elif self.auto_stage is AutoStage.SameAsIpu:
-            place = _place_by_ipu
-        else:
-            place = _Counter().place
-        known: dict[str, int] = {}
-        placements = []
-        for name, given in blocks:
-            ipu = known.get(name) if given is None and name is not None else given
-            if name is not None and ipu is not None:
-                known[name] = ipu
-            placements.append(place(name, ipu))
-        return placements
-
-    def find_unused(self, blocks: Iterable[tuple[str | None, int | None]]) -> list[str]:
-        """Names of blocks in its stages that a model does not open.
-
-        Args:
-          blocks: as for `place`.
-        """
-        opened = {name for name, _ipu in blocks}
-        return [name for stage in self._stages for name in stage.blocks if name not in opened]
+            return self._place_in_stage
+        return _place_by_ipu if self.auto_stage is AutoStage.SameAsIpu else _Counter().place
 
     def _place_in_stage(self, name: str | None, ipu: int | None) -> Placement:
         index = self._find(name)

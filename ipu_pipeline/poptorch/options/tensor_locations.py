@@ -212,13 +212,16 @@ class TensorLocationOptions(OptionGroup):
             if name != "num_io_tiles" and self._values[name].get("useReplicatedTensorSharding")
         ]
 
-    @property
-    def offload(self) -> list[str]:
-        """What is to lie in the host's memory, as the argument `offload` of `engine.Pipeline`."""
+    def find_offloaded(self, is_on_chip: bool) -> list[str]:
+        """What is to lie in the host's memory, as the argument `offload` of `engine.Pipeline`.
+
+        Args:
+          is_on_chip: whether what has no location of its own lies in the devices' memory.
+        """
         kinds = {
             "location_activation": "activations",
             "location_weight": "weights",
             "location_optimizer": "weight_update_variables",
             "location_accumulator": "gradient_accumulation_buffers",
         }
-        return [kind for name, kind in kinds.items() if self._values[name].get("onChip") == 0]
+        return [kind for name, kind in kinds.items() if not self._values[name].get("onChip", is_on_chip)]

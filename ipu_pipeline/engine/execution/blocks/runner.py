@@ -379,7 +379,7 @@ class BlockRunner(Runner[PendingBlock]):
     ) -> Given:
         row = self.residence.rows[0]
         *inputs, loss_scale = put_host_copies([*block.request.inputs, loss_scale], row)
-        key = self.residence.place_key(state.pipeline.key, row)
+        key = self.residence.constants.key(state.pipeline.key, row)
         return Given(variables, inputs, loss_scale, key, block.position.pack(), block.feed)
 
     def _place_carried(self, request: Request) -> list[Any]:

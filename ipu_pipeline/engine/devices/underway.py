@@ -1,0 +1,39 @@
+"""What devices have been given to do, limited: whoever would give them more waits first."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+
+__all__ = ["Underway"]
+
+
+class Underway:
+    """Pieces of work that devices may not have done yet, each known by the arrays that it makes."""
+
+    def __init__(self, limit: int | None) -> None:
+        """Begins without any.
+
+        Args:
+          limit: how many pieces there may be when `wait` returns. None: any number.
+        """
+        self._limit = limit
+        self._pieces: collections.deque[list[Any]] = collections.deque()
+
+    def add(self, arrays: Iterable[Any]) -> None:
+        """Adds a piece of work.
+
+        Args:
+          arrays: of JAX, which it makes; those that a later program takes the memory of do not count.
+        """
+        if self._limit is not None:
+            self._pieces.append(list(arrays))
+
+    def wait(self) -> None:
+        """Waits until there are no more pieces than allowed."""
+        while self._limit is not None and len(self._pieces) > self._limit:
+            arrays = self._pieces.popleft()
+            jax.block_until_ready([array for array in arrays if not array.is_deleted()])

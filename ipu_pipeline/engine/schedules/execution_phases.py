@@ -1,0 +1,91 @@
+"""Execution phases: the levels of a pipeline that run as one, and what leaves the devices between them.
+
+A micro-batch goes through all phases before the next one begins: forwards phase by phase, and then
+backwards in the opposite order. The last phase's backwards belong to the phase of its forwards, or are one
+of their own. With two phases: forward 0, forward and backward 1, backward 0; or forward 0, forward 1,
+backward 1, backward 0.
+
+Source: what PopTorch calls phased execution, and PopART execution phases.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ipu_pipeline.engine.schedules.actions import ActionKind
+
+__all__ = ["ExecutionPhases"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExecutionPhases:
+    """Which levels of a pipeline make which phase.
+
+    Attributes:
+      of_levels: the phase of each entry of `stages`, ascending from 0 without gaps.
+      shares_last: whether the last phase's backwards belong to the phase of its forwards. False needs a
+        last entry that is alone in its level and has nothing to keep, as the last stage's forward and
+        backward are one program, which begins the backwards then.
+      num_ahead: how many phases may be on the devices before the one that is about to begin has what it
+        needs brought there: 0 waits for the one before to end, 1 for the one before that. None: no limit.
+      keeps_values: whether what goes from phase to phase stays on the devices. False: it waits in host
+        memory, as everything else of a micro-batch does.
+    """
+
+    of_levels: tuple[int, ...]
+    shares_last: bool = True
+    num_ahead: int | None = None
+    keeps_values: bool = True
+
+    def __post_init__(self) -> None:
+        """Checks the fields.
+
+        Raises:
+          ValueError: one is not usable.
+        """
+        object.__setattr__(self, "of_levels", tuple(self.of_levels))
+        steps = [
+            after - before for before, after in zip((0, *self.of_levels), self.of_levels, strict=False)
+        ]
+        if not self.of_levels or self.of_levels[0] != 0 or set(steps) - {0, 1}:
+            raise ValueError(
+                "execution_phases.of_levels must ascend from 0 without gaps, with the phase of each entry "
+                f"of stages; got {list(self.of_levels)}."
+            )
+        if not self.shares_last and self.of_levels[-2:-1] != self.of_levels[-1:]:
+            raise ValueError(
+                "execution_phases: without shares_last the last phase needs two entries of stages or more, "
+                "as the last stage's forward and backward are one program; got the phases "
+                f"{list(self.of_levels)}. End with a stage that only returns what it is given."
+            )
+        is_count = isinstance(self.num_ahead, int) and self.num_ahead >= 0
+        if self.num_ahead is not None and not is_count:
+            raise ValueError(
+                f"execution_phases.num_ahead must be an integer from 0, or None; got {self.num_ahead}."
+            )
+
+    def check(self, num_levels: int, schedule: object, num_serialized: int) -> None:
+        """Checks them against the rest of a pipeline.
+
+        Raises:
+          ValueError: they do not go together.
+        """
+        if len(self.of_levels) != num_levels:
+            raise ValueError(
+                f"execution_phases.of_levels must have one phase for each of the {num_levels} entries of "
+                f"stages; got {list(self.of_levels)}."
+            )
+        if schedule != "sequential" or num_serialized > 1:
+            raise ValueError(
+                'execution_phases need the schedule "sequential" and num_serialized 1, as a micro-batch '
+                f"goes through all phases before the next one; got {schedule!r} and {num_serialized}."
+            )
+
+    def find(self, kind: ActionKind, level: int) -> tuple[ActionKind, int]:
+        """The phase in which a stage of a level has its forward or backward, and its direction."""
+        phase, last = self.of_levels[level], len(self.of_levels) - 1
+        if phase < self.of_levels[-1]:
+            return kind, phase
+        if self.shares_last:
+            return ActionKind.FORWARD, phase
+        return (ActionKind.BACKWARD if level == last else kind), phase

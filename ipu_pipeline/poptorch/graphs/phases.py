@@ -1,0 +1,148 @@
+"""A graph cut into phases: which operations run in which phase, and which of these at the same time."""
+
+from __future__ import annotations
+
+import dataclasses
+import graphlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+
+from ipu_pipeline.poptorch.errors import Error
+from ipu_pipeline.poptorch.graphs.blocks import BlockId, Placement, Section, find_blocks
+
+__all__ = ["cut_into_phases"]
+
+
+def cut_into_phases(
+    graph: torch.fx.Graph,
+    place: Callable[[Sequence[BlockId]], Sequence[Placement]],
+    needs_last_alone: bool = False,
+) -> list[list[Section]]:
+    """Cuts a graph. All blocks of a stage are one section, wherever the model opens them.
+
+    Operations after a block belong to it. Those before the first block belong to that.
+
+    Args:
+      graph: functional, with markers.
+      place: gives the stage, IPU and phase of each block, in the order in which the model opens them.
+      needs_last_alone: whether there is a last level that computes nothing, for phases whose backwards do
+        not belong to their forwards.
+
+    Returns:
+      The sections level by level, phase after phase. Those of a level depend on levels before only, and
+      are on different IPUs: stages of a phase make one level, or several if some read what others make. If
+      several end the model, a last one joins what they make.
+
+    Raises:
+      Error: there are no blocks; or a phase reads what a later one makes; or stages of a phase need each
+        other's values.
+    """
+    nodes, blocks = find_blocks(graph)
+    if not blocks:
+        raise Error("No active Block, all the ops must belong to a Block. Open those that the phases name.")
+    placed = dict(zip(blocks, place(list(blocks.values())), strict=True))
+    where = next(iter(placed.values()))
+    stage_of: dict[torch.fx.Node, Placement] = {}
+    names: dict[int, list[str]] = {}
+    for node in nodes:
+        if node in placed:
+            where, name = placed[node], blocks[node].name
+            if name not in names.setdefault(where.stage, []):
+                names[where.stage].append(name)
+        else:
+            stage_of[node] = where
+    if not stage_of:
+        return [[Section("the model", where.ipu, ())]]
+    placements = {where.stage: where for where in stage_of.values()}
+    sections = {
+        stage: Section(", ".join(names[stage]), where.ipu, (), where.phase)
+        for stage, where in placements.items()
+    }
+    reads = _find_reads(stage_of, sections)
+    levels: list[list[Section]] = []
+    for phase in sorted({section.phase for section in sections.values()}):
+        own = [stage for stage, section in sorted(sections.items()) if section.phase == phase]
+        for generation in _find_generations(own, reads, sections, phase):
+            levels.append(_merge(generation, sections, stage_of))
+    last = levels[-1]
+    if len(last) > 1 or needs_last_alone:
+        levels.append([Section("what the model returns", last[0].ipu, (), last[0].phase)])
+    return _without_gaps(levels)
+
+
+def _find_reads(
+    stage_of: Mapping[torch.fx.Node, Placement], sections: Mapping[int, Section]
+) -> dict[int, set[int]]:
+    """The stages whose values each stage reads."""
+    reads: dict[int, set[int]] = {stage: set() for stage in sections}
+    for node, where in stage_of.items():
+        for read in node.all_input_nodes:
+            maker = stage_of.get(read)
+            if maker is None or maker.stage == where.stage:
+                continue
+            if maker.phase > where.phase:
+                raise Error(
+                    f"{_capitalized(sections[where.stage].name)}, in phase {where.phase}, reads what "
+                    f"{sections[maker.stage].name} makes, in phase {maker.phase}, which comes later. Put "
+                    "them into one phase, or in the opposite order."
+                )
+            reads[where.stage].add(maker.stage)
+    return reads
+
+
+def _find_generations(
+    stages: Sequence[int],
+    reads: Mapping[int, Iterable[int]],
+    sections: Mapping[int, Section],
+    phase: int,
+) -> list[list[int]]:
+    """The stages of a phase in groups, each of which reads only what those before make."""
+    known = set(stages)
+    sorter = graphlib.TopologicalSorter({stage: known.intersection(reads[stage]) for stage in stages})
+    try:
+        sorter.prepare()
+    except graphlib.CycleError as error:
+        circle = ", ".join(sections[stage].name for stage in dict.fromkeys(error.args[1]))
+        raise Error(
+            f"In phase {phase} each of these stages reads what the next one makes, in a circle: {circle}. "
+            "Make one stage of their blocks, or cut one of them into two."
+        ) from None
+    generations = []
+    while sorter.is_active():
+        ready = sorter.get_ready()
+        generations.append(sorted(ready))
+        sorter.done(*ready)
+    return generations
+
+
+def _merge(
+    stages: Sequence[int],
+    sections: Mapping[int, Section],
+    stage_of: Mapping[torch.fx.Node, Placement],
+) -> list[Section]:
+    """Sections of independent stages, with those on one IPU in one, as that runs them one by one."""
+    merged = []
+    for ipu in dict.fromkeys(sections[stage].ipu for stage in stages):
+        own = [stage for stage in stages if sections[stage].ipu == ipu]
+        merged.append(
+            dataclasses.replace(
+                sections[own[0]],
+                name=", ".join(sections[stage].name for stage in own),
+                nodes=tuple(node for node, where in stage_of.items() if where.stage in own),
+            )
+        )
+    return merged
+
+
+def _without_gaps(levels: Sequence[Sequence[Section]]) -> list[list[Section]]:
+    """The same with phases numbered anew, as a model may not open the blocks of one."""
+    numbers = {phase: number for number, phase in enumerate(sorted({level[0].phase for level in levels}))}
+    return [
+        [dataclasses.replace(section, phase=numbers[section.phase]) for section in level]
+        for level in levels
+    ]
+
+
+def _capitalized(text: str) -> str:
+    return text[:1].upper() + text[1:]
