@@ -49,7 +49,7 @@ def make_case(info, training, given, name):
 
 @functools.cache
 def cases():
-    # Not at the top: it imports a large part of torch and SciPy, which every process that runs tests would load.
+    # Not at the top: every process that runs tests would import a large part of torch and SciPy.
     from torch.testing._internal.common_modules import module_db
 
     found = []
