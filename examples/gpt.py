@@ -444,9 +444,14 @@ class Checkpoints:
         ).trained_with
         for name, value in self._trained_with.items():
             if before.get(name) != value:
+                hint = (
+                    " The learning rate depends on all steps: begin with as many --steps as there are to "
+                    "be in the end, and interrupt with --stop-at."
+                )
                 raise ValueError(
                     f"The checkpoint of step {self.newest} was trained with {name} {before.get(name)}; "
                     f"now it is {value}. Resuming is exact with the same options only."
+                    f"{hint if name == 'steps' else ''}"
                 )
         arguments = ocp.args.Composite(state=ocp.args.StandardRestore(like))
         state: engine.PipelineState = self._manager.restore(self.newest, args=arguments).state

@@ -1,4 +1,4 @@
-"""Digits to learn on: MNIST from a folder, or the embedded 8x8 digits, as batches for an infeed."""
+"""Images to learn on: (Fashion-)MNIST from a folder, or the embedded 8x8 digits; batches for an infeed."""
 
 from __future__ import annotations
 
@@ -14,28 +14,43 @@ from numpy.typing import NDArray
 from ipu_pipeline.data import mnist_idx, mnist_tfds
 
 __all__ = [
+    "CLOTHES",
     "DATA_DIR_VARIABLE",
+    "DIGITS",
+    "FASHION_DIR_VARIABLE",
     "EvaluationBatches",
     "ImageData",
     "TrainingBatches",
     "load",
     "load_digits",
+    "load_fashion",
     "load_mnist",
 ]
 
 DATA_DIR_VARIABLE = "IPU_PIPELINE_DATA_DIR"
+FASHION_DIR_VARIABLE = "IPU_PIPELINE_FASHION_DIR"
+
+DIGITS = tuple("0123456789")
+CLOTHES = (
+    *("T-shirt", "Trouser", "Pullover", "Dress", "Coat"),
+    *("Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
+)
 
 _WAYS_TO_MNIST = (
     f"Give --data-dir, or set {DATA_DIR_VARIABLE}, to a folder with the four files "
     f"{', '.join(mnist_idx.FILES)}, or with the {mnist_tfds.DATASET} that scripts/prepare_mnist.py makes "
     "from them; or use --dataset digits, which needs no files."
 )
+_WAYS_TO_FASHION = (
+    f"Give --data-dir, or set {FASHION_DIR_VARIABLE}, to a folder with Fashion-MNIST's four files "
+    f"{', '.join(mnist_idx.FILES)}, with or without .gz; or use --dataset digits, which needs no files."
+)
 _SHUFFLE_SEED = 0  # of the embedded digits' split, which is part of the data set
 
 
 @dataclass(frozen=True, eq=False)
 class ImageData:
-    """Images of digits.
+    """Images of ten classes.
 
     Attributes:
       name: what the data set is called.
@@ -43,6 +58,7 @@ class ImageData:
       train_labels: int32 [examples], in 0..9.
       test_images: as `train_images`, held out.
       test_labels: as `train_labels`, held out.
+      classes: what each label stands for.
     """
 
     name: str
@@ -50,6 +66,7 @@ class ImageData:
     train_labels: NDArray[np.int32]
     test_images: NDArray[np.float32]
     test_labels: NDArray[np.int32]
+    classes: tuple[str, ...] = DIGITS
 
 
 class TrainingBatches:
@@ -180,12 +197,7 @@ def load(selection: str, data_dir: str | None = None) -> tuple[ImageData, str]:
     if selection not in ("auto", "mnist", "digits"):
         raise ValueError(f"--dataset must be auto, mnist or digits; got {selection!r}.")
     if selection == "digits":
-        if data_dir is not None:
-            raise ValueError(
-                f"--data-dir {data_dir} has no use with --dataset digits, as the digits are embedded: "
-                "leave one of the two out."
-            )
-        return load_digits(), "Data set: the embedded 8x8 digits, as --dataset digits asks"
+        return _digits_as_asked(data_dir)
     given_by = "--data-dir"
     if data_dir is None:
         data_dir, given_by = os.environ.get(DATA_DIR_VARIABLE) or None, DATA_DIR_VARIABLE
@@ -204,6 +216,53 @@ def load(selection: str, data_dir: str | None = None) -> tuple[ImageData, str]:
         reason = f"neither --data-dir nor {DATA_DIR_VARIABLE} gives a folder with MNIST, and {error}"
         return load_digits(), f"Data set: the embedded 8x8 digits, since {reason.removesuffix('.')}"
     return data, f"Data set: MNIST, {why} tensorflow-datasets' folder {folder} has {mnist_tfds.DATASET}"
+
+
+def load_fashion(selection: str, data_dir: str | None = None) -> tuple[ImageData, str]:
+    """The data set of a program's `--dataset` and `--data-dir`, where that is about clothes.
+
+    Args:
+      selection: "auto": Fashion-MNIST if a folder is given, else the embedded digits; "fashion"; "digits".
+      data_dir: the folder with Fashion-MNIST's four idx files. None: that of the environment variable
+        IPU_PIPELINE_FASHION_DIR.
+
+    Returns:
+      The data, and one line that says which it is and why.
+
+    Raises:
+      ValueError: `selection` is none of the three; it is "digits", and a folder is given; Fashion-MNIST is
+        wanted, and there is no folder; or what the folder has is not as it should be.
+      FileNotFoundError: the folder lacks a file.
+    """
+    if selection not in ("auto", "fashion", "digits"):
+        raise ValueError(f"--dataset must be auto, fashion or digits; got {selection!r}.")
+    if selection == "digits":
+        return _digits_as_asked(data_dir)
+    given_by = "--data-dir"
+    if data_dir is None:
+        data_dir, given_by = os.environ.get(FASHION_DIR_VARIABLE) or None, FASHION_DIR_VARIABLE
+    if data_dir is None:
+        if selection == "fashion":
+            raise ValueError(f"--dataset fashion: no folder was given. {_WAYS_TO_FASHION}")
+        reason = f"neither --data-dir nor {FASHION_DIR_VARIABLE} gives a folder with Fashion-MNIST"
+        return load_digits(), f"Data set: the embedded 8x8 digits, since {reason}"
+    try:
+        splits = mnist_idx.read(Path(data_dir), "Fashion-MNIST")
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{error} {_WAYS_TO_FASHION}") from None
+    why = "as --dataset fashion asks:" if selection == "fashion" else "since"
+    line = f"Data set: Fashion-MNIST, {why} {given_by} gives the folder {data_dir}"
+    return _as_image_data(splits, "Fashion-MNIST", CLOTHES), line
+
+
+def _digits_as_asked(data_dir: str | None) -> tuple[ImageData, str]:
+    """What `--dataset digits` is."""
+    if data_dir is not None:
+        raise ValueError(
+            f"--data-dir {data_dir} has no use with --dataset digits, as the digits are embedded: "
+            "leave one of the two out."
+        )
+    return load_digits(), "Data set: the embedded 8x8 digits, as --dataset digits asks"
 
 
 def load_digits() -> ImageData:
@@ -232,9 +291,9 @@ def load_mnist(data_dir: str | os.PathLike[str]) -> ImageData:
     """MNIST: 60,000 images to train on and 10,000 held out.
 
     Args:
-      data_dir: a folder with the four gzipped idx files under their usual names; or else with mnist/3.0.1
-        as tensorflow-datasets keeps it in array_record form. Both give the same examples, in the same
-        order if scripts/prepare_mnist.py made the second from the first.
+      data_dir: a folder with the four idx files under their usual names, gzipped or plain; or else with
+        mnist/3.0.1 as tensorflow-datasets keeps it in array_record form. Both give the same examples, in
+        the same order if scripts/prepare_mnist.py made the second from the first.
 
     Returns:
       The data.
@@ -260,12 +319,15 @@ def _load_mnist(folder: Path) -> tuple[ImageData, str]:
         ) from None
 
 
-def _as_image_data(splits: mnist_idx.Splits) -> ImageData:
+def _as_image_data(
+    splits: mnist_idx.Splits, name: str = "MNIST", classes: tuple[str, ...] = DIGITS
+) -> ImageData:
     (train_images, train_labels), (test_images, test_labels) = splits["train"], splits["test"]
     return ImageData(
-        "MNIST",
+        name,
         train_images.astype(np.float32) / np.float32(255),
         train_labels.astype(np.int32),
         test_images.astype(np.float32) / np.float32(255),
         test_labels.astype(np.int32),
+        classes,
     )

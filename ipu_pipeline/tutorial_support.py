@@ -24,6 +24,7 @@ from ipu_pipeline.session.session import Session
 
 __all__ = [
     "add_arguments",
+    "add_fashion_arguments",
     "add_ipu_model_argument",
     "add_schedule_argument",
     "check_loss",
@@ -117,6 +118,31 @@ def add_arguments(parser: argparse.ArgumentParser, repeat_count: int) -> None:
         "--seed", type=seed, default=0, help="Of the initial variables and the order of the examples."
     )
     add_ipu_model_argument(parser)
+
+
+def add_fashion_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments that all programs about Fashion-MNIST have, with their defaults.
+
+    Args:
+      parser: to add them to.
+    """
+    parser.add_argument("--batch-size", type=positive_int, default=16, help="Images per micro-batch.")
+    parser.add_argument("--epochs", type=positive_int, default=5, help="Epochs to train for.")
+    parser.add_argument("--learning-rate", type=positive_float, default=0.001, help="The learning rate.")
+    parser.add_argument(
+        "--dataset",
+        choices=["auto", "fashion", "digits"],
+        default="auto",
+        help="auto: Fashion-MNIST if a folder is given, else the 8x8 digits that come with the library.",
+    )
+    parser.add_argument(
+        "--data-dir",
+        help="The folder with Fashion-MNIST's four idx files, gzipped or not; by default that of the "
+        f"environment variable {datasets.FASHION_DIR_VARIABLE}.",
+    )
+    parser.add_argument(
+        "--seed", type=seed, default=0, help="Of the initial weights and the order of the images."
+    )
 
 
 def add_ipu_model_argument(parser: argparse.ArgumentParser) -> None:

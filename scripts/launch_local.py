@@ -215,7 +215,11 @@ class Run:
         if time.monotonic() > self.deadline:
             alive = [n for n, process in enumerate(self.processes) if process.poll() is None]
             if alive:
-                say(f"processes {', '.join(map(str, alive))} have not ended by themselves.")
+                numbers = ", ".join(map(str, alive))
+                if len(alive) == 1:
+                    say(f"process {numbers} has not ended by itself.")
+                else:
+                    say(f"processes {numbers} have not ended by themselves.")
             self.send(self.next_signal)
             self.next_signal = signal.SIGKILL
             self.deadline = time.monotonic() + TO_END_WHEN_ASKED

@@ -93,6 +93,62 @@ def test_broken_mnist(mnist_folder, tmp_path):
         datasets.load_mnist(mnist_folder)
 
 
+def test_plain_files(mnist_folder):
+    expected = datasets.load_mnist(mnist_folder)
+    for path in list(mnist_folder.iterdir())[:3]:
+        path.with_suffix("").write_bytes(gzip.decompress(path.read_bytes()))
+        path.unlink()
+    data = datasets.load_mnist(mnist_folder)
+    np.testing.assert_array_equal(data.train_images, expected.train_images)
+    np.testing.assert_array_equal(data.test_labels, expected.test_labels)
+    path = mnist_folder / "t10k-labels-idx1-ubyte"
+    (mnist_folder / f"{path.name}.gz").unlink(missing_ok=True)
+    path.write_bytes(gzip.compress(b"no plain one"))
+    with pytest.raises(ValueError, match="MNIST: .*t10k-labels-idx1-ubyte is not an idx file"):
+        datasets.load_mnist(mnist_folder)
+
+
+def test_what_is_no_set_of_ten_classes(mnist_folder):
+    path = mnist_folder / "t10k-labels-idx1-ubyte.gz"
+    write_idx(path, np.array([1, 2, 10, 4, 5], np.uint8))
+    with pytest.raises(ValueError, match="MNIST: .* has test labels up to 10; they should be from 0 to 9"):
+        datasets.load_mnist(mnist_folder)
+    write_idx(path, np.zeros(0, np.uint8))
+    write_idx(mnist_folder / "t10k-images-idx3-ubyte.gz", np.zeros((0, 28, 28), np.uint8))
+    with pytest.raises(ValueError, match="has test files without examples"):
+        datasets.load_mnist(mnist_folder)
+    write_idx(path, np.array(3, np.uint8))
+    with pytest.raises(ValueError, match="is not an idx file of unsigned bytes"):
+        datasets.load_mnist(mnist_folder)
+
+
+def test_selection_of_clothes(mnist_folder, monkeypatch, tmp_path):
+    monkeypatch.delenv(datasets.FASHION_DIR_VARIABLE, raising=False)
+    data, line = datasets.load_fashion("auto")
+    assert (data.name, data.classes) == ("digits", tuple("0123456789"))
+    assert line.endswith(
+        "since neither --data-dir nor IPU_PIPELINE_FASHION_DIR gives a folder with Fashion-MNIST"
+    )
+    with pytest.raises(
+        ValueError, match=r"--dataset fashion: no folder was given. Give --data-dir, or set"
+    ):
+        datasets.load_fashion("fashion")
+    data, line = datasets.load_fashion("auto", str(mnist_folder))
+    assert (data.name, data.classes) == ("Fashion-MNIST", datasets.CLOTHES)
+    assert line == f"Data set: Fashion-MNIST, since --data-dir gives the folder {mnist_folder}"
+    monkeypatch.setenv(datasets.FASHION_DIR_VARIABLE, str(mnist_folder))
+    line = datasets.load_fashion("fashion")[1]
+    assert "as --dataset fashion asks: IPU_PIPELINE_FASHION_DIR gives" in line
+    assert datasets.load_fashion("digits")[0].name == "digits"
+    with pytest.raises(ValueError, match="--data-dir x has no use with --dataset digits"):
+        datasets.load_fashion("digits", "x")
+    with pytest.raises(ValueError, match="must be auto, fashion or digits; got 'mnist'"):
+        datasets.load_fashion("mnist")
+    (mnist_folder / "t10k-labels-idx1-ubyte.gz").unlink()
+    with pytest.raises(FileNotFoundError, match=r"^Fashion-MNIST: .* has no t10k-labels.*with or without"):
+        datasets.load_fashion("auto")
+
+
 def test_selection(mnist_folder, monkeypatch):
     monkeypatch.delenv(datasets.DATA_DIR_VARIABLE, raising=False)
     data, line = datasets.load("auto")

@@ -1,5 +1,6 @@
 """What errors in stages say: where it happened, and everything that can be found at once."""
 
+import pickle
 import traceback
 
 import jax
@@ -43,6 +44,13 @@ def line_of(text):
 
 def project(x):
     return x @ jnp.ones((7, 7))  # wrong
+
+
+def test_errors_print_as_where_users_have_them_from():
+    for kind in (ipu.errors.OutOfRangeError, ipu.errors.ProcessError):
+        line = traceback.format_exception_only(kind("gone"))[-1]
+        assert line == f"ipu_pipeline.errors.{kind.__name__}: gone\n"
+        assert type(pickle.loads(pickle.dumps(kind("gone")))) is kind
 
 
 def test_where_a_stage_fails():

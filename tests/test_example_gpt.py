@@ -162,6 +162,8 @@ def test_a_resumed_run_is_the_same_to_the_last_bit(short_text, tmp_path, capsys)
         ValueError, match=r"was trained with rate 0.003; now it is 0.001\. Resuming is exact"
     ):
         gpt.main([*options, *folder, "--resume", "--rate", "0.001"])
+    with pytest.raises(ValueError, match=r"with steps 20; now it is 30\..*and interrupt with --stop-at"):
+        gpt.main([*options, *folder, "--resume", "--steps", "30"])
     with pytest.raises(
         ValueError, match="has a checkpoint of step 20. Go on with --resume, or give another"
     ):

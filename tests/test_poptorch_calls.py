@@ -479,6 +479,9 @@ def test_custom_operations_that_return_something_else():
         train_as_torch(lambda self, x: self.last(poptorch.custom_op([x], "Bad", "a", 1, [x])[0]))
     with pytest.raises(ValueError, match="inputs must be a list of tensors, at least one"):
         poptorch.custom_op([], "Bad", "a", 1, [x])
+    for inputs, examples, name in ((x, [x], "inputs"), ([x], x, "example_outputs")):
+        with pytest.raises(ValueError, match=rf"{name} must be a list .* got a tensor. Write \[tensor\]"):
+            poptorch.custom_op(inputs, "Cube", "com.acme", 1, examples)
     with pytest.raises(ValueError, match="example_outputs must be a list of tensors, at least one"):
         poptorch.custom_op([x], "Bad", "a", 1, [3])
 

@@ -352,13 +352,9 @@ def test_a_changed_input_is_told(caplog, monkeypatch):
 
 
 def test_losses_that_cannot_be_found():
-    def two(self, x):
-        y = self.linear(x)
-        return torch.nn.functional.mse_loss(y, x), torch.nn.functional.l1_loss(y, x)
-
     for forward, message in [
         (lambda self, x: self.linear(x).sum(), "Couldn't find a loss in graph!"),
-        (two, "Multiple independent losses found in graph. Graph must have one final loss"),
+        (two_losses, "Multiple independent losses found in graph. Graph must have one final loss"),
         (
             lambda self, x: torch.nn.functional.mse_loss(self.linear(x), x, reduction="none"),
             r"The loss must be a floating-point scalar; that of .* is torch.float32 of shape \(4, 3\)",
@@ -366,7 +362,7 @@ def test_losses_that_cannot_be_found():
     ]:
         with pytest.raises(poptorch.Error, match=message):
             poptorch.trainingModel(model_of(forward), make_options())(x)
-    assert len(infer(two, x)) == 2
+    assert len(infer(two_losses, x)) == 2
 
 
 def test_one_loss_of_two():
@@ -376,6 +372,30 @@ def test_one_loss_of_two():
         return poptorch.identity_loss(first + 3 * second, reduction="sum")
 
     train_as_torch(forward)
+
+
+def two_losses(self, x):
+    y = self.linear(x)
+    return torch.nn.functional.mse_loss(y, x), torch.nn.functional.l1_loss(y, x)
+
+
+def test_the_result_that_two_losses_go_into_is_minimized():
+    """As a model for question answering of transformers has it: half the sum of two."""
+
+    def forward(self, x):
+        first, second = two_losses(self, x)
+        return (first + 3 * second) / 2
+
+    train_as_torch(forward)
+
+
+def test_several_results_that_losses_go_into():
+    def forward(self, x):
+        first, second = two_losses(self, x)
+        return first + second, first - second
+
+    with pytest.raises(poptorch.Error, match="one scalar that forward returns, and no other"):
+        poptorch.trainingModel(model_of(forward), make_options())(x)
 
 
 @pytest.mark.parametrize("reduction", ["sum", "mean"])

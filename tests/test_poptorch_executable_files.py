@@ -390,6 +390,16 @@ MANIFESTS = {
         lambda data: data["outputs"].update({"is": "object", "class": "subprocess:Popen", "of": []}),
         "neither a named tuple nor a data class",
     ),
+    "a dict that is no data class": (
+        lambda data: data["outputs"].update({"is": "dict of fields", "class": "builtins:dict", "of": []}),
+        "builtins:dict is no dict that is a data class",
+    ),
+    "a data class that is no dict": (
+        lambda data: data["outputs"].update(
+            {"is": "dict of fields", "class": "ipu_pipeline.poptorch.structures:Structure", "of": []}
+        ),
+        "is no dict that is a data class",
+    ),
     "nothing": (lambda data: data.clear(), "KeyError: 'format'"),
     "optimizer": (
         lambda data: data["model"]["optimizer"].update({"class": "subprocess.Popen"}),

@@ -1,5 +1,6 @@
 """PopTorch's operations beside plain torch: on the CPU, on the devices, and differentiated."""
 
+import contextlib
 import copy
 
 import jax
@@ -416,6 +417,55 @@ def test_a_model_with_checkpoints_computes_the_rest_again():
     assert_close([infer(poptorch.recomputationCheckpoint, x)], [x])
 
 
+def in_torchs_regions(self, x, is_reentrant=False):
+    for _layer in range(4):
+
+        def region(x, shift):
+            for _operation in range(4):
+                x = torch.tanh(x * self.last.weight.sum()) + shift
+            return x
+
+        x = torch.utils.checkpoint.checkpoint(
+            region, torch.sin(x), torch.ones(()), use_reentrant=is_reentrant
+        )
+    return x
+
+
+@pytest.mark.parametrize("is_reentrant", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_regions_of_torchs_own_checkpoints_are_computed_again(is_reentrant):
+    def compute(self, x):
+        return in_torchs_regions(self, x, is_reentrant)
+
+    train_as_torch(compute, calls=1)
+
+    def held(forward):
+        training = poptorch.trainingModel(Trained(forward), make_options(1, 2))
+        training.compile(draw(8, 4))
+        return training._compiled.pipeline.plan_memory()[0].num_held_bytes
+
+    assert 0 < held(compute) < held(lambda self, x: checkpointed(self, x, lambda x: x)) / 2
+
+
+def test_an_error_in_a_region_of_torchs_checkpoints_is_the_users():
+    def region(x):
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        infer(lambda x: torch.utils.checkpoint.checkpoint(region, x, use_reentrant=False), draw(2, 3))
+
+
+def test_a_policy_of_torchs_checkpoints_has_no_effect_as_a_warning_says(log):
+    def forward(x):
+        contexts = contextlib.nullcontext(), contextlib.nullcontext()
+        return torch.utils.checkpoint.checkpoint(
+            torch.sin, x, use_reentrant=False, context_fn=lambda: contexts
+        )
+
+    value = draw(2, 3)
+    assert_close([infer(forward, value)], [torch.sin(value)])
+    assert "The context_fn of torch.utils.checkpoint has no effect" in log[0]
+
+
 # Names
 
 
@@ -609,6 +659,57 @@ def test_what_a_body_asks_for_and_what_it_may_not_have():
     ):
         with pytest.raises(poptorch.Error, match=f"poptorch.{name} cannot be used in a branch, or in the"):
             infer(lambda x, body=body: poptorch.for_loop(2, body, [x])[0], x)
+
+
+def raises_key_error(x):
+    return [{"other": x}["mine"]]
+
+
+def multiplies_wrong_shapes(x):
+    return [x @ x]
+
+
+def asks_for_a_value(x):
+    return [x * 2] if x.sum() > 0 else [x]
+
+
+def returns_another_shape(x):
+    return [x[:1]]
+
+
+@pytest.mark.parametrize(
+    ("body", "line", "message"),
+    [
+        (multiplies_wrong_shapes, "return [x @ x]", "RuntimeError: a and b must have same reduction dim"),
+        pytest.param(
+            raises_key_error,
+            'return [{"other": x}["mine"]]',
+            "KeyError: 'mine'",
+            marks=pytest.mark.thorough,
+        ),
+        pytest.param(
+            asks_for_a_value, "if x.sum() > 0", "Data-dependent branching", marks=pytest.mark.thorough
+        ),
+        pytest.param(
+            returns_another_shape,
+            "",
+            "the body must return tensors of the shapes and dtypes that it takes",
+            marks=pytest.mark.thorough,
+        ),
+    ],
+)
+def test_an_error_in_a_body_is_told_first(body, line, message, caplog):
+    """Torch tells it after a page of its own frames."""
+    with pytest.raises(poptorch.Error) as caught:
+        infer(lambda x: poptorch.for_loop(2, body, [x])[0], draw(2, 3))
+    first = str(caught.value).splitlines()[0]
+    assert message in first
+    assert line in first
+    assert (__file__ in first) == bool(line)
+    assert not caplog.records
+    if body is multiplies_wrong_shapes:
+        with pytest.raises(poptorch.Error, match="test_poptorch_operations.py:.*RuntimeError: a and b"):
+            infer(lambda x: poptorch.cond(x.sum() > 0, body, [x], torch.sin, [x])[0], draw(2, 3))
 
 
 @pytest.mark.thorough

@@ -370,7 +370,9 @@ def test_wrong_groups():
         poptorch.Error, match="names 'fc.weight', which is no parameter .* weight, first.weight"
     ):
         executor(*make_batch(8))
-    executor.per_replica_params = {"first.weight": (CommGroupType.All, 1, mode)}
+    executor.per_replica_params = {}
+    executor.first.weight.replicaGrouping(CommGroupType.All, 1, mode)
+    assert executor.per_replica_params == {"first.weight": (CommGroupType.All, 1, mode)}
     compiled = poptorch.inferenceModel(make_model(ipus=(0, 0)), with_replicas(2))
     compiled(make_batch()[0])
     tied = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])

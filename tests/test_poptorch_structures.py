@@ -146,3 +146,18 @@ def test_classes_with_a_parser():
     assert flatten(Box(t(1), "a"))[0] == []
     with pytest.raises(poptorch.Error, match="arg_parser must inherit from ICustomArgParser; got object"):
         poptorch.registerCustomArgParser(Box, object())
+
+
+class Cache:
+    """Tensors in a list of objects, as a cache of keys and values has them, and itself."""
+
+    def __init__(self, value):
+        self.layers = [{"keys": Pair(value, None)}, self]
+
+
+def test_tensors_deep_in_an_object_are_found():
+    """They came back without values."""
+    for value, hidden in [(Cache(torch.ones(2)), ["it[0]"]), (Cache(3), [])]:
+        assert flatten([value])[1].name_hidden("it") == hidden
+    module = torch.nn.Linear(2, 2)  # what has a module takes no tensors of a call
+    assert flatten([Cache(module)])[1].name_hidden("it") == []

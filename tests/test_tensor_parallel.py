@@ -357,13 +357,16 @@ WRONG = {
     ),
     "unknown name": ({"nobody": P("model")}, "there is no variable 'nobody'; there are first/in, "),
     "no partition": ({"first/in": "model"}, "variable first/in: its partition must be a .*PartitionSpec"),
-    "other axis": ({"first/in": P("data")}, "variable first/in: .* must have 'model' in one place"),
+    "other axis": (
+        {"first/in": P("data")},
+        "variable first/in: .* names 'data'. The one axis .* is 'model'",
+    ),
     "sums": (
         {"first/in": P(None, None, unreduced={"model"})},
-        "must have 'model' in one place",
+        "variable first/in: .* has axes that are summed",
     ),
-    "two axes": ({"first/in": P("model", "model")}, "must have 'model' in one place at most"),
-    "too long": ({"first/offset": P(None, "model")}, r"no more places than the shape \(16,\) has"),
+    "two axes": ({"first/in": P("model", "model")}, "variable first/in: .* divides axes 0 and 1"),
+    "too long": ({"first/offset": P(None, "model")}, r"has 2 places, and the shape \(16,\) 1\."),
     "odd": ({"last/bias": P("model")}, None),
     "no multiple": (
         lambda size: {"seen": P("model")},

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,9 +28,12 @@ __all__ = [
     "end_scope",
     "is_block",
     "is_checkpoint",
+    "is_keep_inputs",
     "is_marker",
     "is_traced",
     "keep_for_backward",
+    "keep_inputs",
+    "keep_operation",
     "mark_final_loss",
     "read_multi_conv",
     "read_scope",
@@ -153,7 +156,7 @@ def read_multi_conv(node: torch.fx.Node) -> MultiConvPart | None:
 
 def is_checkpoint(node: torch.fx.Node) -> bool:
     """Whether a node of a graph is a value that is kept where others are computed again."""
-    return node.target is _OPERATIONS.recomputation_checkpoint.default
+    return node.target is keep_operation()
 
 
 def reduce_loss(value: torch.Tensor, reduction: str) -> torch.Tensor:
@@ -172,6 +175,22 @@ def keep_for_backward(value: torch.Tensor) -> torch.Tensor:
     """A value that is kept where others are computed again."""
     kept: torch.Tensor = _OPERATIONS.recomputation_checkpoint(value)
     return kept
+
+
+def keep_operation() -> torch._ops.OpOverload:
+    """The operation of `keep_for_backward`."""
+    operation: torch._ops.OpOverload = _OPERATIONS.recomputation_checkpoint.default
+    return operation
+
+
+def keep_inputs(values: Sequence[torch.Tensor]) -> None:
+    """What follows is given these values, which are to be kept where others are computed again."""
+    _OPERATIONS.keep_inputs(list(values))
+
+
+def is_keep_inputs(node: torch.fx.Node) -> bool:
+    """Whether a node of a graph is of `keep_inputs`."""
+    return node.target is _OPERATIONS.keep_inputs.default
 
 
 def mark_final_loss() -> torch._ops.OpOverload:
@@ -194,6 +213,7 @@ _library.define("begin_scope(str name) -> ()")
 _library.define("end_scope() -> ()")
 _library.define("begin_multi_conv() -> ()")
 _library.define("end_multi_conv(str[] names, int[] counts) -> ()")
+_library.define("keep_inputs(Tensor[] values) -> ()")
 # Decomposed by autograd's key as what it stands for, so that it has a gradient on the CPU.
 _library.define("identity_loss(Tensor value, str reduction) -> Tensor")
 _library.impl("identity_loss", _reduce, "CompositeImplicitAutograd")
@@ -205,7 +225,14 @@ _library.impl("nop", torch.clone, "CompositeImplicitAutograd")
 _library.define("recomputation_checkpoint(Tensor value) -> Tensor")
 _library.impl("recomputation_checkpoint", torch.clone, "CompositeImplicitAutograd")
 _OPERATIONS = getattr(torch.ops, NAMESPACE)
-_PLACE_NAMES = ("begin_block", "begin_scope", "end_scope", "begin_multi_conv", "end_multi_conv")
+_PLACE_NAMES = (
+    "begin_block",
+    "begin_scope",
+    "end_scope",
+    "begin_multi_conv",
+    "end_multi_conv",
+    "keep_inputs",
+)
 for _name in _PLACE_NAMES:
     _library.impl(_name, _do_nothing, "CompositeExplicitAutograd")
 _PLACES = frozenset(getattr(_OPERATIONS, name).default for name in _PLACE_NAMES)

@@ -269,12 +269,22 @@ def compare(expected: Structure, given: Structure, name: str) -> str | None:
 
 
 def _has_tensors(value: Any) -> bool:
-    """Whether an object that is not taken apart has tensors, in itself or in its attributes."""
-    if isinstance(value, (type, types.ModuleType, torch.nn.Module)):
-        return False
-    parts = list(value) if isinstance(value, (set, frozenset)) else []
-    parts += [*getattr(value, "__dict__", {}).values()]
-    return any(isinstance(part, torch.Tensor) for part in parts)
+    """Whether an object that is not taken apart has tensors: in its attributes, and in what these hold."""
+    seen: set[int] = set()
+    left = [value]
+    while left:
+        part = left.pop()
+        if isinstance(part, torch.Tensor):
+            return True
+        if id(part) in seen or isinstance(part, (type, types.ModuleType, torch.nn.Module)):
+            continue
+        seen.add(id(part))
+        if isinstance(part, (list, tuple, set, frozenset)):
+            left += part
+        elif isinstance(part, dict):
+            left += part.values()
+        left += getattr(part, "__dict__", {}).values()
+    return False
 
 
 def _are_equal(first: Any, second: Any) -> bool:

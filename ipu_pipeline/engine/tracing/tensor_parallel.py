@@ -183,9 +183,20 @@ def _check(partition: Any, shape: Sequence[int], what: str) -> int | None:
     ]
     unknown = {name for some in names for name in some} - {MODEL}
     axes = [axis for axis, some in enumerate(names) if some]
-    if unknown or is_summed or len(axes) > 1 or len(names) > len(shape):
-        raise ValueError(
-            f"{what}: {partition} must have {MODEL!r} in one place at most, None in others, and no more "
-            f"places than the shape {tuple(shape)} has."
+    wrong = None
+    if is_summed:
+        wrong = "has axes that are summed (unreduced, reduced). Leave them out"
+    elif unknown:
+        named = ", ".join(map(repr, sorted(unknown)))
+        wrong = f"names {named}. The one axis of devices that there is to divide over is {MODEL!r}"
+    elif len(axes) > 1:
+        wrong = (
+            f"divides axes {axes[0]} and {axes[1]}. Only one axis can be divided: put None for the others"
         )
+    elif len(names) > len(shape):
+        wrong = (
+            f"has {len(names)} places, and the shape {tuple(shape)} {len(shape)}. Leave out the last ones"
+        )
+    if wrong is not None:
+        raise ValueError(f"{what}: {partition} {wrong}.")
     return axes[0] if axes else None

@@ -65,7 +65,9 @@ class Anchored(abc.ABC):
         Raises:
           AssertionError: the model has not been compiled.
         """
-        assert self._compiled is not None, "Model has not been compiled or has been destroyed."
+        assert self._compiled is not None, (
+            "Model has not been compiled or has been destroyed. Call it first, or compile(*inputs)."
+        )
         return list(self._compiled.stages.value_names)
 
     def getAnchoredTensor(self, short_name: str) -> torch.Tensor:

@@ -96,8 +96,9 @@ class PoplarExecutor(Exported, Anchored, Grouped, Refused, Measured):
         """
         with self._host.lock:
             assert self.options.connection_type is not ConnectionType.Never, (
-                "Trying to run a model on an offline device (ConnectionType.Never). Compile it there, and "
-                "run it with another connectionType."
+                "Trying to run a model on an offline device (ConnectionType.Never, as of "
+                "useOfflineIpuTarget). Write it to a file with compileAndExport(file, *inputs), and run "
+                "what poptorch.load(file) gives; or wrap the model with another connectionType."
             )
             arguments = self._signature.bind(args, kwargs)
             compiled = self._compile(arguments)
@@ -428,8 +429,10 @@ class PoplarExecutor(Exported, Anchored, Grouped, Refused, Measured):
         if name == "_wrapped":  # while it is being made
             raise AttributeError(name)
         value = getattr(self._wrapped.model, name)
-        if isinstance(value, torch.nn.Parameter):
-            self._host.ask(self, self._wrapped.model, value)
+        within = value.parameters() if isinstance(value, torch.nn.Module) else [value]
+        for parameter in within:
+            if isinstance(parameter, torch.nn.Parameter):
+                self._host.ask(self, self._wrapped.model, parameter)
         return value
 
     def __repr__(self) -> str:

@@ -24,7 +24,10 @@ from ipu_pipeline.poptorch.options import Options
 
 __all__ = ["NOT_COMPILED", "Exported"]
 
-NOT_COMPILED = "Model has not been compiled or has been destroyed."
+NOT_COMPILED = (
+    "Model has not been compiled or has been destroyed. Call it with its inputs first, or "
+    "compile(*inputs), which runs nothing."
+)
 
 
 class Exported(abc.ABC):
@@ -106,8 +109,8 @@ class Exported(abc.ABC):
         `Options.enableExecutableCaching`). docs/poptorch_executables.md says what it has and has not.
 
         Args:
-          filename: where to. Directories that are missing are made. A file that is there is replaced when
-            the new one is whole.
+          filename: where to, in a directory that exists. A file that is there is replaced when the new one
+            is whole.
           export_model: whether `poptorch.load` can make the model of the file: with its parameters and
             buffers, the options, and the optimizer with its state. Without them `loadExecutable` needs the
             model to be wrapped as it was.

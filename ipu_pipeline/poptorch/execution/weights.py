@@ -84,8 +84,8 @@ class _Watched:
         if executor is None:
             raise Error(
                 "replicaGrouping is for a parameter that is read from a wrapped model, as in "
-                "executor.weight.replicaGrouping(...). For one of a module within, set "
-                "executor.per_replica_params['module.weight']."
+                "executor.fc.weight.replicaGrouping(kind, size, mode). By its name it is set by "
+                "executor.per_replica_params['fc.weight'] = (kind, size, mode)."
             )
         executor.group_replicas(self, (comm_group_type, size_of_group, retrieval_mode))
 

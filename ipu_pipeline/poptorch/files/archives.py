@@ -31,7 +31,7 @@ def find_target(filename: PathLike) -> str:
     """The path that a file is to be written to; a link stands for what it leads to.
 
     Raises:
-      Error: the path is empty, or that of something that is no file.
+      Error: the path is empty, that of something that is no file, or in no directory that exists.
       TypeError: it is no path.
     """
     if not isinstance(filename, (str, os.PathLike)) or not isinstance(os.fspath(filename), str):
@@ -42,11 +42,17 @@ def find_target(filename: PathLike) -> str:
     if os.path.lexists(target) and not stat.S_ISREG(os.lstat(target).st_mode):
         kind = "a directory" if os.path.isdir(target) else "no regular file"
         raise Error(f"filename must be the path of a file; {os.fspath(filename)} is {kind}.")
+    directory = os.path.dirname(target)
+    if not os.path.isdir(directory):
+        raise Error(
+            f"{os.fspath(filename)} cannot be written: there is no directory {directory}. Make it first "
+            "(os.makedirs), or give another path."
+        )
     return target
 
 
 def write_parts(filename: PathLike, parts: Iterable[tuple[str, bytes]]) -> None:
-    """Writes a file, in directories that are made where they are missing.
+    """Writes a file.
 
     It gets its name when it is whole: whatever happens before leaves what was there. Who may read it is as
     for the file that it replaces, or as for any new file.
@@ -61,7 +67,6 @@ def write_parts(filename: PathLike, parts: Iterable[tuple[str, bytes]]) -> None:
     target = find_target(filename)
     beside = f"{target}.{secrets.token_hex(6)}.part"
     try:
-        os.makedirs(os.path.dirname(target), exist_ok=True)
         try:
             with open(beside, "xb") as file:
                 with contextlib.suppress(FileNotFoundError):

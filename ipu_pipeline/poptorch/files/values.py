@@ -1,8 +1,8 @@
 """Values as JSON and back: structures of tensors, numbers and text, and what options hold.
 
 Decoding makes objects of Python's and torch's plain types, and of ours. Of other classes it makes named
-tuples and data classes, without calling anything of theirs, if they have been imported already: a name in a
-file imports nothing.
+tuples and data classes (those that are dicts of their fields, too, as the outputs of transformers' models),
+without calling anything of theirs, if they have been imported already: a name in a file imports nothing.
 """
 
 from __future__ import annotations
@@ -74,6 +74,9 @@ def encode(value: Any, name: str, keep: Callable[[torch.Tensor], Any]) -> Any:
         and find_class(f"poptorch.{kind.__name__}") == kind
     ):
         return {"is": "strategy", "class": kind.__name__, "of": inner(_take_apart(value), "")}
+    if _is_dict_of_fields(value) and _find_class(path := f"{kind.__module__}:{kind.__qualname__}") is kind:
+        pairs = [[inner(key, ": a key"), inner(part, f"[{key!r}]")] for key, part in value.items()]
+        return {"is": "dict of fields", "class": path, "of": pairs}
     if _is_named_tuple(kind) or _is_data_class(kind):
         fields = [f for f in _fields_of(kind) if hasattr(value, f)]
         if _find_class(path := f"{kind.__module__}:{kind.__qualname__}") is kind:
@@ -126,16 +129,13 @@ def decode(data: Any, find: Callable[[Any], torch.Tensor]) -> Any:
                 return value
         case "object":
             return _make_object(data["class"], {field: inner(part) for field, part in of})
+        case "dict of fields":
+            return _make_dict_of_fields(data["class"], {inner(key): inner(part) for key, part in of})
     raise ValueError(f"{kind!r} {of!r} stands for no value")
 
 
 def _make_object(path: str, parts: dict[str, Any]) -> Any:
-    kind = _find_class(path)
-    if kind is None:
-        module, _colon, name = path.partition(":")
-        raise Error(
-            f"The file has objects of class {name}. Import it from {module} before loading the file."
-        )
+    kind = _imported_class(path)
     if _is_named_tuple(kind):
         return tuple.__new__(kind, [parts[field] for field in kind._fields])
     if not _is_data_class(kind) or not parts.keys() <= set(_fields_of(kind)):
@@ -144,6 +144,28 @@ def _make_object(path: str, parts: dict[str, Any]) -> Any:
     for field, part in parts.items():
         object.__setattr__(made, field, part)
     return made
+
+
+def _make_dict_of_fields(path: str, items: dict[Any, Any]) -> Any:
+    kind: Any = _imported_class(path)
+    base: Any = collections.OrderedDict if issubclass(kind, collections.OrderedDict) else dict
+    if not issubclass(kind, base) or not dataclasses.is_dataclass(kind):
+        raise ValueError(f"{path} is no dict that is a data class")
+    made = base.__new__(kind)
+    for key, part in items.items():
+        base.__setitem__(made, key, part)
+    vars(made).update({field: items.get(field) for field in _fields_of(kind)})
+    return made
+
+
+def _imported_class(path: str) -> Any:
+    kind: Any = _find_class(path)
+    if kind is None:
+        module, _colon, name = path.partition(":")
+        raise Error(
+            f"The file has objects of class {name}. Import it from {module} before loading the file."
+        )
+    return kind
 
 
 def _find_class(path: str) -> Any:
@@ -161,6 +183,14 @@ def _fields_of(kind: Any) -> Sequence[str]:
 
 def _is_data_class(kind: Any) -> bool:
     return not issubclass(kind, (tuple, list, dict)) and dataclasses.is_dataclass(kind)
+
+
+def _is_dict_of_fields(value: Any) -> bool:
+    """Whether a value is a data class and a dict of the same; fields that the dict has not are None."""
+    if not isinstance(value, dict) or not dataclasses.is_dataclass(type(value)):
+        return False
+    fields = _fields_of(type(value))
+    return value.keys() <= set(fields) and all(getattr(value, f, None) is value.get(f) for f in fields)
 
 
 def _is_named_tuple(kind: Any) -> bool:

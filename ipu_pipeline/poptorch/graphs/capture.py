@@ -22,6 +22,7 @@ import torch
 
 from ipu_pipeline.poptorch import markers
 from ipu_pipeline.poptorch.graphs import refusals
+from ipu_pipeline.poptorch.graphs.checkpoints import keep_inputs_of_checkpoints, marking_checkpoints
 from ipu_pipeline.poptorch.graphs.losses import mark_loss
 from ipu_pipeline.poptorch.graphs.multi_convs import check_multi_convs
 from ipu_pipeline.poptorch.lowering.registry import kept_operations
@@ -117,6 +118,7 @@ def capture(
             stack.enter_context(refusals.refusing_gradient_hooks())
             stack.enter_context(refusals.refusing_no_grad_in_autocast())
         stack.enter_context(_inference_mode_without_gradients())
+        stack.enter_context(marking_checkpoints())
         stack.enter_context(exportable())
         stack.enter_context(_quiet())
         with refusals.explained(model):
@@ -126,6 +128,7 @@ def capture(
         refusals.check_results(noted[-1])
         refusals.tell_of_generators(program)
         _mark_regions_without_gradients(program.graph_module)
+        keep_inputs_of_checkpoints(program.graph_module)
         if trains:
             if _has_autocast(program):
                 # Its regions become a part of the graph, with the casts, and losses stay single operations.
@@ -292,10 +295,11 @@ def _quiet() -> Iterator[None]:
     """Without what torch says about its own business while it exports."""
     from torch.export import _trace  # with torch.export's modules, which take seconds to load
 
-    loud = [logging.getLogger(name) for name in ("torch.export", "torch.fx.experimental.symbolic_shapes")]
+    names = ("torch.export", "torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
+    loud = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loud]
     for logger in loud:
-        logger.setLevel(logging.ERROR)
+        logger.setLevel(logging.CRITICAL)  # what is wrong is raised as well
     try:
         # When it fails, export prints the graph so far to the standard error.
         silent = unittest.mock.patch.object(_trace, "print", create=True)

@@ -1,4 +1,7 @@
-"""The loss of a model: the one operation among torch's losses that no other loss is made of."""
+"""The loss of a model: the one operation among torch's losses that no other loss is made of.
+
+Where there are several, it is the result of forward that all of them go into, as the half of a sum of two.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,8 @@ def mark_loss(graph: torch.fx.Graph) -> None:
       graph: of `torch.export`, not decomposed.
 
     Raises:
-      Error: there is none, or more than one that no other depends on; or it is no floating-point scalar.
+      Error: there is none; or more than one that no other depends on, and not just one scalar result that
+        is made of them all; or it is no floating-point scalar.
     """
     losses = [node for node in graph.nodes if _is_loss(node)]
     if not losses:
@@ -69,13 +73,7 @@ def mark_loss(graph: torch.fx.Graph) -> None:
     for loss in losses:
         inner |= _ancestors(loss)
     final = [loss for loss in losses if loss not in inner]
-    if len(final) > 1:
-        places = "; ".join(f"{node.target} in {describe_place(node)}" for node in final)
-        raise Error(
-            "Multiple independent losses found in graph. Graph must have one final loss. "
-            f"Wrap final graph loss in poptorch.identity_loss. They are: {places}."
-        )
-    loss = _with_batch_mean(final[0])
+    loss = _with_batch_mean(final[0]) if len(final) == 1 else _joined(graph, final)
     value = loss.meta["val"]
     if value.dim() != 0 or not value.dtype.is_floating_point:
         raise Error(
@@ -91,6 +89,25 @@ def mark_loss(graph: torch.fx.Graph) -> None:
         marked = graph.call_function(markers.mark_final_loss(), (loss,))
     marked.meta = dict(loss.meta)
     loss.replace_all_uses_with(marked, delete_user_cb=lambda user: user is not marked)
+
+
+def _joined(graph: torch.fx.Graph, losses: list[torch.fx.Node]) -> torch.fx.Node:
+    """The one scalar result of a graph that several losses all go into."""
+    results = {node for node in graph.output_node().all_input_nodes if _is_floating_scalar(node)}
+    made_of_all = [node for node in results if set(losses) <= _ancestors(node)]
+    if len(made_of_all) == 1:
+        return made_of_all[0]
+    places = "; ".join(f"{node.target} in {describe_place(node)}" for node in losses)
+    raise Error(
+        "Multiple independent losses found in graph. Graph must have one final loss. "
+        "Wrap final graph loss in poptorch.identity_loss. (It is found without that where one scalar that "
+        f"forward returns, and no other, is made of them all.) They are: {places}."
+    )
+
+
+def _is_floating_scalar(node: torch.fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.dim() == 0 and value.dtype.is_floating_point
 
 
 def find_marked_loss(graph: torch.fx.Graph) -> torch.fx.Node:

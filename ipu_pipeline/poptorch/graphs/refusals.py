@@ -17,6 +17,7 @@ from torch.fx.experimental.proxy_tensor import _AttrProxy
 
 from ipu_pipeline.poptorch import markers
 from ipu_pipeline.poptorch.errors import Error
+from ipu_pipeline.poptorch.graphs.control_flow_errors import describe_control_flow_error
 from ipu_pipeline.poptorch.logs import warn_once
 from ipu_pipeline.poptorch.lowering.unsupported import describe_place
 from ipu_pipeline.poptorch.structures import Structure
@@ -95,8 +96,9 @@ def explained(model: torch.nn.Module) -> Iterator[None]:
         raise Error(f"{place} asks for a value of a tensor. {_WITHOUT_VALUES}") from error
     except TorchDynamoException as error:
         raise Error(
-            "Torch's control flow could not be captured: its branches and bodies may only compute, and no "
-            f"block begins in them. torch says: {str(error).strip()}"
+            f"{describe_control_flow_error(error)}\nTorch's control flow could not be captured: its "
+            "branches and bodies may only compute, and no block begins in them. torch says: "
+            f"{str(error).strip()}"
         ) from error
     except RuntimeError as error:
         if " is mutated in the forward method" in str(error):
@@ -328,8 +330,8 @@ def check_results(structure: Structure) -> None:
     for name in structure.name_hidden("the result"):
         raise Error(
             f"{name} of the model's forward is an object with tensors in it, in which nobody looks for "
-            "them. Return "
-            "tuples, lists or dicts; or say by poptorch.registerCustomArgParser how it is taken apart."
+            "them. Return tuples, lists or dicts; or say by poptorch.registerCustomArgParser how it is "
+            "taken apart. Models of transformers return no cache after `model.config.use_cache = False`."
         )
     for name, constant in structure.name_constants("the result"):
         if isinstance(constant, (torch.SymInt, torch.SymFloat, torch.SymBool)):

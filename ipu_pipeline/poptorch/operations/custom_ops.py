@@ -50,6 +50,10 @@ def custom_op(
       ValueError: an argument is none of these.
     """
     check_outside("custom_op")
+    whole: dict[str, Any] = {"inputs": inputs, "example_outputs": example_outputs}
+    for what, given in whole.items():
+        if isinstance(given, torch.Tensor):
+            raise ValueError(f"custom_op: {what} must be a list of tensors; got a tensor. Write [tensor].")
     inputs, examples = list(inputs), list(example_outputs)
     for what, tensors in (("inputs", inputs), ("example_outputs", examples)):
         if not tensors or not all(isinstance(tensor, torch.Tensor) for tensor in tensors):

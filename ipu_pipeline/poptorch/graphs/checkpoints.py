@@ -1,0 +1,87 @@
+"""`torch.utils.checkpoint` in a model: what a region is given is kept, as by `recomputationCheckpoint`.
+
+While a model is captured, a checkpointed function is called as any other; a marker says before it what it
+was given. In the graph each of these values then goes through `recomputationCheckpoint`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import unittest.mock
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+
+from ipu_pipeline.poptorch import markers
+from ipu_pipeline.poptorch.logs import warn_once
+
+__all__ = ["keep_inputs_of_checkpoints", "marking_checkpoints"]
+
+_NAME = "_checkpoint_without_reentrant_generator"
+
+
+@contextlib.contextmanager
+def marking_checkpoints() -> Iterator[None]:
+    """Makes `torch.utils.checkpoint.checkpoint` call its function, in models that are captured."""
+    utils: Any = torch.utils.checkpoint
+    generator, apply = getattr(utils, _NAME), utils.CheckpointFunction.apply
+
+    def not_reentrant(
+        function: Any,
+        preserve: bool,
+        context_fn: Any,
+        determinism: str,
+        debug: bool,
+        early: bool,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Iterator[None]:
+        if markers.current_capture() is None:
+            return generator(function, preserve, context_fn, determinism, debug, early, *args, **kwargs)
+        if context_fn is not utils.noop_context_fn:
+            warn_once(
+                "The context_fn of torch.utils.checkpoint has no effect: of what is computed in the "
+                "region, the backward keeps what goes through poptorch.recomputationCheckpoint."
+            )
+        _mark((args, kwargs))
+        return _one_step()
+
+    def reentrant(function: Any, preserve: bool, *args: Any) -> Any:
+        if markers.current_capture() is None:
+            return apply(function, preserve, *args)
+        _mark(args)
+        return function(*args)
+
+    with (
+        unittest.mock.patch.object(utils, _NAME, not_reentrant),
+        unittest.mock.patch.object(utils.CheckpointFunction, "apply", reentrant),
+    ):
+        yield
+
+
+def _one_step() -> Iterator[None]:
+    """What torch begins before it calls a function; it ends it afterwards, or throws an error into it."""
+    yield
+
+
+def _mark(given: Any) -> None:
+    leaves = torch.utils._pytree.tree_leaves(given)  # noqa: SLF001  # what export takes apart
+    markers.keep_inputs([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
+
+
+def keep_inputs_of_checkpoints(module: torch.fx.GraphModule) -> None:
+    """Puts `recomputationCheckpoint` behind the values that checkpointed functions were given."""
+    for inner in module.modules():
+        assert isinstance(inner, torch.fx.GraphModule)
+        graph = inner.graph
+        for marker in [node for node in graph.nodes if markers.is_keep_inputs(node)]:
+            for value in list(marker.all_input_nodes):
+                if markers.is_checkpoint(value):
+                    continue
+                with graph.inserting_before(marker):
+                    kept = graph.call_function(markers.keep_operation(), (value,))
+                kept.meta = dict(value.meta)
+                value.replace_all_uses_with(kept, delete_user_cb=lambda user, kept=kept: kept < user)
+            graph.erase_node(marker)
