@@ -11,6 +11,8 @@ KILLS ?= 50
 INTERRUPTS ?= 200
 THREAD_RUNS ?= 1000
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
+# The tests start many processes: what they import is to be compiled once, whatever the shell says.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: tutorial test thorough tests random soak bench lint clean
 

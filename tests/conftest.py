@@ -8,9 +8,13 @@ import tempfile
 import threading
 
 # Nearly every program here runs once or twice: XLA's optimizations, and its newer code generator, which
-# compiles half as fast, would take longer than they save. Processes that tests start get the same.
+# compiles half as fast, would take longer than they save. So would cutting each program into parts that are
+# compiled at once, which costs half as much again. Processes that tests start get the same.
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false"
+os.environ["XLA_FLAGS"] = (
+    f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false"
+    " --xla_cpu_parallel_codegen_split_count=1"
+)
 
 import jax
 import numpy as np
@@ -52,6 +56,22 @@ def pytest_configure(config):
         os.environ[announcing.SWITCH_VARIABLE] = "0"
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Imports the tests without looking for garbage, and never looks for it among what they imported."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish():
+    gc.unfreeze()  # plugins import more at the end, and look for who refers to what
+
+
 @pytest.fixture(autouse=True, scope="session")
 def no_tfds_data(tmp_path_factory):
     """Where tensorflow-datasets keeps data, there is none, whatever the machine has."""
@@ -78,10 +98,14 @@ def no_thread_left():
 
 @pytest.fixture(autouse=True, scope="module")
 def fresh_caches():
-    """Lets go of what a module's tests compiled: with it, collecting garbage takes longer and longer."""
+    """Lets go of what a module's tests compiled: with it, collecting garbage takes longer and longer.
+
+    What is alive after that stays: modules that the tests imported.
+    """
     yield
     jax.clear_caches()
     gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

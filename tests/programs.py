@@ -8,11 +8,14 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import pytest
 
 from ipu_pipeline import datasets
 
 ROOT = Path(__file__).parent.parent
 QUICK_COMPILATION = ("JAX_DISABLE_MOST_OPTIMIZATIONS", "XLA_FLAGS")  # see conftest
+# XLA optimizes little in `make test`; in `make thorough` as for a reader, which takes twice as long.
+AS_TESTS = [True, pytest.param(False, marks=pytest.mark.thorough, id="as a reader")]
 STEP1 = "tutorial/step1_single_ipu.py"
 STEP2 = "answers/step2_sharding.py"
 STEP3 = "answers/step3_pipelining.py"
@@ -80,9 +83,9 @@ def start(*arguments, as_tests=False):
     )
 
 
-def run(program, *options, code=0):
+def run(program, *options, code=0, as_tests=False):
     """What a program prints; with another code than 0, its errors."""
-    result = start(program, *options)
+    result = start(program, *options, as_tests=as_tests)
     assert result.returncode == code, result.stdout + result.stderr
     return result.stdout if code == 0 else result.stderr
 

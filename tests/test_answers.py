@@ -134,7 +134,8 @@ print(json.dumps(found))
 
 
 def test_errors_exit_with_1():
-    output = run("-c", _RUN_ALL, STEP4, *(json.dumps(options) for options, _message in ERRORS))
+    cases = [json.dumps(options) for options, _message in ERRORS]
+    output = run("-c", _RUN_ALL, STEP4, *cases, as_tests=True)
     for (options, message), (code, errors) in zip(ERRORS, json.loads(output), strict=True):
         assert code == 1, options
         assert re.search(message, errors), (options, errors)

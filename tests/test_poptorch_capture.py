@@ -687,3 +687,23 @@ def test_any_keyword_arguments_keep_their_order():
     t = [torch.tensor([float(n)]) for n in range(4)]
     made = poptorch.inferenceModel(Model(), make_options())(t[0], b=t[2], a=t[3], y=t[1])
     assert made.tolist() == [0, 1, 2, 3]
+
+
+# What it costs.
+
+
+def test_operations_are_listed_once_when_decomposing(monkeypatch):
+    """torch would list them twice in each of its namespaces."""
+    from torch._export import utils
+
+    listed, find = [], utils._materialize_cpp_cia_ops
+
+    def counted():
+        listed.append(1)
+        find()
+
+    infer(lambda self, x: self.linear(x), x)  # what torch keeps by itself is there
+    monkeypatch.setattr(utils, "_materialize_cpp_cia_ops", counted)
+    infer(lambda self, x: self.linear(x), x)
+    assert len(listed) == 1
+    assert utils._materialize_cpp_cia_ops is counted

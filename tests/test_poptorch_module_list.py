@@ -9,7 +9,6 @@ import functools
 
 import pytest
 import torch
-from torch.testing._internal.common_modules import module_db
 
 from tests import lowered
 
@@ -50,6 +49,9 @@ def make_case(info, training, given, name):
 
 @functools.cache
 def cases():
+    # Not at the top: every process that runs tests would import a large part of torch and SciPy.
+    from torch.testing._internal.common_modules import module_db
+
     found = []
     for info in module_db:
         for training in (True, False) if info.train_and_eval_differ else (True,):

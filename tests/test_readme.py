@@ -12,7 +12,7 @@ import pytest
 import ipu_pipeline as ipu
 from benchmarks import harness, page
 from ipu_pipeline.program.program import Program
-from tests.programs import environment
+from tests.programs import AS_TESTS, environment
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -117,10 +117,11 @@ PAGES = [
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_what_examples_of_pages_print(name, tmp_path):
+@pytest.mark.parametrize("as_tests", AS_TESTS)
+def test_what_examples_of_pages_print(name, as_tests, tmp_path):
     page = (ROOT / "docs" / name).read_text()
     pairs = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", page, re.DOTALL)
-    printed = run("\n".join(code for code, _expected in pairs), tmp_path)
+    printed = run("\n".join(code for code, _expected in pairs), tmp_path, as_tests)
 
     def without_temporaries(text):  # XLA plans them for the machine
         return re.sub(r"\d+ (of temporaries)", r"\1", text)

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from ipu_pipeline import pipelining_ops
-from tests.programs import ROOT, STEP1, STEP2, STEP3, STEP4, record, start
+from tests.programs import AS_TESTS, ROOT, STEP1, STEP2, STEP3, STEP4, record, start
 
 PAGE = ROOT / "tutorial" / "README.md"
 TEXT = PAGE.read_text()
@@ -211,8 +211,9 @@ def test_commands(command, expected):
 @pytest.mark.parametrize(
     ("code", "expected"), [pytest.param(*rest, id=f"line {line}") for line, *rest in find_snippets()]
 )
-def test_snippets(code, expected):
-    result = start("-W", "error", "-c", code)
+@pytest.mark.parametrize("as_tests", AS_TESTS)
+def test_snippets(code, expected, as_tests):
+    result = start("-W", "error", "-c", code, as_tests=as_tests)
     assert result.returncode == 0, result.stderr
     assert_printed(result.stdout, expected)
 
