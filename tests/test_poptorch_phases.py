@@ -283,7 +283,8 @@ def test_bytes_on_the_device_fall(separate):
     assert peaks[Liveness.AlwaysLive] > 4 * weights
     most = peaks[Liveness.OffChipAfterFwd], peaks[Liveness.OffChipAfterFwdNoOverlap]
     assert max(most) < 4 * weights / 6 + inputs + weights
-    assert peaks[Liveness.OffChipAfterEachPhase] <= peaks[Liveness.OffChipAfterFwdNoOverlap]
+    losses = 2 * 4  # outputs are on the device
+    assert peaks[Liveness.OffChipAfterEachPhase] <= peaks[Liveness.OffChipAfterFwdNoOverlap] + losses
     assert peaks[Liveness.OffChipAfterFwdNoOverlap] < peaks[Liveness.AlwaysLive] / 4
 
 
