@@ -152,8 +152,8 @@ def pipeline(
       replicated_weight_sharding: whether each replica keeps a part of the trainable variables likewise,
         and gathers those of a stage before each of its programs; in inference too. Variables of several
         stages stay whole. With one replica, True warns.
-      offload_weights: whether trainable variables lie in host memory while no program uses them; in
-        inference too.
+      offload_weights: whether variables, but those that stages assign, lie in host memory while no
+        program uses them; in inference too.
       continuous_weight_updates: only False.
       outfeed_loss: whether the loss is enqueued, instead of what the last stage returns.
       accumulate_outfeed: whether the outfeed gets one element per weight update (or execution): the sum

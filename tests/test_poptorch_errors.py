@@ -233,3 +233,34 @@ def test_spans_end_with_the_recording(tmp_path):
         time.sleep(0.2)
     (span,) = [event for event in captured.profile.events if event.kind == "span"]
     assert 0 < span.length < 0.2e6
+
+
+@pytest.mark.parametrize("ipus", [(0, 0), pytest.param((0, 1), marks=pytest.mark.thorough)])
+def test_an_exception_in_a_function_on_the_host(ipus):
+    """It is an Error wherever it comes to light: as programs are started, or as their results are read."""
+    fails = [False]
+
+    def double(value):
+        if fails[0]:
+            raise KeyError("what the function says")
+        return value * 2
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.double = poptorch.CPU(double, "double")
+
+        def forward(self, x):
+            with poptorch.Block("A", ipu_id=ipus[0]):
+                x = torch.tanh(x)
+            with poptorch.Block("B", ipu_id=ipus[1]):
+                return self.double(x)
+
+    model = poptorch.inferenceModel(Model(), make_options(2))
+    x = torch.ones(4, 3)
+    model(x)
+    fails[0] = True
+    with pytest.raises(poptorch.Error, match="what the function says"):
+        model(x)
+    fails[0] = False
+    assert torch.allclose(model(x), 2 * torch.tanh(x))

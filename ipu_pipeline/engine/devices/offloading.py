@@ -18,8 +18,8 @@ class Offload(enum.Enum):
 
     WEIGHT_UPDATE_VARIABLES: the optimizer's state, but for the weight update. ACTIVATIONS: what a stage
     keeps between its forward and its backward. GRADIENT_ACCUMULATION_BUFFERS: the accumulators, but for the
-    backward and the update of their stage. WEIGHTS: the trainable variables, but for the programs that use
-    them.
+    backward and the update of their stage. WEIGHTS: the variables, but those that stages assign, but
+    for the programs that use them.
     """
 
     WEIGHT_UPDATE_VARIABLES = "weight_update_variables"

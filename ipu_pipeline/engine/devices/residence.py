@@ -73,14 +73,15 @@ class Residence:
         self.offloads_accumulators = Offload.GRADIENT_ACCUMULATION_BUFFERS in offload
         self.offloads_activations = Offload.ACTIVATIONS in offload
         self.offloaded: frozenset[str] = frozenset()  # full names of variables
+        assigned = {spec.name for stage in traced.stages for spec in stage.assigned}
         if Offload.WEIGHTS in offload:
-            self.offloaded = frozenset(n for n, spec in traced.variables.items() if spec.trainable)
+            known = traced.variables.items()
+            self.offloaded = frozenset(n for n, spec in known if spec.trainable or n not in assigned)
         self.partitions = partitions
         has_replicas = rows[0].num_replicas > 1
         self.shards_state = has_replicas and Shard.OPTIMIZER_STATE in shard
         self.sharded: frozenset[str] = frozenset()  # full names of variables
         if has_replicas and Shard.WEIGHTS in shard:
-            assigned = {spec.name for stage in traced.stages for spec in stage.assigned}
             whole = assigned | traced.shared()
             known = traced.variables.items()
             self.sharded = frozenset(n for n, spec in known if spec.trainable and n not in whole)

@@ -359,7 +359,8 @@ class Executor(Runner[PendingStep]):
         assigned: dict[str, Any] = {}
         residence = self.residence
         constant = residence.constants.scalar
-        offloads = residence.offloads_in_micro_batches
+        empties_devices = self._phases is not None and not self._phases.keeps_values
+        offloads = residence.offloads_in_micro_batches or empties_devices
         num_outputs = len(residence.traced.outputs)
         read_first, read_last = self._weight_update.read
         last_forward = self.plan.last_forward
@@ -438,6 +439,8 @@ class Executor(Runner[PendingStep]):
                     watcher.moved(launch, target.first_devices, copies)
             if template is last_forward:
                 leaves = self._find_collected(slots, placed_inputs)
+                if empties_devices:
+                    leaves = put(leaves, row)
                 if chunk == 0:
                     first_outputs = self._only(leaves[:num_outputs], read_first, 0)
                 if chunk == num_chunks - 1:

@@ -2,7 +2,8 @@
 
 JAX has one class for them, `jax.errors.JaxRuntimeError`. Its text begins with a status code of XLA's, whose
 meanings are those of gRPC (https://grpc.github.io/grpc/core/md_doc_statuscodes.html); an error that another
-one led to often has the code INTERNAL and the first one's text. CUDA's errors are named in the text.
+one led to often has the code INTERNAL and the first one's text. CUDA's errors are named in the text. Where
+NumPy reads what a failed program was to make, the same text comes in a `ValueError`.
 docs/poptorch.md has the table.
 """
 
@@ -34,6 +35,7 @@ _MENDS = {
     "PARTITION_RESET": "Call destroy() on all wrapped models, wrap them again, and go on.",
     "FULL_RESET": "The process cannot use its devices any more: go on in a new one, from saved weights.",
 }
+_CODES = (*_RECOVERY_ACTIONS, "DATA_LOSS", "INTERNAL", "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "UNKNOWN")
 _DEFECTS = ("CUDA_ERROR_ECC_UNCORRECTABLE", "CUDA_ERROR_NVLINK_UNCORRECTABLE")
 _NO_MEMORY = (
     "The devices have not enough memory. Make micro-batches smaller (with gradientAccumulation there are "
@@ -41,7 +43,7 @@ _NO_MEMORY = (
 )
 
 
-def translate(error: jax.errors.JaxRuntimeError, location: str) -> Error:
+def translate(error: jax.errors.JaxRuntimeError | ValueError, location: str) -> Error:
     """The error of PopTorch that stands for one of JAX's.
 
     Args:
@@ -86,7 +88,9 @@ def translating(
     def wrapped(self: ModelT, *args: P.args, **kwargs: P.kwargs) -> T:
         try:
             return method(self, *args, **kwargs)
-        except jax.errors.JaxRuntimeError as error:
+        except (jax.errors.JaxRuntimeError, ValueError) as error:
+            if isinstance(error, ValueError) and not str(error).startswith(tuple(f"{c}: " for c in _CODES)):
+                raise
             found: Any = translate(error, f"PoplarExecutor.{method.__name__}")
             compiled = self._compiled
             if compiled is not None and compiled.note_loss():

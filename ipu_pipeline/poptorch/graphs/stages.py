@@ -144,7 +144,7 @@ def make_stages(
     if loss is not None:
         parts.results.append(loss)
     levels = cut(graph)
-    _check_assignments([section for level in levels for section in level], parts)
+    writers = _find_writers(levels, parts)
     reaching = set() if loss is None else _differentiable_ancestors(loss)
     trained = {
         f"{SCOPE}/{name}"
@@ -153,7 +153,7 @@ def make_stages(
     }
     results = parts.results if loss is None else parts.results[:-1]
     return ModelStages(
-        functions=tuple(_make_functions(levels, parts)),
+        functions=tuple(_make_functions(levels, parts, writers)),
         levels=tuple(map(tuple, levels)),
         tensors={f"{SCOPE}/{name}": tensor for name, tensor in parts.tensors.items()},
         trained=frozenset(trained),
@@ -207,25 +207,29 @@ def _find_parts(captured: Captured, model: torch.nn.Module, group_rows: Mapping[
 
 
 def _make_functions(
-    levels: Sequence[Sequence[Section]], parts: _Parts
+    levels: Sequence[Sequence[Section]], parts: _Parts, writers: Mapping[str, Section]
 ) -> list[tuple[Callable[..., tuple[Any, ...]], ...]]:
-    made = {
-        node: number for number, level in enumerate(levels) for section in level for node in section.nodes
-    }
-    fixed = parts.variables.keys() | parts.constants.keys()
+    number_of = _number(levels)
+    # What a buffer had before it is written comes from the stage that writes it.
+    old = {node: writers[name] for node, name in parts.variables.items() if name in writers}
+    owners = {**{node: section for section in number_of for node in section.nodes}, **old}
+    made = {node: number_of[section] for node, section in owners.items()}
+    fixed = (parts.variables.keys() - old.keys()) | parts.constants.keys()
     passed = [*parts.inputs, *made]  # what may go from stage to stage, in an order
     last_read: dict[torch.fx.Node, int] = {}
     for node, number in made.items():
         for read in node.all_input_nodes:
             last_read[read] = max(number, last_read.get(read, 0))
     last = len(levels) - 1
+    for node, names in parts.assigned.items():
+        last_read[node] = max(last_read.get(node, 0), *(number_of[writers[name]] for name in names))
     for node in parts.results:
         last_read[node] = last
     functions = []
     given = list(parts.inputs)
     for number, level in enumerate(levels):
         taken, given = given, []
-        made_here = [set(section.nodes) for section in level]
+        made_here = [{node for node, owner in owners.items() if owner is section} for section in level]
         wanted = [
             node
             for node in passed
@@ -237,31 +241,25 @@ def _make_functions(
             others = set().union(*made_here[:place], *made_here[place + 1 :]) if place == 0 else None
             own = [n for n in wanted if (n in made_here[place] if others is None else n not in others)]
             returned = parts.results if number == last else own
-            is_first = number == place == 0
-            stages.append(_make_function(is_first, section, parts, taken, list(returned)))
+            stages.append(_make_function(section, parts, writers, taken, list(returned)))
             given += returned
         functions.append(tuple(stages))
     return functions
 
 
 def _make_function(
-    is_first: bool,
     section: Section,
     parts: _Parts,
+    writers: Mapping[str, Section],
     taken: Sequence[torch.fx.Node],
     given: Sequence[torch.fx.Node],
 ) -> Callable[..., tuple[Any, ...]]:
     read_here = {node for inner in section.nodes for node in inner.all_input_nodes} | set(given)
-    own = set(section.nodes)
-    # What is written without being computed, as an input or another buffer, is written in the first stage.
     written = [
-        (node, name)
-        for node, names in parts.assigned.items()
-        if node in own or (is_first and node.op != "call_function")
-        for name in names
+        (node, name) for node, names in parts.assigned.items() for name in names if writers[name] is section
     ]
     read_here |= {node for node, _name in written}
-    names = {parts.variables[node] for node in read_here if node in parts.variables}
+    names = {parts.variables[node] for node in read_here - set(taken) if node in parts.variables}
     names |= {name for _node, name in written}
 
     def stage(*values: Any) -> tuple[Any, ...]:
@@ -315,20 +313,37 @@ def _pass_on(node: torch.fx.Node, read: Callable[[torch.fx.Node], Any]) -> Any:
     return read(node.all_input_nodes[0]) if node.all_input_nodes else None
 
 
-def _check_assignments(sections: Sequence[Section], parts: _Parts) -> None:
-    made = {node: number for number, section in enumerate(sections) for node in section.nodes}
-    for node, names in parts.assigned.items():
-        writer = made.get(node, 0)
-        for variable, name in parts.variables.items():
-            readers = {made[user] for user in variable.users if user in made}
-            if name in names and readers - {writer}:
-                reader = min(readers - {writer})
-                if reader < writer:
-                    raise Error(
-                        f"Buffer {name} is read in {sections[reader].name} and written in "
-                        f"{sections[writer].name}, which are on different stages. Write it in the block "
-                        "that reads it first."
-                    )
+def _find_writers(levels: Sequence[Sequence[Section]], parts: _Parts) -> dict[str, Section]:
+    """The section that writes each buffer which the model writes, by the buffer's name.
+
+    What is written without being computed, as an input, is written where the buffer is read, else in the
+    first section; and another buffer that is written itself, where that is.
+
+    Raises:
+      Error: a section before, or one at the same time, reads what the buffer had.
+    """
+    sections = [section for level in levels for section in level]
+    number_of = _number(levels)
+    made = {node: section for section in sections for node in section.nodes}
+    computed_first = sorted(parts.assigned, key=lambda node: node not in made)
+    writers: dict[str, Section] = {}
+    for node in computed_first:
+        for name in parts.assigned[node]:
+            old = [variable for variable, known in parts.variables.items() if known == name]
+            readers = {made[user]: None for variable in old for user in variable.users if user in made}
+            known = made.get(node) or writers.get(parts.variables.get(node, ""))
+            writer = writers[name] = known or min(readers, default=sections[0], key=sections.index)
+            early = [s for s in readers if s is not writer and number_of[s] <= number_of[writer]]
+            if early:
+                raise Error(
+                    f"Buffer {name} is read in {early[0].name} and written in {writer.name}, which are on "
+                    "different stages. Write it in the block that reads it first."
+                )
+    return writers
+
+
+def _number(levels: Sequence[Sequence[Section]]) -> dict[Section, int]:
+    return {section: number for number, level in enumerate(levels) for section in level}
 
 
 def _differentiable_ancestors(loss: torch.fx.Node) -> set[torch.fx.Node]:

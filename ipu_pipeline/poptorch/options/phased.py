@@ -173,6 +173,11 @@ def _as_phase(what: str, value: Any) -> Phase:
     if isinstance(value, (Stage, str)):
         return Phase(value)
     if isinstance(value, (list, tuple)):
+        if any(isinstance(one, (Phase, list, tuple)) for one in value):
+            raise AssertionError(
+                f"{what} takes its phases as arguments, as {what}(*phases), and each is a list of stages "
+                f"or names; got a list of lists or phases, {list(value)}."
+            )
         return Phase(*value)
     raise checks.fail(
         f"An argument of {what}",
