@@ -8,13 +8,9 @@ import tempfile
 import threading
 
 # Nearly every program here runs once or twice: XLA's optimizations, and its newer code generator, which
-# compiles half as fast, would take longer than they save. So would cutting each program into parts that are
-# compiled at once, which costs half as much again. Processes that tests start get the same.
+# compiles half as fast, would take longer than they save. Processes that tests start get the same.
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
-os.environ["XLA_FLAGS"] = (
-    f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false"
-    " --xla_cpu_parallel_codegen_split_count=1"
-)
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false"
 
 import jax
 import numpy as np

@@ -362,6 +362,32 @@ def test_faults_at_the_beginning(tmp_path):
         assert status == 1
 
 
+@pytest.mark.thorough
+def test_process_0_has_given_up_and_its_coordinator_is_there(tmp_path):
+    """It has come and gone, so that the next one is not alone by the coordinator's count."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys\nimport ipu_pipeline.distributed as distributed\n"
+        "address, index = sys.argv[1], int(sys.argv[2])\n"
+        "try:\n    distributed.initialize(address, 2, index, initialization_timeout=3)\n"
+        "except TimeoutError as error:\n    print('late', flush=True)\n"
+        "    sys.exit(str(error)) if index else sys.stdin.read()\n"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command = [sys.executable, program, f"127.0.0.1:{port}"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen([*command, "0"], env=environment, **pipes) as first:
+        assert first.stdout.readline() == "late\n"
+        done = subprocess.run(
+            [*command, "1"], env=environment, capture_output=True, text=True, timeout=100, check=False
+        )
+        first.communicate()
+    assert "the 2 processes of the run did not all come" in done.stderr
+    assert done.returncode == 1
+
+
 def load_launcher():
     sys.path.insert(0, str(SCRIPT.parent))
     try:

@@ -13,7 +13,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
@@ -140,18 +142,20 @@ class Peers:
             self._doing = before
             self._turn.release()
 
-    def exchange(self, what: str, text: str) -> list[str]:
+    def exchange(self, what: str, text: str, deadline: float = math.inf) -> list[str]:
         """Tells all others a text, and waits for theirs. Every process calls it, in the same order.
 
         Args:
           what: what it is, such as "pipeline"; the processes meet for each in an order of its own.
           text: of this process.
+          deadline: until when it waits, by `time.monotonic`.
 
         Returns:
           The texts, by the number of the process.
 
         Raises:
           ProcessError: another process has ended, or does not go on.
+          TimeoutError: somebody has not come in time.
         """
         with self._lock:
             number = self._numbers[what]
@@ -166,7 +170,7 @@ class Peers:
         self.waits_at = f"{what}, time {number + 1}"
         try:
             for peer in range(self.count):
-                told.append(text if peer == self.index else self._read(f"{place}/{peer}"))
+                told.append(text if peer == self.index else self._read(f"{place}/{peer}", deadline))
         finally:
             self.waits_at = None
         return told
@@ -175,18 +179,19 @@ class Peers:
         """Waits until all processes are there; as `exchange`."""
         self.exchange(what, "")
 
-    def agree(self, what: str, document: Mapping[str, str]) -> None:
+    def agree(self, what: str, document: Mapping[str, str], deadline: float = math.inf) -> None:
         """Compares what all processes say, before they rely on it. All call it, in the same order.
 
         Args:
           what: what it is about, such as "pipeline"; as in `exchange`.
           document: by what each is, such as "the schedule"; what differs is shown shortened.
+          deadline: as in `exchange`.
 
         Raises:
           ValueError: something differs, with the values of all processes.
-          ProcessError: as `exchange`.
+          ProcessError, TimeoutError: as `exchange`.
         """
-        told = [json.loads(text) for text in self.exchange(what, json.dumps(dict(document)))]
+        told = [json.loads(text) for text in self.exchange(what, json.dumps(dict(document)), deadline)]
         names = dict.fromkeys(itertools.chain(*told))
         faults = [
             f"{name}: {_describe(values)}"
@@ -199,14 +204,15 @@ class Peers:
                 "run the same program, with the same arguments and versions."
             )
 
-    def _read(self, key: str) -> str:
+    def _read(self, key: str, deadline: float) -> str:
         while True:
             self.check()
             try:
                 with self._calling():
                     return self.store.blocking_key_value_get(key, _SLICE)
             except TimeoutError:
-                continue
+                if time.monotonic() >= deadline:
+                    raise
 
     @contextlib.contextmanager
     def _calling(self) -> Iterator[None]:

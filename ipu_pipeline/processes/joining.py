@@ -108,7 +108,11 @@ def join(
     others = peers.Peers(place.index, place.count, own, store)
     peers.set_current(others)
     PeerWatch(others, death_timeout, stall_timeout).start()
-    others.agree("joining", _describe_versions())
+    try:
+        others.agree("joining", _describe_versions(), time.monotonic() + patience)
+    except TimeoutError:  # process 0 went before it said anything, and its coordinator is still there
+        others.fail(_describe_absence(place, patience))
+        raise TimeoutError(others.failure) from None
 
 
 def _find_own_address(host: str, port: int, patience: float) -> str:
@@ -188,14 +192,18 @@ def _initialize(place: Place, bound: str | None, heartbeat_timeout: int, patienc
         for name, value in kept.items():
             jax.config.update(name, value)
     if thread.is_alive():
-        raise TimeoutError(
-            f"distributed.initialize: the {place.count} processes of the run did not all come to "
-            f"{place.coordinator} within {patience:g} s; this is process {place.index}. See whether all "
-            "were started, with the same address and number, and whether this machine reaches the "
-            "coordinator, which process 0 starts. initialization_timeout is how long to wait."
-        )
+        raise TimeoutError(_describe_absence(place, patience))
     if faults:
         raise faults[0]
+
+
+def _describe_absence(place: Place, patience: float) -> str:
+    return (
+        f"distributed.initialize: the {place.count} processes of the run did not all come to "
+        f"{place.coordinator} within {patience:g} s; this is process {place.index}. See whether all "
+        "were started, with the same address and number, and whether this machine reaches the "
+        "coordinator, which process 0 starts. initialization_timeout is how long to wait."
+    )
 
 
 class _Coordinator:
