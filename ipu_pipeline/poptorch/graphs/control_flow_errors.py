@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 
+from ipu_pipeline.poptorch.lowering.unsupported import find_users_frames
+
 __all__ = ["describe_control_flow_error"]
 
-_FRAME = re.compile(r'^\s*File "(?P<file>.+)", line (?P<line>\d+), in .+\n\s*(?P<code>.+)$', re.MULTILINE)
-_OURS = ("/torch/", "/ipu_pipeline/")
 _CONSTANT = re.compile(r"ConstantVariable\(\w+: (.+)\)")  # as torch has the arguments of an exception
 _OBSERVED = re.compile(r"Observed(?P<name>\w*(?:Error|Exception|Iteration))(?:Error)?")
 
@@ -23,11 +23,10 @@ def describe_control_flow_error(error: BaseException) -> str:
 
 def _find_place(text: str) -> str:
     """The innermost line that is neither torch's nor ours, of a text with frames."""
-    frames = list(_FRAME.finditer(text))
-    users = [found for found in frames if not any(part in found["file"] for part in _OURS)]
+    users = find_users_frames(text)
     if not users:
         return "A branch or a body"
-    return f"{users[-1]['file']}:{users[-1]['line']} ({users[-1]['code'].strip()})"
+    return f"{users[-1]['file']}:{users[-1]['line']} ({(users[-1]['text'] or '').strip()})"
 
 
 def _find_reason(error: BaseException) -> str:

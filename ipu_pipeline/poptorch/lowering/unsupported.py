@@ -13,7 +13,7 @@ from ipu_pipeline.poptorch.dtypes import jax_dtype
 from ipu_pipeline.poptorch.lowering.control_flow import CONTROL_FLOW
 from ipu_pipeline.poptorch.lowering.registry import find_lowering
 
-__all__ = ["describe_place", "describe_unsupported", "find_unsupported"]
+__all__ = ["describe_place", "describe_unsupported", "find_unsupported", "find_users_frames"]
 
 _FRAME = re.compile(
     r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)(?:\n\s*(?P<text>\S.*))?'
@@ -65,16 +65,17 @@ def describe_place(node: torch.fx.Node) -> str:
     path, kind = modules[-1] if modules else ("", "the model")
     kind = kind.rpartition(".")[2]
     module = f"module {path!r} ({kind})" if path else f"module {kind}" if modules else kind
-    frames = [
-        frame
-        for frame in _FRAME.finditer(node.meta.get("stack_trace") or "")
-        if not frame["file"].startswith(_NOT_THE_USERS)
-    ]
+    frames = find_users_frames(node.meta.get("stack_trace") or "")
     if not frames:
         return module
     frame = frames[-1]
     text = f": {frame['text'].strip()}" if frame["text"] else ""
     return f"{module}, {frame['file']}:{frame['line']}{text}"
+
+
+def find_users_frames(text: str) -> list[re.Match[str]]:
+    """The frames of a traceback that are neither torch's nor ours, with `file`, `line` and `text`."""
+    return [frame for frame in _FRAME.finditer(text) if not frame["file"].startswith(_NOT_THE_USERS)]
 
 
 _NO_LOWERING = "has no lowering"
