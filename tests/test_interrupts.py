@@ -1,5 +1,7 @@
 """Ctrl-C, in processes of their own."""
 
+import contextlib
+import gc
 import os
 import random
 import signal
@@ -101,6 +103,7 @@ def test_ctrl_c(moment, mapping):
         output, errors = process.communicate(timeout=120)
     finally:
         process.kill()
+        process.communicate()
     assert process.returncode == 0, errors
     assert output.splitlines()[-1] == "ended"
     updates = int(output.splitlines()[-2].split()[1])
@@ -120,6 +123,111 @@ def test_deferred_lets_the_section_finish():
         pass
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
+
+
+def _raise_later_in_garbage_collection(after):
+    """Ctrl-C in a callback of the garbage collector, whose exceptions Python ignores; JAX has one, too."""
+    begin = time.monotonic()
+
+    def interrupt(*_):
+        if threading.current_thread() is threading.main_thread() and time.monotonic() - begin > after:
+            gc.callbacks.remove(interrupt)
+            signal.raise_signal(signal.SIGINT)
+
+    gc.callbacks.append(interrupt)
+
+
+@contextlib.contextmanager
+def _automatic_collection():
+    was_enabled = gc.isenabled()
+    gc.enable()
+    try:
+        yield
+    finally:
+        if not was_enabled:
+            gc.disable()
+
+
+@pytest.mark.parametrize("mapping", ["01", "00"])
+def test_ctrl_c_in_garbage_collection_ends_a_run(mapping):
+    model = front.Model(
+        repeat_count=100_000, gradient_accumulation_count=8, device_mapping=[int(ipu) for ipu in mapping]
+    )
+    before = sys.unraisablehook
+    with ipu.Session() as session:
+        session.run(model.initializer)
+        _raise_later_in_garbage_collection(0.5)
+        with _automatic_collection(), pytest.raises(KeyboardInterrupt):
+            session.run(model.program, {model.rate: 0.01})
+        assert 0 < session.update_count() < 100_000
+    assert sys.unraisablehook is before
+
+
+def test_ctrl_c_in_garbage_collection_ends_a_call_of_poptorch():
+    torch = pytest.importorskip("torch")
+    from ipu_pipeline import poptorch
+
+    class Interrupted(torch.nn.Module):
+        is_interrupted = False
+
+        def forward(self, rows):
+            if not self.is_interrupted:
+                type(self).is_interrupted = True
+                _raise_later_in_garbage_collection(0.0)
+                gc.collect()
+                time.sleep(20)
+            return 2 * rows
+
+    model, rows = poptorch.inferenceModel(Interrupted()), torch.ones(1, 3)
+    with pytest.raises(KeyboardInterrupt):
+        model(rows)
+    assert torch.equal(model(rows), 2 * rows)
+
+
+class _OnItsEnd:
+    def __init__(self, function):
+        self._function = function
+
+    def __del__(self):
+        self._function()
+
+
+def test_what_a_handler_raises_is_raised_again_if_python_ignored_it():
+    def end(number, frame):
+        raise SystemExit(3)
+
+    def wait_for_end():
+        _OnItsEnd(lambda: signal.raise_signal(signal.SIGTERM))
+        time.sleep(20)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        with interrupts.sent_again_if_ignored(), pytest.raises(SystemExit):
+            wait_for_end()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_what_python_ignored_otherwise_is_told_as_before(monkeypatch):
+    told = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda ignored: told.append(ignored.exc_type))
+
+    def fail():
+        raise ValueError
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    def in_another_thread():
+        _OnItsEnd(interrupt)
+
+    with interrupts.sent_again_if_ignored():
+        _OnItsEnd(fail)
+        thread = threading.Thread(target=in_another_thread)
+        thread.start()
+        thread.join()
+        time.sleep(0.05)
+    assert told == [ValueError, KeyboardInterrupt]
 
 
 def test_ctrl_c_before_a_run_has_its_turn(monkeypatch):
@@ -168,6 +276,7 @@ def interrupted(mapping, path, after=None):
         out, errors = process.communicate(timeout=240)
     finally:
         process.kill()
+        process.communicate()
     return process, out, errors, time.monotonic() - begin
 
 

@@ -1,15 +1,18 @@
-"""Signals: sections that they do not interrupt, and training that ends after an update."""
+"""Signals: sections that wait them out, none that is lost, and training that ends after an update."""
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import signal
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-__all__ = ["StopRequest", "StoppedAtOnce", "deferred", "stopping_on_signals"]
+__all__ = ["StopRequest", "StoppedAtOnce", "deferred", "sent_again_if_ignored", "stopping_on_signals"]
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM)
 # Those that people handle in Python: to save, to stop, to give up waiting. Some systems lack some of them.
@@ -18,6 +21,7 @@ _DEFERRED = tuple(
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGXCPU")
     if hasattr(signal, name)
 )
+_UNTIL_SENT_AGAIN = 0.01  # seconds, in which the callback ends where an exception was ignored
 
 
 @contextlib.contextmanager
@@ -48,6 +52,59 @@ def deferred() -> Iterator[None]:
             for number, handler in reversed(handled.items()):
                 if number in received:
                     handling.callback(handler, number, received[number])
+
+
+@contextlib.contextmanager
+def sent_again_if_ignored() -> Iterator[None]:
+    """Sends a signal again, during the `with` block, where Python ignored what its handler raised.
+
+    A handler is called wherever the main thread is just then. Python has nobody to raise an exception to
+    in a callback of the garbage collector (JAX has one), of a weak reference, or in `__del__`: it
+    prints "Exception ignored in", and Ctrl-C would be without effect.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = sys.unraisablehook
+
+    def look(ignored: sys.UnraisableHookArgs) -> None:
+        number = _find_signal(ignored)
+        if number is None:
+            before(ignored)
+            return
+        # Not threading.Thread: the main thread may hold locks of that module just now.
+        _thread.start_new_thread(_send_again, (number,))
+
+    sys.unraisablehook = look
+    try:
+        yield
+    finally:
+        if sys.unraisablehook is look:
+            sys.unraisablehook = before
+
+
+def _find_signal(ignored: sys.UnraisableHookArgs) -> int | None:
+    """The signal whose handler raised an exception, in this thread."""
+    if threading.current_thread() is not threading.main_thread():
+        return None
+    within, traceback = set(), ignored.exc_traceback
+    while traceback is not None:
+        within.add(traceback.tb_frame.f_code)
+        traceback = traceback.tb_next
+    for number in _DEFERRED:
+        handler = signal.getsignal(number)
+        if handler is signal.default_int_handler and ignored.exc_type is KeyboardInterrupt:
+            return number
+        if getattr(handler, "__code__", None) in within:
+            return number
+    return None
+
+
+def _send_again(number: int) -> None:
+    time.sleep(_UNTIL_SENT_AGAIN)
+    main = threading.main_thread().ident
+    assert main is not None
+    signal.pthread_kill(main, number)  # what the thread waits for ends, too
 
 
 class StoppedAtOnce(BaseException):

@@ -94,7 +94,7 @@ class PoplarExecutor(Exported, Anchored, Grouped, Refused, Measured):
             detached; or it cannot be compiled.
           ValueError: an integer does not fit.
         """
-        with self._host.lock:
+        with self._host.lock, interrupts.sent_again_if_ignored():
             assert self.options.connection_type is not ConnectionType.Never, (
                 "Trying to run a model on an offline device (ConnectionType.Never, as of "
                 "useOfflineIpuTarget). Write it to a file with compileAndExport(file, *inputs), and run "
