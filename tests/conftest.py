@@ -5,7 +5,6 @@ import os
 import pathlib
 import signal
 import tempfile
-import threading
 
 # Nearly every program here runs once or twice: XLA's optimizations, and its newer code generator, which
 # compiles half as fast, would take longer than they save. Processes that tests start get the same.
@@ -19,6 +18,7 @@ from jax._src import lru_cache  # how JAX writes its cache; there is no public w
 
 import ipu_pipeline as ipu
 from ipu_pipeline.processes import announcing, board
+from tests import front
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so a shell starts what is to run in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -45,11 +45,11 @@ def pytest_configure(config):
         jax.config.update("jax_compilation_cache_dir", str(directory))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    # What tests run is announced, but not to the user's monitor.
+    # Programs that tests start announce themselves, but not to the user's monitor. This process does not:
+    # the thread that looks at what runs holds it for a moment, maybe when a test asks whether it is gone.
+    os.environ[announcing.SWITCH_VARIABLE] = "0"
     if directory is not None:
         os.environ[board.DIRECTORY_VARIABLE] = str(config.cache.mkdir("announced"))
-    else:
-        os.environ[announcing.SWITCH_VARIABLE] = "0"
 
 
 @pytest.hookimpl(wrapper=True)
@@ -86,10 +86,7 @@ def fresh_ipu_configuration():
 @pytest.fixture(autouse=True)
 def no_thread_left():
     yield
-    left = [thread for thread in threading.enumerate() if thread.name == "ipu-infeed"]
-    for thread in left:
-        thread.join(timeout=5)
-    assert not any(thread.is_alive() for thread in left)
+    assert front.no_infeed_runs()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -1,5 +1,7 @@
 """A small model through the front, for the tests of its parts."""
 
+import threading
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -40,6 +42,14 @@ def optimizer_function(rate, loss):
 def compile_program(function, inputs=None):
     with ipu.scopes.ipu_scope("/device:IPU:0"):
         return ipu.ipu_compiler.compile(function, inputs)
+
+
+def no_infeed_runs():
+    """Whether the threads of all infeeds end; one that is making an element ends after it."""
+    threads = [thread for thread in threading.enumerate() if thread.name == "ipu-infeed"]
+    for thread in threads:
+        thread.join(60)
+    return not any(thread.is_alive() for thread in threads)
 
 
 class Model:

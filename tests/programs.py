@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from ipu_pipeline import datasets
+from ipu_pipeline.processes import announcing, board
 
 ROOT = Path(__file__).parent.parent
 QUICK_COMPILATION = ("JAX_DISABLE_MOST_OPTIMIZATIONS", "XLA_FLAGS")  # see conftest
@@ -60,6 +61,8 @@ def environment(as_tests=False):
         reader, which is faster where a program runs for long.
     """
     found = {key: value for key, value in os.environ.items() if key != datasets.DATA_DIR_VARIABLE}
+    if board.DIRECTORY_VARIABLE in found:  # see conftest
+        found.pop(announcing.SWITCH_VARIABLE, None)
     if not as_tests:
         found = {key: value for key, value in found.items() if key not in QUICK_COMPILATION}
     if jax.config.jax_compilation_cache_dir is not None:

@@ -5,6 +5,7 @@ import os
 import resource
 import signal
 import sys
+import threading
 import time
 
 import jax
@@ -21,11 +22,15 @@ def main():
 
     from ipu_pipeline.ipu_session_run_hooks import SessionRunHook
     from tests.estimating import input_fn, make_estimator
+    from tests.resumable import MICRO_BATCHES
 
     class Progress(SessionRunHook):
         """Says where training is, and does to the process what the options say."""
 
-        def after_create_session(self, *_arguments):
+        session = None
+
+        def after_create_session(self, session, _coord):
+            self.session = session
             print("created", flush=True)
 
         def after_run(self, run_context, _run_values):
@@ -39,6 +44,9 @@ def main():
                 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
                 resource.setrlimit(resource.RLIMIT_FSIZE, (int(options["limit"]), resource.RLIM_INFINITY))
             if step == int(options.get("lift_at", -1)):
+                for thread in threading.enumerate():
+                    if thread.name == "ipu-checkpoint":  # what is to fail has failed
+                        thread.join()
                 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
     class SlowInput:
@@ -47,7 +55,9 @@ def main():
         def __iter__(self):
             for number, element in enumerate(input_fn()):
                 if number == int(options.get("block_at", -1)):
-                    print("blocked", flush=True)
+                    while progress.session.most_updates() < number // MICRO_BATCHES:
+                        time.sleep(0.01)
+                    print("blocked", flush=True)  # and what can be done is done
                     time.sleep(600)
                 yield element
 
@@ -60,8 +70,9 @@ def main():
         keep_checkpoint_max=int(options.get("keep", 2)),
         iterations_per_loop=int(options.get("loop", 8)),
     )
+    progress = Progress()
     chosen = slow_input_fn if "block_at" in options else input_fn
-    estimator.train(chosen, hooks=[Progress()], max_steps=int(max_steps))
+    estimator.train(chosen, hooks=[progress], max_steps=int(max_steps))
     print("done", flush=True)
 
 

@@ -53,10 +53,7 @@ PROGRAM = """
             updates = session.update_count()
             # Between the runs, and in the last lines of one, the infeed's thread may fetch ahead.
             if "run_program" in [frame.name for frame in traceback.extract_tb(interrupt.__traceback__)]:
-                threads = [t for t in threading.enumerate() if t.name == "ipu-infeed"]
-                for thread in threads:
-                    thread.join(60)  # one that is making an element ends after it
-                assert not any(thread.is_alive() for thread in threads)
+                assert front.no_infeed_runs()
             assert len(session.run(model.outfeed.dequeue())) % 8 == 0
             assert all(np.isfinite(value).all() for value in session.variables.values())
         # The session goes on where it was.
@@ -249,7 +246,7 @@ def test_ctrl_c_before_a_run_has_its_turn(monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             session.run([model.initializer, {"program": model.program}], {model.rate: 0.01})
         monkeypatch.setattr(turns.Turns, "alone", begin)
-        assert not [t for t in threading.enumerate() if t.name == "ipu-infeed"]
+        assert front.no_infeed_runs()
         assert session.update_count() == 2
         session.run(model.initializer)
         session.run(model.program, {model.rate: 0.01})

@@ -46,7 +46,9 @@ def announcer(announced, monkeypatch):
     monkeypatch.setattr(announcing, "_INTERVAL", 0.02)
     yield made
     made._end()
-    assert made._thread is None or not made._thread.is_alive()
+    if made._thread is not None:
+        made._thread.join(60)
+        assert not made._thread.is_alive()
 
 
 def make_run(**changes):
@@ -109,10 +111,10 @@ def test_what_a_session_runs(announcer, announced, capsys):
     assert [one["planned_bytes"] for one in run["ipus"]] == planned
     assert run["samples_per_second"] is None or run["samples_per_second"] == 4 * run["rate"]
     assert announced.stat().st_mode & 0o777 == 0o700
-    (file,) = announced.iterdir()
+    file = announced / board.this_process().file_name
     assert file.stat().st_mode & 0o777 == 0o600
     announcer._end()
-    assert not list(announced.iterdir())
+    wait_for(lambda: not list(announced.iterdir()))
     assert main.main(["monitor"]) == 0
     assert capsys.readouterr().out == "No programs are running.\n"
 
@@ -162,8 +164,12 @@ def test_nothing_is_kept_alive_by_it(announcer, capsys):
     (run,) = announcer.runs.values()
     gc.collect()
     ipu.config.reset_ipu_configuration()
-    gc.collect()
-    assert not run.is_known()
+
+    def is_gone():
+        gc.collect()
+        return not run.is_known()
+
+    wait_for(is_gone)  # the thread that announces may have it in its hands just now
     wait_for(lambda: (read_programs(capsys) or [{"runs": [1]}])[0]["runs"] == [])
 
 
@@ -189,6 +195,7 @@ def test_training_goes_on_where_nothing_can_be_announced(fault, announcer, annou
     if fault == "a file in its place":
         announced.write_text("mine")
     else:
+        original = board._put
         monkeypatch.setattr(board, "_put", put_nowhere)
     model = front.Model()
     with ipu.Session() as session:
@@ -200,9 +207,7 @@ def test_training_goes_on_where_nothing_can_be_announced(fault, announcer, annou
             announced.unlink()
         else:
             wait_for(lambda: len(tried) > 1)
-            monkeypatch.undo()
-            monkeypatch.setenv(board.DIRECTORY_VARIABLE, str(announced))
-            monkeypatch.setattr(announcing, "_announcer", announcer)
+            monkeypatch.setattr(board, "_put", original)  # what else is patched stays: it is tried on
         wait_for(lambda: board.read_all().announced)  # once there is room again
 
 
