@@ -27,7 +27,11 @@ from ipu_pipeline.poptorch.errors import Error
 
 # This module is imported in the processes that it starts: what imports JAX must not stand at the top.
 
-pytestmark = pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # by JAX, for torch's workers
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning"),  # by JAX, for torch's workers
+    # By torch, on a machine of one core.
+    pytest.mark.filterwarnings("ignore:This DataLoader will create .* worker processes:UserWarning"),
+]
 
 SYNC, ASYNC, REBATCHED = DataLoaderMode
 FORK = {"sharing_strategy": SharingStrategy.Fork}
