@@ -34,6 +34,8 @@ for number in range(3):
     action_log.current().note(action_log.Action("forward", index, 0, number), [jnp.ones(4) * number])
 time.sleep(1.5)
 one.meet("begin")
+with open(f"{os.path.dirname(sys.argv[0])}/begun{index}", "w") as file:
+    file.write(str(time.time()))
 """
 LISTENING = """
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -81,7 +83,7 @@ def start(tmp_path, text, count=2, options=(), **environment):
     )
 
 
-def run(tmp_path, text, timeout=100, **arguments):
+def run(tmp_path, text, timeout=200, **arguments):
     """The status, and what it wrote; the processes must not be there any more."""
     started = start(tmp_path, text, **arguments)
     try:
@@ -91,6 +93,11 @@ def run(tmp_path, text, timeout=100, **arguments):
         started.communicate()
     assert find_left(tmp_path) == []
     return started.returncode, out, err
+
+
+def seconds_since_begin(tmp_path):
+    """Since the processes had met; before that they import JAX, on a busy machine for long."""
+    return time.time() - min(float(path.read_text()) for path in tmp_path.glob("begun*"))
 
 
 def find_left(tmp_path, seconds=6.0):
@@ -117,9 +124,8 @@ if index == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 time.sleep(1000)
 """
-    begin = time.monotonic()
     status, out, err = run(tmp_path, text)
-    assert time.monotonic() - begin < 60
+    assert seconds_since_begin(tmp_path) < 60
     assert status == 128 + signal.SIGKILL
     assert out == ""
     assert "launch_local: process 1 was ended by SIGKILL." in err
@@ -191,9 +197,8 @@ if index == {who}:
 else:
     {other}
 """
-    begin = time.monotonic()
     found, _out, err = run(tmp_path, text)
-    assert time.monotonic() - begin < 75
+    assert seconds_since_begin(tmp_path) < 75
     assert found == status
     assert re.search(message, err)
 
@@ -234,9 +239,8 @@ for thread in threads:
 @pytest.mark.thorough
 def test_two_threads_that_run_pipelines(tmp_path):
     """They waited for the other process, where the other thread was first, and hung."""
-    begin = time.monotonic()
     status, _out, err = run(tmp_path, THREADS)
-    assert time.monotonic() - begin < 60
+    assert seconds_since_begin(tmp_path) < 60
     assert status == 1
     began = r"thread '(\w+)' began a run of a session while thread '(?!\1)\w+' was at a run of a session"
     assert re.search(rf"RuntimeError: Process \d: {began}", err)
@@ -258,7 +262,7 @@ if index == 0:
 one.meet("end")
 """
     started = start(tmp_path, text)
-    _out, err = started.communicate(timeout=100)
+    _out, err = started.communicate(timeout=200)
     assert started.returncode == 1
     assert len(re.findall("The coordinator, which process 0 started, has not answered", err)) >= 2
 
@@ -294,7 +298,7 @@ time.sleep(1000)
     ready = {started.stderr.readline() for _process in range(2)}
     assert ready == {"[0] 0 is ready\n", "[1] 1 is ready\n"}
     started.send_signal(number)
-    _out, err = started.communicate(timeout=60)
+    _out, err = started.communicate(timeout=200)
     assert find_left(tmp_path) == []
     if number == signal.SIGKILL:
         assert started.returncode == -signal.SIGKILL
@@ -324,7 +328,7 @@ def test_listening_at_an_address_that_was_given(tmp_path):
         )
         for index in range(2)
     ]
-    texts = [one.communicate(timeout=100)[1] for one in started]
+    texts = [one.communicate(timeout=200)[1] for one in started]
     assert [one.returncode for one in started] == [0, 0]
     listed = dict(re.findall(r"listening (\d) (.*)", "".join(texts)))
     addresses = [one.split(":")[0].removeprefix(MAPPED) for text in listed.values() for one in text.split()]
@@ -349,7 +353,7 @@ def test_faults_at_the_beginning(tmp_path):
             )
             for call in calls
         ]
-        return [(one.communicate(timeout=100)[1], one.returncode) for one in started]
+        return [(one.communicate(timeout=200)[1], one.returncode) for one in started]
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
