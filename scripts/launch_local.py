@@ -130,7 +130,8 @@ class Run:
     def start(self, count: int, command: list[str], death_timeout: float) -> None:
         """Starts them."""
         reads, writes = os.pipe()
-        port = find_free_port()
+        self.held = hold_port()
+        port = self.held.getsockname()[1]
         num_cores = (
             len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         )
@@ -236,6 +237,7 @@ class Run:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+        self.held.close()
 
 
 def describe(code: int) -> str:
@@ -247,9 +249,13 @@ def describe(code: int) -> str:
         return f"was ended by signal {-code}"
 
 
-def find_free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+def hold_port() -> socket.socket:
+    """Holds a free port: the coordinator can listen there, and no other program gets it before that."""
+    held = socket.socket()
+    for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
+        held.setsockopt(socket.SOL_SOCKET, option, 1)
+    held.bind(("127.0.0.1", 0))
+    return held
 
 
 def make_preparation(parent: int) -> Callable[[], None]:

@@ -4,8 +4,8 @@ import faulthandler
 import importlib
 import os
 import pickle
+import runpy
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -13,6 +13,11 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+
+
+def hold_port():
+    """A socket that holds a free port: the coordinator can listen there, and no other process gets it."""
+    return runpy.run_path(str(ROOT / "scripts" / "launch_local.py"))["hold_port"]()
 
 
 def start(function, num_processes, num_devices, *arguments, directory, joins_itself=False, num_threads=1):
@@ -27,9 +32,8 @@ def start(function, num_processes, num_devices, *arguments, directory, joins_its
       joins_itself: whether the function joins the processes, by the environment.
       num_threads: with which XLA computes in each, and receives what others send.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    held = hold_port()
+    address = f"127.0.0.1:{held.getsockname()[1]}"
     joined = None if joins_itself else address
     given = (function.__module__, function.__name__, joined, num_processes, num_devices, arguments)
     (directory / "given").write_bytes(pickle.dumps(given))
@@ -47,6 +51,7 @@ def start(function, num_processes, num_devices, *arguments, directory, joins_its
             processes.append(
                 subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
             )
+    processes[0].held = held  # until the end
     return processes
 
 
@@ -75,6 +80,7 @@ def finish(processes, directory, timeout, dead=None):
         for process in processes:
             process.kill()
             process.wait()
+        processes[0].held.close()
     codes = [process.returncode for process in processes]
     expected = [-signal.SIGKILL if number == dead else 0 for number in range(len(processes))]
     assert codes == expected, read_logs(processes, directory)

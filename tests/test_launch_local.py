@@ -428,6 +428,18 @@ def test_what_is_shown(capfdbinary):
     assert b"process 0 has results too; what it prints is shown with --all only." in err
 
 
+def test_the_coordinators_port_is_nobody_elses():
+    """It was free for a moment, until process 0 had imported JAX, and another program might take it."""
+    with load_launcher().hold_port() as held:
+        address = held.getsockname()
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(address)
+        with socket.create_server(address):  # as the coordinator asks whether anybody listens there
+            pass
+        with socket.create_server(address, reuse_port=True):  # as gRPC listens
+            pass
+
+
 def test_wrong_arguments_of_the_launcher():
     for given, message in [
         (["-n", "0", SCRIPT], "-n must be 1 or more; it is 0"),

@@ -4,7 +4,6 @@ import os
 import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -15,6 +14,7 @@ import pytest
 import ipu_pipeline as ipu
 from ipu_pipeline.checkpointing.checkpoints import CheckpointSeries
 from tests.estimating import assert_same_variables, input_fn, make_estimator
+from tests.joined import hold_port
 from tests.programs import ROOT, environment
 
 KILLS = int(os.environ.get("KILLS", "3"))
@@ -23,9 +23,8 @@ STEPS, DEATH_TIMEOUT = 64 * KILLS, 6  # of which none is likely to take 64
 
 def start(directory, num_processes, *options):
     """The processes, which train for `STEPS` together, or go on with that."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    held = hold_port()
+    address = f"127.0.0.1:{held.getsockname()[1]}"
     processes = []
     for number in range(num_processes):
         joining = {
@@ -45,6 +44,7 @@ def start(directory, num_processes, *options):
                 env={**environment(as_tests=True), **joining},
             )
         )
+    processes[0].held = held  # until the end
     return processes
 
 
@@ -68,6 +68,7 @@ def finish(processes, timeout):
     for process, thread in zip(processes, threads, strict=True):
         thread.join(20)
         process.stderr.close()
+    processes[0].held.close()
     assert not any("IT HANGS" in text for text in errors), "\n---\n".join(errors)
     return errors
 
