@@ -530,9 +530,10 @@ def train(args: argparse.Namespace) -> engine.PipelineState:
         start_log(args.log, state.update_count)
     begin, losses, validation = time.perf_counter(), [], math.nan
     end = min(args.steps, args.stop_at or args.steps)
-    while state.update_count < end:
-        step = state.update_count + 1
-        try:
+    step = state.update_count + 1
+    try:
+        while state.update_count < end:
+            step = state.update_count + 1
             batches = text.draw(args.seed, step, args.micro_batches * args.replicas, args.batch)
             state, outputs = trainer.step(state, batches)
             losses.append(float(np.mean(outputs.losses)))
@@ -553,8 +554,8 @@ def train(args: argparse.Namespace) -> engine.PipelineState:
                     print(json.dumps(entry), file=log)
             if checkpoints is not None:
                 checkpoints.save(state)
-        except KeyboardInterrupt:
-            raise KeyboardInterrupt(f"Interrupted in step {step}.") from None
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"Interrupted in step {step}.") from None
     if math.isnan(validation):  # nothing was left to do
         validation = evaluate(evaluator, state, held_out)
     if args.sample:

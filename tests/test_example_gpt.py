@@ -315,6 +315,6 @@ def test_ctrl_c_ends_with_a_line(tmp_path):
             break
     time.sleep(0.2)
     process.send_signal(signal.SIGINT)
-    _output, errors = process.communicate(timeout=60)
+    _output, errors = process.communicate(timeout=240)
     assert re.fullmatch(r"Interrupted in step \d+\.\n", errors), errors
     assert process.returncode == 130

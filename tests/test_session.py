@@ -705,16 +705,23 @@ def test_a_signals_handler_may_save(tmp_path):
             model.run(session)
         handled.append(session.update_count())
 
+    def interrupt_once_it_is_beyond(count):
+        while session.update_count() == count:
+            time.sleep(0.0005)
+        signal.raise_signal(signal.SIGUSR1)
+
     before = signal.signal(signal.SIGUSR1, save)
     try:
         with ipu.Session() as session:
             session.run(model.initializer)
             model.run(session)
             while not handled:
-                timer = threading.Timer(0.01, signal.raise_signal, [signal.SIGUSR1])
-                timer.start()
+                thread = threading.Thread(
+                    target=interrupt_once_it_is_beyond, args=(session.update_count(),)
+                )
+                thread.start()
                 model.run(session)
-                timer.join()
+                thread.join()
             trained = session.variables
         with ipu.Session() as session:
             session.restore(tmp_path / "checkpoint")
