@@ -18,7 +18,7 @@ from jax._src import lru_cache  # how JAX writes its cache; there is no public w
 
 import ipu_pipeline as ipu
 from ipu_pipeline.processes import announcing, board
-from tests import front
+from tests import front, programs
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so a shell starts what is to run in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -87,6 +87,12 @@ def fresh_ipu_configuration():
 def no_thread_left():
     yield
     assert front.no_infeed_runs()
+
+
+@pytest.fixture(autouse=True)
+def no_process_left():
+    yield
+    programs.end_what_is_left()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -73,6 +73,23 @@ def environment(as_tests=False):
     return found
 
 
+_left = []
+
+
+class Started(subprocess.Popen):
+    """A process that ends with its test at the latest; else Python warns of it, in another test."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        _left.append(self)
+
+
+def end_what_is_left():
+    while _left:
+        with _left.pop() as process:
+            process.kill()
+
+
 def start(*arguments, as_tests=False):
     """Runs Python in the repository's root; see `environment`."""
     return subprocess.run(

@@ -7,12 +7,11 @@ import pty
 import select
 import signal
 import struct
-import subprocess
 import sys
 import termios
 import time
 
-from tests.programs import ROOT, environment
+from tests.programs import ROOT, Started, environment
 
 
 class Terminal:
@@ -23,7 +22,7 @@ class Terminal:
         self.output = ""
         self._descriptor, inner = pty.openpty()
         fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
-        self._process = subprocess.Popen(
+        self._process = Started(
             [sys.executable, *map(str, arguments)],
             stdin=inner,
             stdout=inner,

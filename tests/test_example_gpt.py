@@ -17,7 +17,7 @@ import pytest
 from examples import gpt
 from ipu_pipeline import engine
 from tests import models
-from tests.programs import ROOT, environment, run
+from tests.programs import ROOT, Started, environment, run
 
 PROGRAM = "examples/gpt.py"
 SMALL = ["--layers", "1", "2", "--width", "8", "--heads", "2", "--context", "12", "--batch", "2"]
@@ -302,7 +302,7 @@ def test_as_a_program(tmp_path):
 
 @pytest.mark.thorough
 def test_ctrl_c_ends_with_a_line(tmp_path):
-    process = subprocess.Popen(
+    process = Started(
         [sys.executable, ROOT / PROGRAM, *SMALL, "--steps", "1000000", "--dtype", "bfloat16"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -19,7 +19,7 @@ import ipu_pipeline as ipu
 from ipu_pipeline.processes import interrupts
 from ipu_pipeline.session import turns
 from tests import front
-from tests.programs import ROOT, environment
+from tests.programs import ROOT, Started, environment
 from tests.resumable import Training
 
 INTERRUPTS = int(os.environ.get("INTERRUPTS", "12"))
@@ -85,7 +85,7 @@ PROGRAM = """
 )
 def test_ctrl_c(moment, mapping):
     repeat_count = "100000" if moment == "long run" else "2"
-    process = subprocess.Popen(
+    process = Started(
         [sys.executable, "-c", textwrap.dedent(PROGRAM), repeat_count, mapping],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -260,7 +260,7 @@ def interrupted(mapping, path, after=None):
       The process, its output and errors, and for how many seconds it ran.
     """
     begin = time.monotonic()
-    process = subprocess.Popen(
+    process = Started(
         [sys.executable, "-m", "tests.interrupted", mapping, str(UPDATES), str(path)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

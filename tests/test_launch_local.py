@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ipu_pipeline.processes.addresses import address_towards
-from tests.programs import environment
+from tests.programs import Started, environment
 from tests.test_rooms import rooms
 
 ROOT = Path(rooms.__file__).resolve().parents[2]
@@ -71,7 +71,7 @@ def start(tmp_path, text, count=2, options=(), **environment):
     program = tmp_path / "program.py"
     program.write_text(BEGIN + text)
     environment = {"PYTHONPATH": str(ROOT), **environment}
-    return subprocess.Popen(
+    return Started(
         [sys.executable, SCRIPT, "-n", str(count), "--death-timeout", "9", *options, program],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -323,9 +323,7 @@ def test_listening_at_an_address_that_was_given(tmp_path):
         port = server.getsockname()[1]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "ADDRESS": f"{own}:{port}"}
     started = [
-        subprocess.Popen(
-            [sys.executable, program, str(index)], stderr=subprocess.PIPE, text=True, env=environment
-        )
+        Started([sys.executable, program, str(index)], stderr=subprocess.PIPE, text=True, env=environment)
         for index in range(2)
     ]
     texts = [one.communicate(timeout=200)[1] for one in started]
@@ -345,7 +343,7 @@ def test_faults_at_the_beginning(tmp_path):
 
     def run_alone(*calls):
         started = [
-            subprocess.Popen(
+            Started(
                 [sys.executable, program, f"distributed.initialize({call})"],
                 stderr=subprocess.PIPE,
                 text=True,
@@ -382,7 +380,7 @@ def test_process_0_has_given_up_and_its_coordinator_is_there(tmp_path):
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     command = [sys.executable, program, f"127.0.0.1:{port}"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen([*command, "0"], env=environment, **pipes) as first:
+    with Started([*command, "0"], env=environment, **pipes) as first:
         assert first.stdout.readline() == "late\n"
         done = subprocess.run(
             [*command, "1"], env=environment, capture_output=True, text=True, timeout=100, check=False

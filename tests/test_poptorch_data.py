@@ -645,7 +645,7 @@ def test_in_a_process_of_multiprocessing():
     process = context.Process(target=use_data_and_end, args=(there,))
     process.start()
     assert here.recv() == 0
-    process.join(timeout=30)
+    process.join(timeout=120)
     assert process.exitcode == 0
 
 
@@ -669,10 +669,12 @@ class Program:
     """A program in a session of its own, and all processes that it starts."""
 
     def __init__(self, path, text, *arguments):
+        from tests.programs import Started
+
         self.mark = f"TEST_POPTORCH_DATA={path}"
         script = path / "program.py"
         script.write_text(textwrap.dedent(text))
-        self.process = subprocess.Popen(
+        self.process = Started(
             [sys.executable, *arguments, str(script)],
             env={**os.environ, "PYTHONPATH": str(ROOT), "TEST_POPTORCH_DATA": str(path)},
             stdout=subprocess.PIPE,

@@ -17,7 +17,7 @@ import pytest
 import ipu_pipeline as ipu
 from ipu_pipeline.checkpointing.checkpoints import CheckpointSeries
 from tests.estimating import assert_same_variables, input_fn, make_estimator
-from tests.programs import ROOT, environment
+from tests.programs import ROOT, Started, environment
 from tests.resumable import Batches, Training, assert_same
 
 THREAD_RUNS = int(os.environ.get("THREAD_RUNS", "30"))
@@ -26,7 +26,7 @@ STEPS = 40 * KILLS
 
 
 def start(directory, max_steps, *options):
-    return subprocess.Popen(
+    return Started(
         [sys.executable, "-W", "always", "-m", "tests.survivor", str(directory), str(max_steps), *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -16,7 +16,7 @@ import ipu_pipeline as ipu
 from ipu_pipeline.checkpointing.checkpoints import CheckpointSeries
 from tests.estimating import assert_same_variables, input_fn, make_estimator
 from tests.joined import hold_port
-from tests.programs import ROOT, environment
+from tests.programs import ROOT, Started, environment
 
 KILLS = int(os.environ.get("KILLS", "3"))
 STEPS, DEATH_TIMEOUT = 64 * KILLS, 6  # of which none is likely to take 64
@@ -36,7 +36,7 @@ def start(directory, num_processes, *options):
             "PJRT_NPROC": "1",
         }
         processes.append(
-            subprocess.Popen(
+            Started(
                 [sys.executable, "-m", "tests.survivor", str(directory), str(STEPS), *options],
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
