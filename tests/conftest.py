@@ -3,7 +3,9 @@
 import gc
 import os
 import pathlib
+import random
 import signal
+import sys
 import tempfile
 
 # Nearly every program here runs once or twice: XLA's optimizations, and its newer code generator, which
@@ -66,6 +68,15 @@ def pytest_collection():
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish():
     gc.unfreeze()  # plugins import more at the end, and look for who refers to what
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup():
+    """Each test draws the same random numbers in every run: torch's seed is another one in each process."""
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002  # what is tested may use it
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -101,11 +101,13 @@ def test_the_bar_on_a_terminal(is_disabled, tmp_path, monkeypatch):
     handler = logging.StreamHandler(screen)
     logger = logging.getLogger("ipu_pipeline.estimator")
     logger.addHandler(handler)
-    monkeypatch.setattr(logger, "level", logging.INFO)
+    before = logger.level
+    logger.setLevel(logging.INFO)  # which forgets what was asked of it before
     try:
         make_estimator(tmp_path, log_step_count_steps=8).train(input_fn, steps=16)
     finally:
         logger.removeHandler(handler)
+        logger.setLevel(before)
     lines = shown(screen.getvalue())
     bars = [line for line in lines if "Training: " in line]
     assert "loss = " not in "".join(bars)  # messages have lines of their own

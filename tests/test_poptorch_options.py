@@ -2,6 +2,7 @@
 
 import copy
 import json
+import logging
 import pathlib
 import pickle
 import re
@@ -202,9 +203,10 @@ def plain_environment(monkeypatch):
     for name in ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(logs, "_said", set())
-    monkeypatch.setattr(logs.logger, "level", 30)
-    state = torch.get_rng_state()
+    level, state = logs.logger.level, torch.get_rng_state()
+    logs.logger.setLevel(logging.WARNING)
     yield
+    logs.logger.setLevel(level)
     torch.set_rng_state(state)
 
 
