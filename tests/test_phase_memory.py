@@ -11,6 +11,7 @@ import pytest
 
 from ipu_pipeline import engine
 from ipu_pipeline.engine import watching
+from ipu_pipeline.engine.devices import placing
 from ipu_pipeline.engine.devices.underway import Underway
 from ipu_pipeline.reports.memory_over_time import pipeline_memory_over_time
 
@@ -221,3 +222,47 @@ def test_nothing_is_brought_where_all_stays_on_the_devices():
     unlimited.trace(make_step(1)[0])
     (few,), (all_,) = limited.plan_ipu_memory(), unlimited.plan_ipu_memory()
     assert few.num_brought_bytes < all_.num_brought_bytes  # nobody waits, so all of a step may be there
+
+
+@pytest.mark.parametrize(
+    "phases",
+    [
+        {"of_levels": range(5), "num_ahead": 0},
+        {"of_levels": (0, 0, 1, 2, 2), "num_ahead": 1, "keeps_values": False},
+    ],
+    ids=str,
+)
+def test_what_the_simulator_counts_is_what_is_moved(phases, monkeypatch):
+    pipeline = make(SERIAL, engine.ExecutionPhases(**phases))
+    step = make_step()
+    state = pipeline.init(jax.random.key(0), step[0])
+    state, _outputs = pipeline.step(state, step)
+    moved = {"device": 0, "pinned_host": 0}
+    plain = placing._put_as
+
+    def put_as(arrays, row, sharding, *rest):
+        for array in arrays:
+            if isinstance(array, jax.Array) and array.sharding.memory_kind != sharding.memory_kind:
+                moved[sharding.memory_kind] += array.nbytes
+        return plain(arrays, row, sharding, *rest)
+
+    monkeypatch.setattr(placing, "_put_as", put_as)
+    pipeline.step(state, step)
+    found = pipeline.plan_host_memory(engine.LinkSpeed())
+    for way, kind in (("to", "device"), ("from", "pinned_host")):
+        of_each = sum(sum(getattr(found, f"num_bytes_{way}_{one}")) for one in ("forward", "backward"))
+        planned = NUM_MICRO_BATCHES * of_each + sum(getattr(found, f"num_bytes_{way}_update"))
+        assert planned == pytest.approx(moved[kind], rel=1e-3), way  # but for scalars of the last stage
+
+
+def test_there_is_nothing_to_move_where_all_stays_on_the_devices():
+    pipeline = make(SERIAL, engine.ExecutionPhases(of_levels=range(5)), ())
+    pipeline.trace(make_step(1)[0])
+    assert pipeline.plan_host_memory(engine.LinkSpeed()) is None
+    pipeline = make(SERIAL, None, ())
+    pipeline.trace(make_step(1)[0])
+    assert pipeline.plan_host_memory(engine.LinkSpeed()) is None
+    pipeline = make(SERIAL, engine.ExecutionPhases(of_levels=range(5), num_ahead=0), num_replicas=2)
+    pipeline.trace(make_step(1)[0])
+    with pytest.raises(ValueError, match="plan_host_memory goes with one replica.* num_replicas is 2"):
+        pipeline.plan_host_memory(engine.LinkSpeed())

@@ -141,6 +141,11 @@ def predict(profile: Profile, facts: PipelineFacts, analysis: PipelineAnalysis) 
             f"These IPUs are virtual devices, which share {profile.num_cores} cores of the host. What is "
             "predicted is for devices that take as long as was measured here, whatever the others do."
         )
+    if any(plan.num_brought_bytes for plan in facts.memory):
+        notes.append(
+            "What execution phases bring from host memory is not in a trace, and taken to need no time: "
+            "the simulated step is shorter than the measured one. In a Scenario, host_memory is for that."
+        )
     if any(row.split for row in found.variants):
         notes.append(
             "What a layer takes is estimated: the part of its stage's time that it has of its parameters."

@@ -27,7 +27,12 @@ from ipu_pipeline.engine.execution.compiling import Column, Compiled, compile_ah
 from ipu_pipeline.engine.execution.contract import Iterated, Request, Runner
 from ipu_pipeline.engine.execution.dispatches import Dispatch, make_plan
 from ipu_pipeline.engine.execution.dispatching import Accumulated, Dispatching, Gather, Together, finish
-from ipu_pipeline.engine.execution.phase_memory import Bringing, find_brought, find_slot_bytes
+from ipu_pipeline.engine.execution.phase_memory import (
+    Bringing,
+    find_brought,
+    find_host_memory,
+    find_slot_bytes,
+)
 from ipu_pipeline.engine.execution.phases import PhaseRun
 from ipu_pipeline.engine.execution.templates import Template
 from ipu_pipeline.engine.execution.weight_updates import WeightUpdate
@@ -37,7 +42,9 @@ from ipu_pipeline.engine.programs.chunks import ChunkForm, chunk_programs
 from ipu_pipeline.engine.programs.collecting import Collecting
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms
 from ipu_pipeline.engine.schedules.checking import Timetable
+from ipu_pipeline.engine.schedules.clusters import LinkSpeed
 from ipu_pipeline.engine.schedules.execution_phases import ExecutionPhases
+from ipu_pipeline.engine.schedules.host_memory import HostMemory
 from ipu_pipeline.engine.state import Collected, Handed, Progress, RunState
 from ipu_pipeline.engine.tracing.keys import as_int32
 from ipu_pipeline.engine.updates.environment import UpdateCounts
@@ -417,6 +424,7 @@ class Executor(Runner[PendingStep]):
                 awaited = [slots[slot] for _place, slot in template.loads if slot in self._received]
                 log.note(action, results, awaited)
             accumulators.update(zip(names, results, strict=False))
+            stored: list[Any] = []
             if residence.offloads_accumulators and names:
                 stored = put(results[: len(names)], row, offloaded=True)
                 accumulators.update(zip(names, stored, strict=True))
@@ -453,9 +461,9 @@ class Executor(Runner[PendingStep]):
                 else:
                     collected.append(collecting.collect(wanted, self._chunk.num_stacked))
             if phases is not None:
-                phases.note(template, results)
+                phases.note(template, [*results, *stored])
                 # Nothing else holds on to what a phase had: not the next one either, before it has its own.
-                arguments = results = copies = leaves = []
+                arguments = results = copies = leaves = stored = []
                 array = None
             elif residence.offloads_activations and template.kept:
                 self._store(template, slots)
@@ -491,12 +499,25 @@ class Executor(Runner[PendingStep]):
         self, update: WeightUpdate, accumulator_dtypes: Mapping[str, Any], every: int
     ) -> Mapping[int, Brought]:
         """What is brought, if a weight update ends the step; other arguments as of `plan_memory`."""
-        if self._phases is None:
+        bringing = self._find_bringing(update, accumulator_dtypes)
+        if bringing is None:
             return {}
+        return find_brought(bringing, every // self.chunk_size, self._make_order)
+
+    def find_host_memory(self, accumulator_dtypes: Mapping[str, Any], link: LinkSpeed) -> HostMemory | None:
+        """What execution phases bring and take away, for the simulator; None if nothing."""
+        bringing = self._find_bringing(self._weight_update, accumulator_dtypes)
+        return None if bringing is None else find_host_memory(bringing, self._make_order, link)
+
+    def _find_bringing(
+        self, update: WeightUpdate, accumulator_dtypes: Mapping[str, Any]
+    ) -> Bringing | None:
+        if self._phases is None:
+            return None
         sizes = find_slot_bytes(
             self.plan, self.residence, self.programs, self.chunk_size, self.residual_bytes
         )
-        bringing = Bringing(
+        return Bringing(
             self._phases,
             self.plan,
             self.residence,
@@ -507,7 +528,6 @@ class Executor(Runner[PendingStep]):
             donates_accumulators=not self.has_callbacks,
             donates_state=update.donates,
         )
-        return find_brought(bringing, every // self.chunk_size, self._make_order)
 
     def _make_order(self, num_chunks: int) -> list[Dispatch]:
         return self.plan.dispatches(self._make_timetable(num_chunks))

@@ -23,11 +23,13 @@ from ipu_pipeline.engine.jaxprs.shapes import num_bytes
 from ipu_pipeline.engine.planning.memory import Brought
 from ipu_pipeline.engine.programs.bindings import BindingKind
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms
+from ipu_pipeline.engine.schedules.clusters import LinkSpeed
 from ipu_pipeline.engine.schedules.execution_phases import ExecutionPhases
+from ipu_pipeline.engine.schedules.host_memory import HostMemory
 from ipu_pipeline.engine.updates.accumulators import variable_of
 from ipu_pipeline.engine.updates.optimizer_tracing import UpdateKind, UpdateValue
 
-__all__ = ["Bringing", "find_brought", "find_slot_bytes"]
+__all__ = ["Bringing", "find_brought", "find_host_memory", "find_slot_bytes"]
 
 _CATEGORIES = ("variables", "optimizer", "accumulators", "activations")
 
@@ -131,6 +133,47 @@ def find_brought(
     }
 
 
+def find_host_memory(
+    bringing: Bringing, order: Callable[[int], list[Dispatch]], link: LinkSpeed
+) -> HostMemory | None:
+    """What is brought and taken away, for the simulator.
+
+    Args:
+      bringing: the pipeline.
+      order: what is dispatched for so many micro-batches, or chunks of them.
+      link: between each IPU and host memory.
+
+    Returns:
+      That of a micro-batch or chunk behind the first, and of an update; None if nothing leaves the devices.
+    """
+    if not bringing.leaves_devices:
+        return None
+    moved = _MicroBatches(bringing, order(2)).moved
+    updating = bringing.updating
+    programs = () if updating.updates is None else updating.updates.updates
+    for program in programs:
+        for way, values in (("to", program.arguments), ("from", program.results)):
+            moved[way, "update", program.stage] += sum(
+                _size_in_update(bringing, value, program.stage)
+                for value in values
+                if updating.is_offloaded(value)
+            )
+
+    def of(way: str, kind: str) -> tuple[float, ...]:
+        return tuple(moved[way, kind, stage] for stage in range(len(bringing.residence.rows)))
+
+    return HostMemory(
+        phases=bringing.phases,
+        link=link,
+        num_bytes_to_forward=of("to", "forward"),
+        num_bytes_to_backward=of("to", "backward"),
+        num_bytes_to_update=of("to", "update"),
+        num_bytes_from_forward=of("from", "forward"),
+        num_bytes_from_backward=of("from", "backward"),
+        num_bytes_from_update=of("from", "update"),
+    )
+
+
 @dataclass
 class _Piece:
     """A piece of work.
@@ -150,7 +193,7 @@ def _find_moments(pieces: Sequence[_Piece], before: Sequence[_Piece], ahead: int
     for number, piece in enumerate(pieces):
         there = list(pieces[max(0, number - ahead) : number + 1])
         if number <= ahead:
-            there += before[len(before) - ahead :]
+            there += before[max(0, len(before) - ahead) :]
         moments.append(_add([*(one.own for one in there), piece.kept]))
     return moments
 
@@ -176,6 +219,8 @@ class _MicroBatches:
 
     Attributes:
       pieces: their phases.
+      moved: what the last one's programs are brought ("to") and leave ("from"), by the direction, the kind
+        of the program and its stage.
     """
 
     def __init__(self, bringing: Bringing, order: Sequence[Dispatch]) -> None:
@@ -186,10 +231,12 @@ class _MicroBatches:
           order: what is dispatched.
         """
         self.pieces: list[_Piece] = []
+        self.moved: Counter[tuple[str, str, int]] = Counter()
         self._given = bringing
         self._slots: dict[int, _Value | None] = {}  # of the micro-batch; None: in host memory
         self._live: Sizes = Counter()
-        self._kept: list[int] = []
+        self._kept: dict[int, tuple[str, int]] = {}  # slot -> kind and stage of the program that leaves it
+        self._last = ("", 0)
         self._weights: set[tuple[int, str]] = set()  # that the phase has
         fed = {feed_slot.slot for feed_slot in bringing.plan.feed_slots}
         levels = bringing.residence.traced.levels
@@ -201,28 +248,36 @@ class _MicroBatches:
                 if now is None or now[0] != chunk:
                     # Micro-batches that are fed are in the plan of the feed.
                     self._slots = {slot: _Value(0, 0, 1) for slot in fed}
+                    self.moved.clear()
                 now = phase
                 self.pieces.append(_Piece())
+            self._last = template.kind.name.lower(), template.stage
             self._bring(template)
             self._make(template)
         self._end()
 
     def _bring(self, template: Template) -> None:
         given, ipu, own = self._given, template.row.ipu, self.pieces[-1].own
-        residence = given.residence
+        residence, brought = given.residence, 0
         for _place, name in template.variables:
             is_known = (ipu, name) in self._weights
             if name in given.gathered or (name in residence.offloaded and not is_known):
                 dtype = residence.traced.variables[name].dtype
-                own[ipu, "variables"] += num_bytes([residence.part_of_gradient(name, dtype)])
+                size = num_bytes([residence.part_of_gradient(name, dtype)])
+                own[ipu, "variables"] += size
+                brought += size
                 self._weights.add((ipu, name))
         if residence.offloads_accumulators:
             for key in template.accumulators:
                 size = _accumulator_bytes(given, residence, key)
                 own[ipu, "accumulators"] += size if given.donates_accumulators else 2 * size
+                brought += size
+                self.moved["from", *self._last] += size
         for _place, slot in template.loads:
             if self._slots.get(slot, 0) is None:
                 own[ipu, "activations"] += given.slot_bytes[slot]
+                brought += given.slot_bytes[slot]
+        self.moved["to", *self._last] += brought
 
     def _make(self, template: Template) -> None:
         sizes, ipu = self._given.slot_bytes, template.row.ipu
@@ -235,7 +290,7 @@ class _MicroBatches:
                     made[place] = _Value(ipu, sizes[slot])
                     self.pieces[-1].own[ipu, "activations"] += sizes[slot]  # until it has been sent
                 self._put(slot, _Value(target.ipu, sizes[slot]))
-        self._kept += template.kept
+        self._kept |= dict.fromkeys(template.kept, self._last)
         for slot in template.releases:
             self._drop(slot)
             self._slots.pop(slot, None)
@@ -264,10 +319,12 @@ class _MicroBatches:
         elif self._given.residence.offloads_activations:
             stored = [slot for slot in self._kept if slot in self._slots]
         for slot in stored:
+            if self._slots[slot] is not None:
+                self.moved["from", *self._kept.get(slot, self._last)] += self._given.slot_bytes[slot]
             self._drop(slot)
             self._slots[slot] = None
         self.pieces[-1].kept = Counter(self._live)
-        self._kept, self._weights = [], set()
+        self._kept, self._weights = {}, set()
 
 
 def _accumulator_bytes(given: Bringing, residence: Residence, key: str) -> int:
@@ -282,9 +339,8 @@ def _find_updates(given: Bringing) -> list[_Piece]:
         return []
     programs = residence.updates.updates
     last_read = {value: number for number, program in enumerate(programs) for value in program.arguments}
-    there: dict[
-        tuple[UpdateValue, int], int
-    ] = {}  # what was brought, until it has been read for the last time
+    # What was brought, until nobody reads it any more.
+    there: dict[tuple[UpdateValue, int], int] = {}
     merged, are_there = _find_merged(given), _has_replicas(residence)
     for number, program in enumerate(programs):
         ipu, piece = residence.rows[program.stage].ipu, _Piece(kept=Counter(merged))
