@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 
-from benchmarks.emulation import stages, timing, values
+from benchmarks.emulation import host_links, stages, timing, values
 from ipu_pipeline import engine
 from ipu_pipeline.engine.jax_processes import key_value_store
 from ipu_pipeline.engine.schedules import predict_step_time
@@ -276,3 +276,68 @@ def test_costs_of_a_pipeline_go_where_they_belong():
     assert (case.num_micro_batches, case.device_mapping, case.cores) == (8, (0, 1, 0, 1), 2)
     alone = predict_step_time(dataclasses.replace(case, cores=None))
     assert timing.ideal_seconds(emulated.pipeline, times) <= alone <= predict_step_time(case)
+
+
+def make_phased(mapping, phases, num_micro_batches=3):
+    """Emulated stages with weights, all of whose tensors go through host memory; and micro-batches."""
+
+    def with_weights(stage):
+        return lambda own, x: stage(own["w"], x) * (1 + own["more"].sum())
+
+    stages.register()
+    functions = [with_weights(stages.emulated_stage(20.0, 40.0)) for _stage in mapping]
+    last = functions[-1]
+    pipeline = engine.Pipeline(
+        [*functions[:-1], lambda own, x: jnp.mean(last(own, x) ** 2)],
+        parameters=[{"w": np.ones(8, "float32"), "more": np.zeros(4096, "float32")} for _stage in mapping],
+        num_micro_batches=num_micro_batches,
+        loss=lambda loss: loss,
+        optimizer=optax.adam(1e-4),
+        schedule="sequential",
+        device_mapping=mapping,
+        execution_phases=engine.ExecutionPhases(**phases),
+        offload=["weight_update_variables", "activations", "gradient_accumulation_buffers", "weights"],
+        donate=True,
+    )
+    micro_batches = values.make_micro_batches(num_micro_batches, stages.LEAST_BYTES)
+    return stages.Emulated(pipeline, pipeline.init(jax.random.key(0), micro_batches[0]), micro_batches)
+
+
+@pytest.mark.thorough
+@pytest.mark.alone
+@pytest.mark.skipif(stages.find_compiler() is None, reason="there is no g++")
+@pytest.mark.parametrize(
+    ("mapping", "phases"),
+    [
+        ((0, 0, 0, 0), {"of_levels": range(4), "num_ahead": 0}),
+        ((0, 0, 0, 0), {"of_levels": range(4), "num_ahead": 1}),
+        ((0, 0, 0, 0), {"of_levels": range(4), "num_ahead": 0, "keeps_values": False}),
+        ((0, 0, 0, 0), {"of_levels": (0, 0, 1, 1), "num_ahead": 1}),
+        ((0, 1, 0, 1), {"of_levels": range(4), "num_ahead": 0}),
+        ((0, 1, 0, 1), {"of_levels": range(4), "num_ahead": 1}),
+    ],
+    ids=str,
+)
+def test_phases_within_a_tenth(mapping, phases):
+    """A stage's weights take 4 ms on their way, and with Adam's state and the gradients 16 ms."""
+    alone = make_phased(mapping, phases)
+    pipeline, state, micro_batches = make_phased(mapping, phases)
+
+    def compare():
+        times = timing.time_programs(*alone, num_rounds=2)
+        with host_links.linked_to_host(pipeline, engine.LinkSpeed(0.5e-3, 4e6)):
+            link = host_links.time_link(pipeline.prepare().residence.rows[0])
+            running = jax.block_until_ready(pipeline.place(state))
+            taken = []
+            for _step in range(NUM_ROUNDS):
+                begin = time.perf_counter()
+                running, outputs = pipeline.step(running, micro_batches)
+                jax.block_until_ready((running, outputs.collected))
+                taken.append(time.perf_counter() - begin)
+        case = timing.make_scenario(alone.pipeline, times, link=link)
+        predicted = predict_step_time(case)
+        without = predict_step_time(dataclasses.replace(case, host_memory=None))
+        assert predicted > 1.1 * without  # it is not for nothing
+        return statistics.median(taken[1:]) / predicted, NUM_CORES
+
+    assert_near_one(compare, 0.1, needs_cores=False)

@@ -41,6 +41,7 @@ __all__ = [
     "make_pipeline",
     "num_devices",
     "register",
+    "sleep",
 ]
 
 LEAST_BYTES = 8192  # of what a stage takes and sends: then XLA starts its programs asynchronously
@@ -90,16 +91,16 @@ def emulated_stage(
 
     @jax.custom_vjp
     def stage(w: jax.Array, x: jax.Array) -> jax.Array:
-        return _sleep(x, forward_ms) * w
+        return sleep(x, forward_ms) * w
 
     def backward(kept: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, jax.Array]:
         w, x = kept
         if halves is None:
-            g = _sleep(g, backward_ms)
+            g = sleep(g, backward_ms)
             return jnp.sum(g * x, axis=0), g * w
         # The second sleep takes what the first one returns, so that they cannot run at the same time.
-        g = _sleep(g, halves[0])
-        return jnp.sum(_sleep(g, halves[1]) * x, axis=0), g * w
+        g = sleep(g, halves[0])
+        return jnp.sum(sleep(g, halves[1]) * x, axis=0), g * w
 
     stage.defvjp(lambda w, x: (stage(w, x), (w, x)), backward)
     return stage
@@ -180,7 +181,8 @@ def _with_loss(stage: Callable[[jax.Array, jax.Array], jax.Array]) -> Callable[.
     return last
 
 
-def _sleep(x: jax.Array, milliseconds: float) -> jax.Array:
+def sleep(x: jax.Array, milliseconds: float) -> jax.Array:
+    """A value that is there after so many milliseconds, in which the device does nothing else."""
     called = jax.ffi.ffi_call(_TARGET, jax.ShapeDtypeStruct(x.shape, x.dtype))
     result: jax.Array = called(x, milliseconds=np.float64(milliseconds))
     return result
@@ -208,7 +210,7 @@ class _Links:
             )
 
         def carry(one: jax.Array, arrays: list[jax.Array]) -> list[jax.Array]:
-            return [_sleep(arrays[0], transfer_ms) * one, *arrays[1:]]  # the product makes it asynchronous
+            return [sleep(arrays[0], transfer_ms) * one, *arrays[1:]]  # the product makes it asynchronous
 
         self._carry = jax.jit(carry)
 

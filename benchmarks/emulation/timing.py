@@ -13,7 +13,7 @@ import jax
 from ipu_pipeline import engine
 from ipu_pipeline.engine.devices.placing import copy_to
 from ipu_pipeline.engine.execution.executor import Executor
-from ipu_pipeline.engine.schedules import ActionKind, Costs, Scenario, predict_step_time
+from ipu_pipeline.engine.schedules import ActionKind, Costs, LinkSpeed, Scenario, predict_step_time
 
 __all__ = ["ProgramTimer", "Times", "ideal_seconds", "make_scenario", "time_programs"]
 
@@ -169,6 +169,7 @@ def make_scenario(
     times: Times,
     num_micro_batches: int | None = None,
     cores: float | None = None,
+    link: LinkSpeed | None = None,
 ) -> Scenario:
     """A step of a pipeline, to be simulated; what a program handles is a micro-batch there.
 
@@ -177,6 +178,8 @@ def make_scenario(
       times: of its programs.
       num_micro_batches: of a step, where the pipeline has no fixed number.
       cores: how many cores the IPUs share; None: they share none.
+      link: between IPUs and host memory, in seconds and bytes per second, for a pipeline in phases; None:
+        what they bring takes no time.
     """
     count = pipeline.num_micro_batches if num_micro_batches is None else num_micro_batches
     plan = pipeline.dispatch_plan
@@ -194,15 +197,17 @@ def make_scenario(
         is_last = stage == stages[-1]
         target = stage - 1 if is_last or kind is ActionKind.BACKWARD else stage + 1
         transfers[stage, target] = seconds
-    first_there = [list(ipus).index(ipu) == stage for stage, ipu in enumerate(ipus)]
+    host_memory = None if link is None else pipeline.plan_host_memory(link)
+    # In phases each stage has an update of its own.
+    shares = [
+        float(list(ipus).index(ipu) == stage) if host_memory is None else 1 / list(ipus).count(ipu)
+        for stage, ipu in enumerate(ipus)
+    ]
     costs = Costs.of(
         len(ipus),
         forward=by_stage(ActionKind.FORWARD, times.programs, 0.0),
         backward=by_stage(ActionKind.BACKWARD, times.programs, 0.0),
-        update=[
-            times.updates.get(ipu, 0.0) if is_first else 0.0
-            for ipu, is_first in zip(ipus, first_there, strict=True)
-        ],
+        update=[times.updates.get(ipu, 0.0) * share for ipu, share in zip(ipus, shares, strict=True)],
         transfer=transfers,
         host=times.host,
         forward_cores=by_stage(ActionKind.FORWARD, times.cores, 1.0),
@@ -210,7 +215,16 @@ def make_scenario(
     )
     training = len(timetable.order) > num_chunks * len(ipus)
     levels = tuple(pipeline.traced.levels)
-    return Scenario(costs, timetable, num_chunks, tuple(ipus), levels, training, cores=cores)
+    return Scenario(
+        costs,
+        timetable,
+        num_chunks,
+        tuple(ipus),
+        levels,
+        training,
+        cores=cores,
+        host_memory=host_memory,
+    )
 
 
 def _copies(arrays: Sequence[Any]) -> list[Any]:

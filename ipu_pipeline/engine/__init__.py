@@ -11,6 +11,7 @@ from ipu_pipeline.engine.schedules.advice import advise
 from ipu_pipeline.engine.schedules.checking import Timetable
 from ipu_pipeline.engine.schedules.clusters import Cluster, LinkSpeed
 from ipu_pipeline.engine.schedules.execution_phases import ExecutionPhases
+from ipu_pipeline.engine.schedules.host_memory import HostMemory
 from ipu_pipeline.engine.schedules.scenarios import Costs, Scenario
 from ipu_pipeline.engine.schedules.simulator import simulate
 from ipu_pipeline.engine.schedules.variants import what_if
@@ -33,6 +34,7 @@ __all__ = [
     "Costs",
     "DispatchPlan",
     "ExecutionPhases",
+    "HostMemory",
     "LinkSpeed",
     "OutOfRangeError",
     "Pipeline",

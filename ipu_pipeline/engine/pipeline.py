@@ -281,6 +281,28 @@ class Pipeline:
         runner, stages = self.prepare(), self.plan_memory(count)
         return runner.plan_memory(self.built.accumulator_dtypes, stages, count * self.num_serialized)
 
+    def plan_host_memory(self, link: schedules.LinkSpeed) -> schedules.HostMemory | None:
+        """What execution phases bring to the devices and take away, for `Scenario.host_memory`.
+
+        Args:
+          link: between each IPU and host memory, likewise in either direction.
+
+        Returns:
+          The bytes of each program; None if there are no phases, or nothing leaves the devices.
+
+        Raises:
+          ValueError: there are several replicas, whose steps in phases are not simulated; or see `prepare`.
+        """
+        runner = self.prepare()
+        if self.options.execution_phases is None:
+            return None
+        if not isinstance(runner, Executor):
+            raise ValueError(
+                "plan_host_memory goes with one replica, as steps of replicas in phases are not simulated; "
+                f"num_replicas is {self._num_replicas}."
+            )
+        return runner.find_host_memory(self.built.accumulator_dtypes, link)
+
     def _count(self, num_micro_batches: int | None) -> int:
         count = self.num_micro_batches if num_micro_batches is None else num_micro_batches
         if count is None:

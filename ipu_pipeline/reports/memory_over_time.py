@@ -9,7 +9,8 @@ wait. The rest comes and goes with actions:
   sent, and where it is read from when it is sent until it has been read, or is held by a stage;
 * **temporaries**: while an IPU computes, the most that one of its programs takes besides.
 
-On one IPU, all stages are one program: what they hold is among its temporaries.
+On one IPU, all stages are one program: what they hold is among its temporaries. Where execution phases
+bring state from host memory, the plan of the fullest moment stands for all the time: state and activations.
 """
 
 from __future__ import annotations
@@ -114,7 +115,8 @@ class MemoryOverTime:
       times: when something changes, ascending, in the unit of the actions.
       parts: bytes of each category of `CATEGORIES` from the time at the same position on, until the next.
       peak: the most that it holds.
-      planned_bytes: what the plan says for it (`IpuMemory.num_device_bytes`), which knows of no transfers.
+      planned_bytes: what the plan says for it (`IpuMemory.num_device_bytes`), which knows of no transfers
+        between IPUs.
       knows_temporaries: whether the programs had been compiled, so that their temporaries are known.
     """
 
@@ -225,12 +227,16 @@ def lay_out_memory(
     """
     timed = _Times(stages, actions)
     spans: dict[int, list[_Span]] = {memory.ipu: [] for memory in ipus}
-    if len({stage.ipu for stage in stages}) > 1:
+    if len({stage.ipu for stage in stages}) > 1 and not any(memory.num_brought_bytes for memory in ipus):
         for stage in stages:
             spans[stage.ipu] += timed.held(stage)
         for flow in flows:
             for ipu, found in timed.flowing(flow, stages[flow.stage].ipu):
                 spans[ipu].append(found)
+    else:
+        for memory in ipus:
+            number = memory.num_activation_bytes  # of one program 0
+            spans[memory.ipu] += [_Span(timed.begin, timed.end, _ACTIVATIONS, number, None)] * bool(number)
     made = []
     for memory in ipus:
         doing = timed.computing(memory.ipu)
@@ -356,12 +362,7 @@ def _lay_out(
     begins, ends = [span.begin for span in spans], [span.end for span in spans]
     times, places = np.unique(np.array([start, *begins, *ends], float), return_inverse=True)
     changes = np.zeros((len(CATEGORIES), len(times)), np.int64)
-    constant = (
-        memory.num_variable_bytes,
-        memory.num_optimizer_bytes,
-        memory.num_accumulator_bytes,
-        memory.num_feed_bytes,
-    )
+    constant = (*memory.num_state_bytes, memory.num_feed_bytes)
     changes[: len(constant), 0] = constant
     categories = np.array([span.category for span in spans], int)
     sizes = np.array([span.num_bytes for span in spans], np.int64)

@@ -107,16 +107,15 @@ def _make_memory(facts: PipelineFacts) -> Memory | None:
     if not facts.memory:
         return None
     constant = [0] * (1 + max(stage.ipu for stage in facts.stages))
+    # What phases bring is known of the fullest moment, with what is there of micro-batches then.
+    is_brought = any(plan.num_brought_bytes for plan in facts.memory)
     for plan in facts.memory:
         if plan.ipu < len(constant):
-            constant[plan.ipu] = (
-                plan.num_variable_bytes
-                + plan.num_optimizer_bytes
-                + plan.num_accumulator_bytes
-                + plan.num_feed_bytes
-                + (plan.num_temporary_bytes or 0)
-            )
-    return Memory(tuple(constant), tuple(stage.num_held_bytes for stage in facts.stages))
+            rest = plan.num_feed_bytes + (plan.num_temporary_bytes or 0)
+            rest += plan.num_activation_bytes if is_brought else 0
+            constant[plan.ipu] = sum(plan.num_state_bytes) + rest
+    held = tuple(0 if is_brought else stage.num_held_bytes for stage in facts.stages)
+    return Memory(tuple(constant), held)
 
 
 def predict(profile: Profile, facts: PipelineFacts, analysis: PipelineAnalysis) -> Predictions | None:
@@ -141,6 +140,11 @@ def predict(profile: Profile, facts: PipelineFacts, analysis: PipelineAnalysis) 
         notes.append(
             f"These IPUs are virtual devices, which share {profile.num_cores} cores of the host. What is "
             "predicted is for devices that take as long as was measured here, whatever the others do."
+        )
+    if any(plan.num_brought_bytes for plan in facts.memory):
+        notes.append(
+            "What execution phases bring from host memory is not in a trace, and taken to need no time: "
+            "the simulated step is shorter than the measured one. In a Scenario, host_memory is for that."
         )
     if any(row.split for row in found.variants):
         notes.append(

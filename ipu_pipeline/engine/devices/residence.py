@@ -381,17 +381,17 @@ class Residence:
             action = action_log.Action("weight update", program.stage, int(environment.updates))
             awaited = [array for array, old in zip(arguments, found, strict=True) if array is not old]
             log.note(action, results, awaited)
-        made = []
-        for value, result in zip(program.results, results, strict=True):
-            if self.offloads_anything and self.is_offloaded(value):
-                kind = row.host.memory_kind
-                result = (
-                    jax.device_put(result, result.sharding.with_memory_kind(kind))
-                    if (self.shards_anything and row.is_here)
-                    else put([result], row, offloaded=True)[0]
-                )
-            environment[value] = result
-            made.append(result)
+        leaving = [place for place, value in enumerate(program.results) if self.is_offloaded(value)]
+        stored = [results[place] for place in leaving]
+        if stored and self.shards_anything and row.is_here:
+            kind = row.host.memory_kind
+            stored = jax.device_put(stored, [array.sharding.with_memory_kind(kind) for array in stored])
+        elif stored:
+            stored = put(stored, row, offloaded=True)
+        left = dict(zip(leaving, stored, strict=True))
+        made = [left.get(place, result) for place, result in enumerate(results)]
+        for value, array in zip(program.results, made, strict=True):
+            environment[value] = array
         return made
 
     def results_of(self, program: UpdateProgram) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from ipu_pipeline.engine import jaxprs
 from ipu_pipeline.engine.devices.feeds import Take
 from ipu_pipeline.engine.devices.residence import Residence
 from ipu_pipeline.engine.jaxprs.shapes import num_bytes
-from ipu_pipeline.engine.planning.memory import IpuMemory, StageMemory, find_fed, plan_ipus
+from ipu_pipeline.engine.planning.memory import Brought, IpuMemory, StageMemory, find_fed, plan_ipus
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms
 from ipu_pipeline.engine.state import PipelineState, Progress, RunState
 from ipu_pipeline.engine.tracing.traced import Source
@@ -190,7 +190,15 @@ class Runner(abc.ABC, Generic[PendingT]):
         first = 0 if self.iterated is None else len(self.iterated.carried)
         fed = find_fed(self.residence.traced, self.programs, ipus, first)
         feeds = {ipu: self.num_waiting(every, every) * num_bytes(leaves) for ipu, leaves in fed.items()}
-        return plan_ipus(self.residence, accumulator_dtypes, activations, feeds, self.temporary_bytes)
+        brought = self.find_brought(accumulator_dtypes, every)
+        return plan_ipus(
+            self.residence, accumulator_dtypes, activations, feeds, self.temporary_bytes, brought
+        )
+
+    def find_brought(self, accumulator_dtypes: Mapping[str, Any], every: int) -> Mapping[int, Brought]:
+        """What execution phases bring, by IPU; arguments as of `plan_memory`."""
+        del accumulator_dtypes, every
+        return {}
 
     def place(
         self,

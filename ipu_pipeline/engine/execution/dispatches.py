@@ -52,6 +52,7 @@ class Plan:
         ("input", position).
       feed_slots: where a micro-batch's leaves go.
       slot_rows: the row that each of a micro-batch's slots is on.
+      slot_values: what each of them holds.
     """
 
     templates: dict[tuple[ActionKind, int], Template]
@@ -59,6 +60,7 @@ class Plan:
     collected: tuple[tuple[str, int], ...]
     feed_slots: tuple[FeedSlot, ...]
     slot_rows: tuple[Row, ...]
+    slot_values: tuple[Binding, ...]
 
     @property
     def num_slots(self) -> int:
@@ -140,6 +142,7 @@ def make_plan(
             if binding.kind is BindingKind.VALUE and binding.key.kind == "element"
         ),
         slot_rows=tuple(row for _binding, row in slots.numbers),
+        slot_values=tuple(binding for binding, _row in slots.numbers),
     )
 
 

@@ -27,15 +27,24 @@ from ipu_pipeline.engine.execution.compiling import Column, Compiled, compile_ah
 from ipu_pipeline.engine.execution.contract import Iterated, Request, Runner
 from ipu_pipeline.engine.execution.dispatches import Dispatch, make_plan
 from ipu_pipeline.engine.execution.dispatching import Accumulated, Dispatching, Gather, Together, finish
+from ipu_pipeline.engine.execution.phase_memory import (
+    Bringing,
+    find_brought,
+    find_host_memory,
+    find_slot_bytes,
+)
 from ipu_pipeline.engine.execution.phases import PhaseRun
 from ipu_pipeline.engine.execution.templates import Template
 from ipu_pipeline.engine.execution.weight_updates import WeightUpdate
 from ipu_pipeline.engine.planning.dispatch_plans import ONE_BY_ONE, DispatchPlan
+from ipu_pipeline.engine.planning.memory import Brought
 from ipu_pipeline.engine.programs.chunks import ChunkForm, chunk_programs
 from ipu_pipeline.engine.programs.collecting import Collecting
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms
 from ipu_pipeline.engine.schedules.checking import Timetable
+from ipu_pipeline.engine.schedules.clusters import LinkSpeed
 from ipu_pipeline.engine.schedules.execution_phases import ExecutionPhases
+from ipu_pipeline.engine.schedules.host_memory import HostMemory
 from ipu_pipeline.engine.state import Collected, Handed, Progress, RunState
 from ipu_pipeline.engine.tracing.keys import as_int32
 from ipu_pipeline.engine.updates.environment import UpdateCounts
@@ -414,8 +423,8 @@ class Executor(Runner[PendingStep]):
                 action = action_log.Action(kind, template.stage, step, first, chunk_size)
                 awaited = [slots[slot] for _place, slot in template.loads if slot in self._received]
                 log.note(action, results, awaited)
-            for name, result in zip(names, results, strict=False):
-                accumulators[name] = result
+            accumulators.update(zip(names, results, strict=False))
+            stored: list[Any] = []
             if residence.offloads_accumulators and names:
                 stored = put(results[: len(names)], row, offloaded=True)
                 accumulators.update(zip(names, stored, strict=True))
@@ -452,9 +461,10 @@ class Executor(Runner[PendingStep]):
                 else:
                     collected.append(collecting.collect(wanted, self._chunk.num_stacked))
             if phases is not None:
-                phases.note(template, results)
+                phases.note(template, [*results, *stored])
                 # Nothing else holds on to what a phase had: not the next one either, before it has its own.
-                arguments = results = copies = []
+                arguments = results = copies = leaves = stored = []
+                array = None
             elif residence.offloads_activations and template.kept:
                 self._store(template, slots)
             for slot in template.releases:
@@ -477,9 +487,50 @@ class Executor(Runner[PendingStep]):
         if known is None:
             if len(self._dispatches) == _MAX_ORDERS:
                 del self._dispatches[next(iter(self._dispatches))]
-            known = self.plan.dispatches(self._make_timetable(num_chunks))
+            known = self._make_order(num_chunks)
             self._dispatches[num_chunks] = known
         return known
+
+    def find_brought(self, accumulator_dtypes: Mapping[str, Any], every: int) -> Mapping[int, Brought]:
+        """What execution phases bring, by IPU; arguments as of `plan_memory`."""
+        return self.find_brought_for(self._weight_update, accumulator_dtypes, every)
+
+    def find_brought_for(
+        self, update: WeightUpdate, accumulator_dtypes: Mapping[str, Any], every: int
+    ) -> Mapping[int, Brought]:
+        """What is brought, if a weight update ends the step; other arguments as of `plan_memory`."""
+        bringing = self._find_bringing(update, accumulator_dtypes)
+        if bringing is None:
+            return {}
+        return find_brought(bringing, every // self.chunk_size, self._make_order)
+
+    def find_host_memory(self, accumulator_dtypes: Mapping[str, Any], link: LinkSpeed) -> HostMemory | None:
+        """What execution phases bring and take away, for the simulator; None if nothing."""
+        bringing = self._find_bringing(self._weight_update, accumulator_dtypes)
+        return None if bringing is None else find_host_memory(bringing, self._make_order, link)
+
+    def _find_bringing(
+        self, update: WeightUpdate, accumulator_dtypes: Mapping[str, Any]
+    ) -> Bringing | None:
+        if self._phases is None:
+            return None
+        sizes = find_slot_bytes(
+            self.plan, self.residence, self.programs, self.chunk_size, self.residual_bytes
+        )
+        return Bringing(
+            self._phases,
+            self.plan,
+            self.residence,
+            update.residence,
+            self.gathered,
+            sizes,
+            accumulator_dtypes,
+            donates_accumulators=not self.has_callbacks,
+            donates_state=update.donates,
+        )
+
+    def _make_order(self, num_chunks: int) -> list[Dispatch]:
+        return self.plan.dispatches(self._make_timetable(num_chunks))
 
     def _begin_phases(self) -> PhaseRun | None:
         if self._phases is None:

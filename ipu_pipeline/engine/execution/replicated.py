@@ -35,6 +35,7 @@ from ipu_pipeline.engine.execution.executor import Executor
 from ipu_pipeline.engine.execution.gathering import gather_outputs
 from ipu_pipeline.engine.execution.templates import Joint
 from ipu_pipeline.engine.execution.weight_updates import WeightUpdate
+from ipu_pipeline.engine.planning.memory import Brought
 from ipu_pipeline.engine.programs.chunks import ChunkForm
 from ipu_pipeline.engine.state import Collected, Handed, PipelineState, Progress, RunState
 from ipu_pipeline.engine.tracing.keys import as_int32
@@ -178,6 +179,10 @@ class Replicated(Runner[PendingReplicas]):
         return self.columns[0].num_waiting(total, every)
 
     # Running.
+
+    def find_brought(self, accumulator_dtypes: Mapping[str, Any], every: int) -> Mapping[int, Brought]:
+        """What execution phases bring, the same in each replica; arguments as of `plan_memory`."""
+        return self.columns[0].find_brought_for(self._weight_update, accumulator_dtypes, every)
 
     def compile(self, state: RunState, request: Request) -> None:
         """Compiles the programs of all columns, and those of the weight update."""

@@ -45,6 +45,7 @@ class WeightUpdate:
 
     Attributes:
       residence: where the pipeline's state lives.
+      donates: whether an update reuses the memory of the variables and optimizer state before it.
       jitted: its programs, jitted; none without training.
       functions: what is called: these, or what was loaded in their place.
       read: positions of the last stage's outputs that are read, by what makes the optimizer's state at the
@@ -64,6 +65,7 @@ class WeightUpdate:
         """
         self.residence = residence
         self.may_raise = may_raise
+        self.donates = donate and not may_raise
         self.read: tuple[set[Any], set[Any]] = (set(), set())
         self.jitted: tuple[Any, ...] = ()
         programs: Sequence[UpdateProgram] = ()

@@ -10,7 +10,8 @@ where a stage has 2(N-i)-1 micro-batches in flight with Grouped, N-i with Interl
 last stage holds nothing: its forward and backward are one program.
 
 What an IPU takes is that of its stages, and the state that lives there, its accumulators, the micro-batches
-that wait there, and the temporary memory of the program that runs.
+that wait there, and the temporary memory of the program that runs. Where execution phases bring what lies
+in host memory, that is counted as it is at the fullest moment (`execution.phase_memory`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from ipu_pipeline.engine.devices.residence import Residence
 from ipu_pipeline.engine.jaxprs.shapes import num_bytes
@@ -26,7 +27,7 @@ from ipu_pipeline.engine.programs.stage_programs import StagePrograms, read_sour
 from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.engine.tracing.traced import Source, TracedPipeline
 
-__all__ = ["IpuMemory", "StageMemory", "find_copied", "find_fed", "plan_ipus", "plan_stages"]
+__all__ = ["Brought", "IpuMemory", "StageMemory", "find_copied", "find_fed", "plan_ipus", "plan_stages"]
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,15 @@ class StageMemory:
         return self.in_flight * self.num_held_bytes
 
 
+class Brought(NamedTuple):
+    """What execution phases have on an IPU at the fullest moment, besides what stays there, in bytes."""
+
+    num_variable_bytes: int
+    num_optimizer_bytes: int
+    num_accumulator_bytes: int
+    num_activation_bytes: int
+
+
 @dataclass(frozen=True)
 class IpuMemory:
     """What an IPU takes while steps run. All sizes are in bytes.
@@ -71,12 +81,17 @@ class IpuMemory:
       num_optimizer_bytes: the leaves of the optimizer's state that live there.
       num_accumulator_bytes: the accumulators of its stages.
       num_activation_bytes: what its stages hold of micro-batches in flight (`StageMemory.num_live_bytes`);
-        0 where all stages are on one device, as the program has them among its temporaries.
+        0 where all stages are on one device, as the program has them among its temporaries. Where execution
+        phases bring anything from host memory, what there is of micro-batches at the fullest moment.
       num_feed_bytes: micro-batches that have been placed there and wait, or are stacked for the program.
       num_temporary_bytes: the most that one of its programs takes besides its arguments and results, by
         XLA; None as long as they have not been compiled.
-      num_host_bytes: what is offloaded and lies in host memory while no program uses it. It is in none of
-        the others.
+      num_host_bytes: of variables, optimizer state and accumulators, what is offloaded and lies in host
+        memory while no program uses it. It is in none of those above.
+      num_brought_variable_bytes: what execution phases have brought there of variables at the fullest
+        moment, for all phases and programs of updates that may be on the device at once.
+      num_brought_optimizer_bytes: likewise of the optimizer's state.
+      num_brought_accumulator_bytes: likewise of the accumulators.
     """
 
     ipu: int
@@ -87,14 +102,33 @@ class IpuMemory:
     num_feed_bytes: int
     num_temporary_bytes: int | None
     num_host_bytes: int
+    num_brought_variable_bytes: int = 0
+    num_brought_optimizer_bytes: int = 0
+    num_brought_accumulator_bytes: int = 0
+
+    @property
+    def num_brought_bytes(self) -> int:
+        """What execution phases have brought there of the state; that of micro-batches is in flight."""
+        return (
+            self.num_brought_variable_bytes
+            + self.num_brought_optimizer_bytes
+            + self.num_brought_accumulator_bytes
+        )
+
+    @property
+    def num_state_bytes(self) -> tuple[int, int, int]:
+        """Variables, optimizer state and accumulators, with what is brought."""
+        return (
+            self.num_variable_bytes + self.num_brought_variable_bytes,
+            self.num_optimizer_bytes + self.num_brought_optimizer_bytes,
+            self.num_accumulator_bytes + self.num_brought_accumulator_bytes,
+        )
 
     @property
     def num_device_bytes(self) -> int:
         """All that is on the device, without temporaries that are not known."""
         return (
-            self.num_variable_bytes
-            + self.num_optimizer_bytes
-            + self.num_accumulator_bytes
+            sum(self.num_state_bytes)
             + self.num_activation_bytes
             + self.num_feed_bytes
             + (self.num_temporary_bytes or 0)
@@ -176,6 +210,7 @@ def plan_ipus(
     activations: Mapping[int, int],
     feeds: Mapping[int, int],
     temporaries: Mapping[int, int],
+    brought: Mapping[int, Brought] = MappingProxyType({}),
 ) -> tuple[IpuMemory, ...]:
     """What each IPU takes.
 
@@ -185,6 +220,7 @@ def plan_ipus(
       activations: bytes of micro-batches in flight, by IPU.
       feeds: bytes of micro-batches that wait, likewise.
       temporaries: of programs, likewise; those of IPUs that are missing are not known.
+      brought: what execution phases bring, likewise; empty where they bring nothing.
     """
     traced, updates = residence.traced, residence.updates
     ipus = [row.ipu for row in residence.rows]
@@ -197,7 +233,8 @@ def plan_ipus(
         add("variables", traced.owners[name], name in residence.offloaded, residence.part_of_variable(name))
     for stage in range(len(ipus)):
         for spec in find_copied(traced, ipus, stage):
-            add("variables", stage, False, spec)
+            if spec.name not in residence.offloaded:
+                add("variables", stage, False, spec)
     if updates is not None:
         for number, leaf in enumerate(updates.state_leaves):
             add("state", leaf.stage, residence.offloads_state, residence.part_of_leaf(number))
@@ -209,16 +246,23 @@ def plan_ipus(
     def size(kind: str, ipu: int, is_offloaded: bool = False) -> int:
         return num_bytes(held.get((kind, ipu, is_offloaded), ()))
 
+    def of_micro_batches(ipu: int) -> int:
+        return brought[ipu].num_activation_bytes if ipu in brought else activations.get(ipu, 0)
+
+    nothing = Brought(0, 0, 0, 0)
     return tuple(
         IpuMemory(
             ipu=ipu,
             num_variable_bytes=size("variables", ipu),
             num_optimizer_bytes=size("state", ipu),
             num_accumulator_bytes=size("accumulators", ipu),
-            num_activation_bytes=activations.get(ipu, 0),
+            num_activation_bytes=of_micro_batches(ipu),
             num_feed_bytes=feeds.get(ipu, 0),
             num_temporary_bytes=temporaries.get(ipu),
             num_host_bytes=sum(size(kind, ipu, True) for kind in ("variables", "state", "accumulators")),
+            num_brought_variable_bytes=brought.get(ipu, nothing).num_variable_bytes,
+            num_brought_optimizer_bytes=brought.get(ipu, nothing).num_optimizer_bytes,
+            num_brought_accumulator_bytes=brought.get(ipu, nothing).num_accumulator_bytes,
         )
         for ipu in sorted(set(ipus))
     )

@@ -12,6 +12,7 @@ from ipu_pipeline.engine.schedules.actions import (
 from ipu_pipeline.engine.schedules.advice import Advice, advise
 from ipu_pipeline.engine.schedules.checking import Timetable, check
 from ipu_pipeline.engine.schedules.clusters import Cluster, LinkSpeed
+from ipu_pipeline.engine.schedules.host_memory import HostMemory
 from ipu_pipeline.engine.schedules.lock_step import grouped, interleaved, named_schedules, sequential
 from ipu_pipeline.engine.schedules.scenarios import Costs, Memory, Scenario
 from ipu_pipeline.engine.schedules.simulator import Simulation, predict_step_time, simulate
@@ -27,6 +28,7 @@ __all__ = [
     "Bubble",
     "Cluster",
     "Costs",
+    "HostMemory",
     "Interval",
     "Layer",
     "LinkSpeed",

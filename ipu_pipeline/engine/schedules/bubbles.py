@@ -6,7 +6,7 @@ taken away, and what is left in the end are the ramps:
 
 * shared cores: each program has the cores that it needs.
 * host: the host takes no time.
-* transfers: they take no time, nor do all-reduces: links are infinitely fast.
+* transfers: they take no time, nor do all-reduces: links are infinitely fast, those to host memory too.
 * imbalance: the work is spread evenly, that of forwards, that of backwards and that of updates, over the
   IPUs, and there over the stages. 0 where that makes the step longer, which happens with few micro-batches.
 * ramps: what is idle then. Before the first backward of an IPU it is ramp-up, after its last forward
@@ -29,7 +29,8 @@ import numpy as np
 from ipu_pipeline.engine.schedules.actions import ActionKind
 from ipu_pipeline.engine.schedules.checking import Timetable
 from ipu_pipeline.engine.schedules.clusters import LinkSpeed
-from ipu_pipeline.engine.schedules.free_running import Program, Programs, run_freely, wire
+from ipu_pipeline.engine.schedules.free_running import Program, Programs, wire
+from ipu_pipeline.engine.schedules.in_phases import run_step
 from ipu_pipeline.engine.schedules.scenarios import Scenario
 from ipu_pipeline.engine.schedules.timelines import Array, Bubble
 
@@ -70,7 +71,7 @@ def find_bubble(scenario: Scenario, timetable: Timetable, programs: Programs, st
     def take_away(changed: Scenario, host: float) -> float:
         nonlocal step_time, programs
         programs = wire(changed)
-        before, step_time = step_time, run_freely(programs, timetable, host)
+        before, step_time = step_time, run_step(changed, timetable, programs, host)
         return max(0.0, num_ipus * (before - step_time))
 
     costs = scenario.costs
@@ -83,15 +84,16 @@ def find_bubble(scenario: Scenario, timetable: Timetable, programs: Programs, st
         scenario,
         costs=dataclasses.replace(costs, host=0.0, transfers={}),
         cluster=dataclasses.replace(scenario.cluster, within=LinkSpeed(), between=LinkSpeed()),
+        host_memory=None,
     )
-    if costs.transfers or still.cluster != scenario.cluster:
+    if costs.transfers or still.cluster != scenario.cluster or scenario.host_memory is not None:
         transfers = take_away(still, 0.0)
     idle = num_ipus * step_time - work
     imbalance = 0.0
     even = balanced(still)
     if even.costs != still.costs:
         own = wire(even)
-        shorter = num_ipus * (step_time - run_freely(own, timetable, 0.0))
+        shorter = num_ipus * (step_time - run_step(even, timetable, own, 0.0))
         if shorter > 0:
             imbalance, programs, step_time = shorter, own, step_time - shorter / num_ipus
     up, down = _find_ramps(even, programs, step_time)

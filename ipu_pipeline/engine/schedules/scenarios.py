@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 from ipu_pipeline.engine.schedules.actions import ActionKind, ScheduleFunction
 from ipu_pipeline.engine.schedules.checking import Timetable
 from ipu_pipeline.engine.schedules.clusters import Cluster
+from ipu_pipeline.engine.schedules.host_memory import HostMemory
 from ipu_pipeline.engine.schedules.lock_step import named_schedules
 from ipu_pipeline.engine.schedules.timetables import timetable
 
@@ -192,6 +193,7 @@ class Scenario:
       memory: what IPUs hold; None: not known.
       micro_batch_size: samples of a micro-batch.
       cluster: replicas, processes and links; by default there is one replica in one process.
+      host_memory: what execution phases bring to the IPUs and take away, with "sequential"; None: nothing.
     """
 
     costs: Costs
@@ -205,6 +207,7 @@ class Scenario:
     memory: Memory | None = None
     micro_batch_size: int = 1
     cluster: Cluster = field(default_factory=Cluster)
+    host_memory: HostMemory | None = None
 
     def __post_init__(self) -> None:
         """Checks the fields."""
@@ -251,6 +254,9 @@ class Scenario:
                     f"{max(self.device_mapping) + 1} IPUs and num_held_bytes for each of {number} stages; "
                     f"got {sizes[0]} and {sizes[1]}."
                 )
+        if self.host_memory is not None:
+            self.host_memory.check(number, levels[-1] + 1, self.schedule)
+            self.host_memory.check_devices(self.cores, self.cluster.num_replicas)
         num_devices = self.cluster.num_replicas * self.num_ipus
         if len(self.cluster.processes) not in (0, num_devices):
             raise ValueError(
@@ -389,6 +395,7 @@ class Scenario:
                 "num_gradient_bytes": list(costs.num_gradient_bytes),
             },
             "cluster": self.cluster.as_dict(),
+            "host_memory": None if self.host_memory is None else self.host_memory.as_dict(),
             "memory": None
             if self.memory is None
             else {
@@ -413,11 +420,12 @@ class Scenario:
                 for name in ("transfers", "num_sent_bytes")
             ]
             cluster = Cluster.from_dict(entries.pop("cluster", {}))
-            memory = entries.pop("memory", None)
+            memory, found = entries.pop("memory", None), entries.pop("host_memory", None)
+            host_memory = None if found is None else HostMemory.from_dict(found)
             if memory is not None:
                 memory = Memory(**{name: tuple(values) for name, values in dict(memory).items()})
             made = Costs.of(num_stages, transfer=edges[0], num_sent_bytes=edges[1], **costs)
-            return cls(costs=made, memory=memory, cluster=cluster, **entries)
+            return cls(costs=made, memory=memory, cluster=cluster, host_memory=host_memory, **entries)
         except (KeyError, TypeError) as error:
             raise ValueError(
                 f"Scenario: the entries must be those of Scenario.as_dict, with costs and their forward at "

@@ -11,14 +11,8 @@ import numpy as np
 from ipu_pipeline.engine.schedules.actions import ActionKind
 from ipu_pipeline.engine.schedules.bubbles import find_bubble
 from ipu_pipeline.engine.schedules.checking import Timetable
-from ipu_pipeline.engine.schedules.free_running import (
-    GATHER,
-    UPDATE,
-    Link,
-    Programs,
-    run_freely,
-    wire,
-)
+from ipu_pipeline.engine.schedules.free_running import GATHER, UPDATE, Link, Programs, wire
+from ipu_pipeline.engine.schedules.in_phases import run_step
 from ipu_pipeline.engine.schedules.scenarios import Scenario
 from ipu_pipeline.engine.schedules.shared_cores import run_sharing
 from ipu_pipeline.engine.schedules.time_steps import run_in_lock_step
@@ -81,7 +75,7 @@ def predict_step_time(scenario: Scenario) -> float:
 
 def _run(scenario: Scenario, timetable: Timetable, programs: Programs) -> float:
     if scenario.cores is None:
-        return run_freely(programs, timetable, scenario.costs.host)
+        return run_step(scenario, timetable, programs, scenario.costs.host)
     return run_sharing(programs, timetable, scenario.costs.host, scenario.cores)
 
 

@@ -4,7 +4,9 @@ A time-step lasts as long as its slowest action. What its actions send is sent b
 which takes as long as the slowest of these transfers. A time-step begins when the one before is over and
 the host, which runs ahead, has started all its programs. Updates have a time-step of their own at the end.
 Forwards and backwards have their own time-steps, on the last stage too. Replicas keep step, too; what they
-send each other, they send before the updates and behind them.
+send each other, they send before the updates and behind them. In execution phases, what the actions of a
+time-step need from host memory and leave there is moved with what they send; while they compute, where
+phases are brought ahead.
 
 Source: the execution of an IPU in steps of compute, sync and exchange ("Bulk Synchronous Parallel") in
 Graphcore's IPU Programmer's Guide. Every idle moment has one cause:
@@ -180,6 +182,14 @@ class _Closing:
             self.imbalance = len(scenario.ipus) * slowest - sum(updates.values())
             self.shared = len(scenario.ipus) * (max(ends) - self.now - slowest)
             self.now = max(ends)
+        if scenario.host_memory is not None and scenario.training:
+            alone, moving = dict.fromkeys(scenario.ipus, 0.0), dict.fromkeys(scenario.ipus, 0.0)
+            for stage, cost in updates.items():
+                alone[mapping[stage]] += cost
+                moving[mapping[stage]] += scenario.host_memory.time_of(UPDATE, stage)
+            longer = scenario.host_memory.time_beside(max(moving.values()), max(alone.values()))
+            self.transfers += longer
+            self.now += longer
         if cluster.shards_optimizer_state:
             self._send_together(GATHER, hosts, halves)
 
@@ -209,6 +219,13 @@ def _make_steps(scenario: Scenario, timetable: Timetable, kinds: Array, stages: 
     slowest, transfers = np.zeros(timetable.num_time_steps), np.zeros(timetable.num_time_steps)
     np.maximum.at(slowest, places, own)
     np.maximum.at(transfers, places, sending[kinds, stages])
+    if scenario.host_memory is not None:
+        all_stages = range(costs.num_stages)
+        times = np.array([[scenario.host_memory.time_of(k, i) for i in all_stages] for k in ActionKind])
+        moving = np.zeros(timetable.num_time_steps)
+        np.maximum.at(moving, places, times[kinds, stages])
+        longer = map(scenario.host_memory.time_beside, moving.tolist(), slowest.tolist())
+        transfers = transfers + np.array(list(longer))
     ends, lasts = own, slowest
     if scenario.cores is not None:
         # Replicas do the same at the same time, and each takes as much of the cores.

@@ -90,6 +90,8 @@ def what_if(
 
     Larger chunks are simulated if the host takes time to start programs; so are half, twice and four times
     as many processes, where there are replicas or processes, and all have equally many devices in a row.
+    Where execution phases bring what lies in host memory, only other counts are simulated: what would be
+    brought otherwise is not known here.
     Replicas are simulated with shared optimizer state, too, or without if it is shared; what that does to
     the memory is not known here.
 
@@ -119,7 +121,9 @@ def what_if(
         counts = [other for other in found if other >= size and other % size == 0]
     own = _simulate(scenario, "", "", None)
     rows = [own]
-    schedules = [scenario.schedule, *(name for name in named_schedules() if name != scenario.schedule)]
+    schedules = [scenario.schedule]
+    if scenario.host_memory is None:  # phases come one after another
+        schedules += [name for name in named_schedules() if name != scenario.schedule]
     for schedule in schedules:
         for other in dict.fromkeys([count, *counts]):
             is_own = schedule == scenario.schedule
@@ -132,7 +136,8 @@ def what_if(
             if changed.num_actions <= MAX_ACTIONS and slots <= _MAX_SLOTS:
                 with contextlib.suppress(ScheduleError):
                     rows.append(_simulate(changed, " and ".join(parts), "", own))
-    if scenario.costs.host and not isinstance(scenario.schedule, Timetable):
+    is_in_phases = scenario.host_memory is not None
+    if scenario.costs.host and not is_in_phases and not isinstance(scenario.schedule, Timetable):
         for larger in (2 * size, 4 * size):
             if count % larger == 0 and count // larger >= _LEAST_CHUNKS:
                 changed = dataclasses.replace(scenario, chunk_size=larger)
@@ -140,7 +145,7 @@ def what_if(
     for name, cluster in _other_clusters(scenario):
         row = _simulate(dataclasses.replace(scenario, cluster=cluster), "cluster", "", own)
         rows.append(dataclasses.replace(row, cluster=name))
-    for split, changed in _neighbours(scenario, layers):
+    for split, changed in () if is_in_phases else _neighbours(scenario, layers):
         rows.append(_simulate(changed, "split", split, own))
     return rows
 

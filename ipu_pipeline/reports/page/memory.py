@@ -73,10 +73,11 @@ def pack_simulated(facts: PipelineFacts, timeline: Timeline) -> list[dict[str, A
 
 def _constant(plan: IpuMemory) -> dict[str, int]:
     """What an IPU holds all the time, by the plan."""
+    variables, optimizer_state, accumulators = plan.num_state_bytes
     return {
-        "variables": plan.num_variable_bytes,
-        "optimizer state": plan.num_optimizer_bytes,
-        "accumulators": plan.num_accumulator_bytes,
+        "variables": variables,
+        "optimizer state": optimizer_state,
+        "accumulators": accumulators,
         "micro-batches": plan.num_feed_bytes,
         "temporaries": plan.num_temporary_bytes or 0,
     }

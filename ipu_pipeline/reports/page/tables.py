@@ -167,10 +167,8 @@ def table_of_memory(facts: PipelineFacts, held: Sequence[MemoryOverTime]) -> str
     peaks = {one.ipu: one.peak for one in held}
     rows = []
     for plan in facts.memory:
-        sizes = [
-            plan.num_variable_bytes,
-            plan.num_optimizer_bytes,
-            plan.num_accumulator_bytes,
+        sizes: list[int | None] = [
+            *plan.num_state_bytes,
             plan.num_activation_bytes,
             plan.num_feed_bytes,
             plan.num_temporary_bytes,

@@ -1,0 +1,130 @@
+"""What execution phases bring from host memory and take there, for the simulator. No JAX."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ipu_pipeline.engine.schedules.clusters import LinkSpeed
+from ipu_pipeline.engine.schedules.execution_phases import ExecutionPhases
+
+__all__ = ["HostMemory"]
+
+_KINDS = ("forward", "backward", "update")
+_SIZES = tuple(f"num_bytes_{way}_{kind}" for way in ("to", "from") for kind in _KINDS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostMemory:
+    """What execution phases move between IPUs and host memory; `Pipeline.plan_host_memory` finds it.
+
+    Sizes are those of a program, which handles a micro-batch or a chunk of them; one per stage, or none for
+    zeros.
+
+    Attributes:
+      phases: of the pipeline.
+      link: between an IPU and host memory, likewise in either direction. What a program needs is sent at
+        once, and so is what it leaves.
+      num_bytes_to_forward: of each stage, what is brought before its forward; the weights only if its phase
+        does not have them yet.
+      num_bytes_to_backward: likewise its backward.
+      num_bytes_to_update: likewise what is brought for its update.
+      num_bytes_from_forward: of each stage, what its forward leaves to host memory.
+      num_bytes_from_backward: likewise its backward.
+      num_bytes_from_update: likewise its update.
+    """
+
+    phases: ExecutionPhases
+    link: LinkSpeed = field(default_factory=LinkSpeed)
+    num_bytes_to_forward: tuple[float, ...] = ()
+    num_bytes_to_backward: tuple[float, ...] = ()
+    num_bytes_to_update: tuple[float, ...] = ()
+    num_bytes_from_forward: tuple[float, ...] = ()
+    num_bytes_from_backward: tuple[float, ...] = ()
+    num_bytes_from_update: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Checks the sizes."""
+        for name in _SIZES:
+            values = tuple(getattr(self, name))
+            object.__setattr__(self, name, values)
+            for value in values:
+                is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+                if not (is_number and value >= 0 and math.isfinite(value)):
+                    raise ValueError(
+                        f"HostMemory: {name} must be finite numbers of at least 0; got {value!r}."
+                    )
+
+    def check(self, num_stages: int, num_levels: int, schedule: object) -> None:
+        """Checks it against the rest of a scenario.
+
+        Raises:
+          ValueError: they do not go together.
+        """
+        for name in _SIZES:
+            if len(getattr(self, name)) not in (0, num_stages):
+                raise ValueError(
+                    f"HostMemory: {name} must have a number for each of the {num_stages} stages, or none; "
+                    f"got {len(getattr(self, name))}."
+                )
+        # A timetable or function of one's own may be anything, as long as phases come in their order.
+        self.phases.check(num_levels, schedule if isinstance(schedule, str) else "sequential", 1)
+
+    def check_devices(self, cores: float | None, num_replicas: int) -> None:
+        """Checks it against the IPUs of a scenario: of one replica, and with cores of their own.
+
+        Raises:
+          ValueError: they are others.
+        """
+        if cores is not None or num_replicas > 1:
+            raise ValueError(
+                "Scenario: host_memory goes with one replica, and with IPUs that share no cores; got "
+                f"{num_replicas} replicas and cores={cores!r}. Leave it out, or the others."
+            )
+
+    def time_to(self, kind: int, stage: int) -> float:
+        """How long it takes to bring what a program needs; kinds are forward, backward and update."""
+        return self._time(_SIZES[kind], stage)
+
+    def time_from(self, kind: int, stage: int) -> float:
+        """How long it takes to take away what a program leaves."""
+        return self._time(_SIZES[len(_KINDS) + kind], stage)
+
+    def time_of(self, kind: int, stage: int) -> float:
+        """How long both take, one after the other."""
+        return self.time_to(kind, stage) + self.time_from(kind, stage)
+
+    def time_beside(self, moving: float, computing: float) -> float:
+        """How much longer it takes to move something and compute than to compute alone.
+
+        With phases that are brought while the one before runs both go on at the same time.
+        """
+        return moving if self.phases.num_ahead == 0 else max(0.0, moving - computing)
+
+    def _time(self, name: str, stage: int) -> float:
+        values = getattr(self, name)
+        return self.link.time(values[stage]) if values else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """What JSON can hold, for `from_dict`; an infinite bandwidth is None."""
+        bandwidth = self.link.bandwidth
+        return {
+            "phases": {**dataclasses.asdict(self.phases), "of_levels": list(self.phases.of_levels)},
+            "link": {
+                "latency": self.link.latency,
+                "bandwidth": bandwidth if math.isfinite(bandwidth) else None,
+            },
+            **{name: list(getattr(self, name)) for name in _SIZES},
+        }
+
+    @classmethod
+    def from_dict(cls, entries: Mapping[str, Any]) -> HostMemory:
+        """From what `as_dict` returned; what is missing has its default."""
+        entries = dict(entries)
+        link = dict(entries.pop("link", {}))
+        if link.get("bandwidth") is None:
+            link["bandwidth"] = math.inf
+        return cls(phases=ExecutionPhases(**entries.pop("phases")), link=LinkSpeed(**link), **entries)
