@@ -110,7 +110,8 @@ class PoplarExecutor(Exported, Anchored, Grouped, Refused, Measured):
             times = self._times = CallTimes()
             micro_batches, number = split(arguments, batching_of(self.options))
             times.begin(begin / 1e9, number)
-            if self._wrapped.trains:
+            if self._training is not None:
+                self._training.tell_of_frozen()
                 # For torch's schedulers of rates, which warn of an optimizer that has not been used.
                 vars(self._optimizer)["_opt_called"] = True
                 # Before the run, since an interrupt may come at any time
@@ -287,12 +288,17 @@ class PoplarExecutor(Exported, Anchored, Grouped, Refused, Measured):
     def copyWeightsToDevice(self) -> None:
         """Copies parameters and buffers of the user's model to the devices.
 
+        Those of a model that trains go to the inference models of the same user's model, too, at their next
+        calls.
+
         Raises:
           Error: the model has not been compiled, or is detached.
         """
         with self._host.lock:
             self._host.refresh()
             self._attached().read_from_host()
+            if self._wrapped.trains:
+                self._host.version += 1
             self._seen_version = self._host.version
 
     @translating

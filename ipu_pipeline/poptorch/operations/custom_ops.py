@@ -58,8 +58,8 @@ def custom_op(
     for what, tensors in (("inputs", inputs), ("example_outputs", examples)):
         if not tensors or not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
             raise ValueError(f"custom_op: {what} must be a list of tensors, at least one.")
-    find_custom_op(domain, name, domain_version)
     attributes = _check_attributes({} if attributes is None else attributes)
+    find_custom_op(domain, name, domain_version)
     results = [(str(t.dtype).removeprefix("torch."), list(t.shape)) for t in examples]
     key = json.dumps([domain, name, domain_version])
     made: list[torch.Tensor] = _OPERATIONS.custom_op(
