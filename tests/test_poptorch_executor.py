@@ -247,6 +247,9 @@ def test_explicit_copies(trained):
     executor.load_state_dict({name: tensor * 2 for name, tensor in model.state_dict().items()})
     executor(*make_batch())
     assert executor.copyWeightsToHostIfNeeded() is True
+    executor.detachFromDevice()
+    executor.load_state_dict(plain.state_dict())
+    assert_close([inference(x)], [plain(x)])
 
 
 def test_the_host_trains_in_between(trained):

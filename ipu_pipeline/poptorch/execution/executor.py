@@ -318,7 +318,7 @@ class PoplarExecutor(Exported, Anchored, Grouped, Refused, Measured):
 
     @translating
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
-        """Loads weights into the user's model, and if it is compiled, copies them to the devices.
+        """Loads weights into the user's model, and copies them as `copyWeightsToDevice` does.
 
         Args:
           state_dict: as for `torch.nn.Module.load_state_dict`.
@@ -326,8 +326,10 @@ class PoplarExecutor(Exported, Anchored, Grouped, Refused, Measured):
         """
         with self._host.lock:
             loaded = self._wrapped.model.load_state_dict(state_dict, strict)
-            if self._compiled is not None and self._compiled.state is not None:
+            if self.isAttachedToDevice():
                 self.copyWeightsToDevice()
+            elif self._wrapped.trains:  # which gets them when it is compiled or attached
+                self._host.version += 1
             return loaded
 
     def _write_to_host(self) -> None:
