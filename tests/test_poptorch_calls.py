@@ -471,6 +471,9 @@ def test_custom_operations_that_return_something_else():
         poptorch.Error, match=r"'Short' .* returned arrays of shapes \[\(1,\)\]; its example"
     ):
         infer(lambda x: poptorch.custom_op([x], "Short", "a", 1, [x])[0], x)
+    poptorch.register_custom_op("a", "Nothing", 1, lambda x: None)
+    with pytest.raises(poptorch.Error, match=r"'Nothing' .* must return .*; it returned \['NoneType'\]"):
+        infer(lambda x: poptorch.custom_op([x], "Nothing", "a", 1, [x])[0], x)
     poptorch.register_custom_op(
         "a", "Bad", 1, jnp.sin, vjp=lambda inputs, results, gradients: gradients * 2
     )

@@ -138,7 +138,14 @@ class CustomCall:
         kinds = zip(self.results, self.dtypes, strict=True)
         shapes = [jax.ShapeDtypeStruct(shape, jax_dtype(dtype)) for shape, dtype in kinds]
         made = self.operation.compute(inputs, shapes, self.attributes)
-        arrays = [jnp.asarray(v) for v in (made if isinstance(made, (list, tuple)) else [made])]
+        values = list(made) if isinstance(made, (list, tuple)) else [made]
+        try:
+            arrays = [jnp.asarray(value) for value in values]
+        except (TypeError, ValueError) as error:
+            raise Error(
+                f"Custom operation {self.operation.label} must return a JAX array for each of its "
+                f"example_outputs; it returned {[type(value).__name__ for value in values]}."
+            ) from error
         if [array.shape for array in arrays] != list(self.results):
             raise Error(
                 f"Custom operation {self.operation.label} returned arrays of shapes "
