@@ -157,6 +157,8 @@ def test_modules_begin_blocks():
 
 
 def test_wrong_blocks():
+    with pytest.raises(poptorch.Error, match="module is not an instance of torch.nn.Module. It is a int"):
+        poptorch.removeBlocks(3)
     with pytest.raises(poptorch.Error, match="module is not an instance of torch.nn.Module or function"):
         poptorch.BeginBlock("layer")
     with pytest.raises(TypeError, match="Block: user_id must be a string or None; got 0"):

@@ -234,15 +234,22 @@ def test_explicit_copies(trained):
     model, executor, plain = trained
     assert executor.copyWeightsToHostIfNeeded() is True
     assert executor.copyWeightsToHostIfNeeded() is False
+    x, _target = make_batch()
+    inference = poptorch.inferenceModel(model, make_options(2))
+    inference(x)
     with torch.no_grad():
         for parameter in [*model.parameters(), *plain.parameters()]:
             parameter.mul_(0.5)
     executor.copyWeightsToDevice()
+    assert_close([inference(x)], [plain(x)])  # what trains gives its weights to those that do not
     executor.copyWeightsToHost()
     assert_same_state(model, plain)
     executor.load_state_dict({name: tensor * 2 for name, tensor in model.state_dict().items()})
     executor(*make_batch())
     assert executor.copyWeightsToHostIfNeeded() is True
+    executor.detachFromDevice()
+    executor.load_state_dict(plain.state_dict())
+    assert_close([inference(x)], [plain(x)])
 
 
 def test_the_host_trains_in_between(trained):
@@ -761,9 +768,21 @@ def test_called_again_after_destroy(trained):
     assert not other.isCompiled()
 
 
+def test_wrapped_models_are_not_copied(trained):
+    """A copy would share what is on the devices, and lose it to the first one's next update."""
+    _model, executor, _plain = trained
+    for copies in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="That works with the user's model, which is its attribute"):
+            copies(executor)
+
+
 def test_more_that_is_told(trained, caplog, monkeypatch):
     monkeypatch.setattr(logs, "_said", set())
     model, executor, _plain = trained
+    model.first.weight.requires_grad_(False)
+    executor(*make_batch())
+    assert "requires_grad of first.weight has changed since the model was compiled" in caplog.text
+    model.first.weight.requires_grad_(True)
     assert executor.eval() is model
     assert "On the devices its modules keep the modes" in caplog.text
     with pytest.raises(TypeError, match="Unsupported optimizer type"):

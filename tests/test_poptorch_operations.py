@@ -618,6 +618,17 @@ def test_control_flow_trains_as_torch(function):
     train_as_torch(function)
 
 
+def test_transposed_results():
+    """Their strides differ from time to time, and between branches."""
+
+    def run(x):
+        (y,) = poptorch.for_loop(3, lambda y: [(y + 1).t()], [x])
+        return poptorch.cond(x.sum() > 0, lambda y: [y.t()], [y], lambda y: [y + 1], [y])[0]
+
+    x = draw(3, 3)
+    assert_close([infer(run, x), infer(run, -x)], [run(x), run(-x)])
+
+
 @pytest.mark.thorough
 def test_both_branches_and_loops_within_each_other():
     def run(x, flag):
@@ -661,6 +672,15 @@ def test_what_a_body_asks_for_and_what_it_may_not_have():
             infer(lambda x, body=body: poptorch.for_loop(2, body, [x])[0], x)
 
 
+def returns_nothing(x):
+    del x
+
+
+def test_branches_of_different_shapes():
+    with pytest.raises(ValueError, match="then_body and else_body must return tensors of the same shapes"):
+        infer(lambda x: poptorch.cond(x.sum() > 0, lambda x: x[:1], [x], lambda x: x, [x])[0], draw(3))
+
+
 def raises_key_error(x):
     return [{"other": x}["mine"]]
 
@@ -695,6 +715,9 @@ def returns_another_shape(x):
             "",
             "the body must return tensors of the shapes and dtypes that it takes",
             marks=pytest.mark.thorough,
+        ),
+        pytest.param(
+            returns_nothing, "", "must return tensors in a list or a tuple", marks=pytest.mark.thorough
         ),
     ],
 )
@@ -757,6 +780,9 @@ def test_constants_in_a_body_are_told():
             r"\(Object contained in list at index 1 is not torch.tensor\)",
         ),
         (lambda: poptorch.for_loop(-1, torch.neg, [X]), "count is how often the body runs. .* got -1"),
+        (lambda: poptorch.for_loop(2, list, []), "at least one tensor in inputs; the list is empty"),
+        (lambda: poptorch.for_loop(2, lambda x: None, [X]), "it returned a NoneType"),
+        (lambda: poptorch.cond(torch.tensor(True), lambda: 3, [], lambda: 3, []), "it returned a int"),
         (lambda: poptorch.for_loop(2, lambda x: x[0], [X]), "of the shapes and dtypes that it takes"),
         (
             lambda: poptorch.cond(torch.tensor(True), torch.neg, X, torch.neg, [X]),

@@ -196,9 +196,9 @@ class Rows(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.randn(*rows, 4, 2))
 
     def forward(self, x, target, weight=None):
-        with poptorch.Block(ipu_id=0):
+        with poptorch.Block("first", ipu_id=0):
             x = torch.tanh(self.first(x))
-        with poptorch.Block(ipu_id=1):
+        with poptorch.Block("rows", ipu_id=1):
             x = x @ (self.weight if weight is None else weight)
             return x, poptorch.identity_loss((x - target[:, :2]) ** 2, "mean")
 
@@ -241,13 +241,21 @@ def test_parameters_of_groups(name):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("schedule", ["grouped", "interleaved", "sequential"])
+@pytest.mark.parametrize("schedule", ["grouped", "interleaved", "sequential", "serial", "parallel"])
 def test_parameters_of_groups_with_gradient_accumulation(schedule):
+    """In pipelines, and in phases."""
     kind, size, groups, rows = GROUPS["Orthogonal"]
     model = seeded(lambda: Rows(rows))
     plain = copy.deepcopy(model)
     optimizer = make_adam(plain.parameters())
-    options = with_replicas(4, 2, 4).setPipelineSchedule(schedule)
+    options = with_replicas(4, 2, 4)
+    if schedule == "serial":
+        strategy = poptorch.SerialPhasedExecution("first", "rows")
+        options.setExecutionStrategy(strategy.setTensorsLiveness(poptorch.Liveness.OffChipAfterFwd))
+    elif schedule == "parallel":
+        options.setExecutionStrategy(poptorch.ParallelPhasedExecution("first", "rows"))
+    else:
+        options.setPipelineSchedule(schedule)
     location = poptorch.TensorLocationSettings().useReplicatedTensorSharding(True)
     options.TensorLocations.setWeightLocation(location)
     executor = poptorch.trainingModel(model, options, make_adam(model.parameters()))

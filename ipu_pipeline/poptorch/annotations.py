@@ -155,7 +155,13 @@ def BlockFunction(
 
 
 def removeBlocks(module: torch.nn.Module) -> None:
-    """Takes the blocks of `BeginBlock` from a module and all modules in it."""
+    """Takes the blocks of `BeginBlock` from a module and all modules in it.
+
+    Raises:
+      Error: it is no module.
+    """
+    if not isinstance(module, torch.nn.Module):
+        raise Error(f"module is not an instance of torch.nn.Module. It is a {type(module).__name__}.")
     for inner in module.modules():
         _hook, handle = vars(inner).pop(_HOOK, (None, None))
         if handle is not None:

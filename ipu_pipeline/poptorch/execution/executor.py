@@ -110,7 +110,8 @@ class PoplarExecutor(Exported, Anchored, Grouped, Refused, Measured):
             times = self._times = CallTimes()
             micro_batches, number = split(arguments, batching_of(self.options))
             times.begin(begin / 1e9, number)
-            if self._wrapped.trains:
+            if self._training is not None:
+                self._training.tell_of_frozen()
                 # For torch's schedulers of rates, which warn of an optimizer that has not been used.
                 vars(self._optimizer)["_opt_called"] = True
                 # Before the run, since an interrupt may come at any time
@@ -287,12 +288,17 @@ class PoplarExecutor(Exported, Anchored, Grouped, Refused, Measured):
     def copyWeightsToDevice(self) -> None:
         """Copies parameters and buffers of the user's model to the devices.
 
+        Those of a model that trains go to the inference models of the same user's model, too, at their next
+        calls.
+
         Raises:
           Error: the model has not been compiled, or is detached.
         """
         with self._host.lock:
             self._host.refresh()
             self._attached().read_from_host()
+            if self._wrapped.trains:
+                self._host.version += 1
             self._seen_version = self._host.version
 
     @translating
@@ -312,7 +318,7 @@ class PoplarExecutor(Exported, Anchored, Grouped, Refused, Measured):
 
     @translating
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
-        """Loads weights into the user's model, and if it is compiled, copies them to the devices.
+        """Loads weights into the user's model, and copies them as `copyWeightsToDevice` does.
 
         Args:
           state_dict: as for `torch.nn.Module.load_state_dict`.
@@ -320,8 +326,10 @@ class PoplarExecutor(Exported, Anchored, Grouped, Refused, Measured):
         """
         with self._host.lock:
             loaded = self._wrapped.model.load_state_dict(state_dict, strict)
-            if self._compiled is not None and self._compiled.state is not None:
+            if self.isAttachedToDevice():
                 self.copyWeightsToDevice()
+            elif self._wrapped.trains:  # which gets them when it is compiled or attached
+                self._host.version += 1
             return loaded
 
     def _write_to_host(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+from typing import Any, NoReturn
 
 import torch
 
@@ -34,3 +35,15 @@ class Refused(abc.ABC):
     def eval(self) -> torch.nn.Module:
         """See `train`."""
         return self.train(False)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuses `copy`, `pickle` and `torch.save`: what is compiled, and on devices, cannot be copied.
+
+        Raises:
+          TypeError: always.
+        """
+        raise TypeError(
+            "A wrapped model cannot be copied, pickled or given to torch.save. That works with the user's "
+            "model, which is its attribute `model`, and with its state_dict(); its method "
+            "save(filename) writes what poptorch.load(filename) wraps again."
+        )

@@ -71,6 +71,7 @@ class ModelOptimizer:
         self.spec = describe(optimizer, self._is_automatic)
         self._tensors = {name: tensors[name] for name in sorted(trainable)}
         self._counts = dict.fromkeys(self._tensors, 0.0)  # updates before this model's
+        self._required = [(name, p, p.requires_grad) for name, p in model.named_parameters()]
         self.group_of = assign_groups(optimizer, self._tensors)
         parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
         if strangers := len(parameters - {id(tensor) for tensor in model.parameters()}):
@@ -107,6 +108,16 @@ class ModelOptimizer:
             "reduction": self.reduction,
             "accumulator_dtype": self.spec.accumulator_dtype,
         }
+
+    def tell_of_frozen(self) -> None:
+        """Warns of parameters that were frozen, or are no longer, since the model was compiled."""
+        with on_host():
+            changed = [name for name, tensor, was in self._required if tensor.requires_grad is not was]
+        if changed:
+            warn_once(
+                f"requires_grad of {', '.join(changed)} has changed since the model was compiled, which "
+                "has no effect on what is trained. Call destroy() on the model and wrap it again."
+            )
 
     def change(self, optimizer: torch.optim.Optimizer) -> None:
         """Takes the values of another optimizer.

@@ -155,7 +155,7 @@ class HostWeights:
     Models that share a tensor, as one within another does, share this.
 
     Attributes:
-      version: counts how often they were read back from a device.
+      version: counts how often they were read back from a device, or given to one by a model that trains.
       lock: held while weights are copied, or the newer ones are replaced.
     """
 

@@ -10,6 +10,7 @@
   are in torch.
 - `torch.autocast` for any kind of device is for the devices that there are.
 - Random numbers come from the options' seed: a seed or a generator within forward would be without effect.
+- Packed sequences have shapes that depend on values: see `packed_sequences`.
 - Encoder and decoder layers compare the mask with a causal one, as a hint for faster code; here the mask
   is used as it is, which computes the same.
 """
@@ -29,6 +30,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ipu_pipeline.poptorch import markers
 from ipu_pipeline.poptorch.logs import warn_once
+from ipu_pipeline.poptorch.lowering import packed_sequences
 
 __all__ = ["exportable"]
 
@@ -165,16 +167,21 @@ def _in_dtype_of_input(function: Callable[..., torch.Tensor]) -> Callable[..., t
     return call
 
 
-def _recurrent_in_dtype_of_input(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same of a recurrent layer, whose weights are a list among its arguments."""
+def _recurrent_in_dtype_of_input(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same of a recurrent layer, whose weights are a list among its arguments, and its input packed."""
 
     @functools.wraps(function)
-    def call(input: torch.Tensor, *args: Any) -> Any:
+    def call(input: Any, *args: Any) -> Any:
+        lengths = None
+        if isinstance(input, packed_sequences.Steps):
+            input, lengths, args = input.tensor, args[0].tensor, args[1:]
         weights = [t for value in args if isinstance(value, (list, tuple)) for t in value]
         dtypes = {input.dtype, *(t.dtype for t in weights)}
         narrow = next((dtype for dtype in _NARROW if dtypes == {torch.float32, dtype}), None)
         if narrow is not None:
             input, args = tree_map_only(torch.Tensor, _narrowing(narrow), (input, args))
+        if lengths is not None:
+            return packed_sequences.call_recurrent(name, input, lengths, *args)
         return function(input, *args)
 
     return call
@@ -209,7 +216,9 @@ def _narrowing(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda tensor: tensor.to(dtype) if tensor.dtype is torch.float32 else tensor
 
 
-def _check_input(self: Any, input: torch.Tensor, batch_sizes: torch.Tensor | None) -> None:
+def _check_input(self: Any, input: Any, batch_sizes: Any) -> None:
+    if isinstance(input, packed_sequences.Steps):
+        input, batch_sizes = input.tensor, None
     weight = self._flat_weights[0]
     is_cast = {input.dtype, weight.dtype} in ({torch.float32, narrow} for narrow in _NARROW)
     _check_recurrent(self, input.to(weight.dtype) if is_cast else input, batch_sizes)
@@ -301,8 +310,11 @@ def exportable() -> Iterator[None]:
             cast = _in_dtype_of_input(getattr(functional, name))
             stack.enter_context(patch(functional, name, cast))
         for name in ("gru", "lstm", "rnn_relu", "rnn_tanh"):
-            cast = _recurrent_in_dtype_of_input(getattr(recurrent, name))
+            cast = _recurrent_in_dtype_of_input(name, getattr(recurrent, name))
             stack.enter_context(patch(recurrent, name, cast))
+        stack.enter_context(_replaced(recurrent, "_pack_padded_sequence", packed_sequences.pack))
+        pad = packed_sequences.padder(getattr(recurrent, "_pad_packed_sequence"))  # noqa: B009
+        stack.enter_context(_replaced(recurrent, "_pad_packed_sequence", pad))
         for name, place in _NORMALIZATIONS.items():
             cast = _in_dtype_of_weight(getattr(functional, name), place)
             stack.enter_context(patch(functional, name, cast))

@@ -30,17 +30,20 @@ def for_loop(count: int, body: Callable[..., Any], inputs: list[torch.Tensor]) -
       What the last time returned; for a count of 0 copies of `inputs`.
 
     Raises:
-      ValueError: `inputs` is no list of tensors, `count` no number, or the body returns something else.
+      ValueError: `inputs` is no list of tensors, or empty, `count` no number, or the body returns something
+        else.
 
     Example:
       (x,) = poptorch.for_loop(10, lambda x: [torch.tanh(self.layer(x))], [x])
     """
     _check_tensors(inputs, "poptorch.for_loop expects input tensors (inputs) to be a list of tensors.")
+    if not inputs:
+        raise ValueError("poptorch.for_loop expects at least one tensor in inputs; the list is empty.")
     check_int(count, "poptorch.for_loop: count is how often the body runs.", 0)
     if not markers.is_traced():
         carried = [tensor.clone() for tensor in inputs]
         for _time in range(count):
-            carried = _check_body(_as_list(body(*carried)), carried)
+            carried = _check_body(_as_list(body(*carried), "for_loop"), carried)
         return carried
 
     def step(
@@ -48,12 +51,12 @@ def for_loop(count: int, body: Callable[..., Any], inputs: list[torch.Tensor]) -
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         del row
         # torch allows no result that is an input, nor two that are one.
-        made = _as_list(body(*[tensor.clone() for tensor in carried]))
-        return [tensor.clone() for tensor in _check_body(made, carried)], []
+        made = _as_list(body(*_copied(carried)), "for_loop")
+        return _copied(_check_body(made, carried)), []
 
     rows = torch.zeros(count, dtype=torch.bool)  # a scan needs something to go over
-    last, _rows = scan(step, [tensor.clone() for tensor in inputs], rows) if count else (inputs, None)
-    return [tensor.clone() for tensor in last]
+    last, _rows = scan(step, _copied(inputs), rows) if count else (inputs, None)
+    return _copied(last)
 
 
 def cond(
@@ -77,7 +80,8 @@ def cond(
       What the function returned.
 
     Raises:
-      ValueError: the inputs are no lists of tensors, or the condition is no boolean scalar.
+      ValueError: the inputs are no lists of tensors, the condition is no boolean scalar, or a body returns
+        something else; on the devices also if the results of the two differ in their shapes.
     """
     for name, inputs in (("then_inps", then_inps), ("else_inps", else_inps)):
         _check_tensors(inputs, f"poptorch.cond expects {name} to be a list of tensors.")
@@ -85,14 +89,21 @@ def cond(
         raise ValueError("poptorch.cond expects the condition to be a tensor of one boolean.")
     if not markers.is_traced():
         body, inputs = (then_body, then_inps) if bool(condition) else (else_body, else_inps)
-        return _as_list(body(*[tensor.clone() for tensor in inputs]))
+        return _as_list(body(*[tensor.clone() for tensor in inputs]), "cond")
     number = len(then_inps)
     made = torch.cond(
         condition.reshape(()),
-        lambda *operands: _copied(then_body(*operands[:number])),
-        lambda *operands: _copied(else_body(*operands[number:])),
-        tuple(tensor.clone() for tensor in [*then_inps, *else_inps]),
+        lambda *operands: tuple(_copied(_as_list(then_body(*operands[:number]), "cond"))),
+        lambda *operands: tuple(_copied(_as_list(else_body(*operands[number:]), "cond"))),
+        tuple(_copied([*then_inps, *else_inps])),
     )
+    # Where the bodies' shapes differ, torch takes them for ones that depend on values.
+    is_inner = torch.compiler.is_dynamo_compiling()  # whose shapes need not be numbers
+    if not is_inner and any(isinstance(size, torch.SymInt) for tensor in made for size in tensor.shape):
+        raise ValueError(
+            "poptorch.cond: then_body and else_body must return tensors of the same shapes, since the "
+            "model is compiled once for both."
+        )
     return list(made)
 
 
@@ -104,12 +115,21 @@ def _check_tensors(values: Any, message: str) -> None:
             raise ValueError(f"{message} (Object contained in list at index {index} is not torch.tensor)")
 
 
-def _as_list(result: Any) -> list[torch.Tensor]:
-    return list(result) if isinstance(result, (list, tuple)) else [result]
+def _as_list(result: Any, name: str) -> list[torch.Tensor]:
+    """What a body returned."""
+    made = list(result) if isinstance(result, (list, tuple)) else [result]
+    for value in made:
+        if not isinstance(value, torch.Tensor):
+            raise ValueError(
+                f"poptorch.{name}: a body must return tensors in a list or a tuple, or a single one; it "
+                f"returned a {type(value).__name__}."
+            )
+    return made
 
 
-def _copied(result: Any) -> tuple[torch.Tensor, ...]:
-    return tuple(tensor.clone() for tensor in _as_list(result))
+def _copied(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies with their elements in order, as torch wants them from every time and both branches."""
+    return [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
 
 
 def _check_body(made: list[torch.Tensor], carried: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -58,8 +58,8 @@ def custom_op(
     for what, tensors in (("inputs", inputs), ("example_outputs", examples)):
         if not tensors or not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
             raise ValueError(f"custom_op: {what} must be a list of tensors, at least one.")
-    find_custom_op(domain, name, domain_version)
     attributes = _check_attributes({} if attributes is None else attributes)
+    find_custom_op(domain, name, domain_version)
     results = [(str(t.dtype).removeprefix("torch."), list(t.shape)) for t in examples]
     key = json.dumps([domain, name, domain_version])
     made: list[torch.Tensor] = _OPERATIONS.custom_op(
@@ -138,7 +138,14 @@ class CustomCall:
         kinds = zip(self.results, self.dtypes, strict=True)
         shapes = [jax.ShapeDtypeStruct(shape, jax_dtype(dtype)) for shape, dtype in kinds]
         made = self.operation.compute(inputs, shapes, self.attributes)
-        arrays = [jnp.asarray(v) for v in (made if isinstance(made, (list, tuple)) else [made])]
+        values = list(made) if isinstance(made, (list, tuple)) else [made]
+        try:
+            arrays = [jnp.asarray(value) for value in values]
+        except (TypeError, ValueError) as error:
+            raise Error(
+                f"Custom operation {self.operation.label} must return a JAX array for each of its "
+                f"example_outputs; it returned {[type(value).__name__ for value in values]}."
+            ) from error
         if [array.shape for array in arrays] != list(self.results):
             raise Error(
                 f"Custom operation {self.operation.label} returned arrays of shapes "

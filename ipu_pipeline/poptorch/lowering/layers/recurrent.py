@@ -65,18 +65,31 @@ def _prepare(
 
 
 def _run_direction(
-    cell: Cell, x: Array, carry: Carry, params: Sequence[Array], has_biases: bool, reverse: bool
+    cell: Cell,
+    x: Array,
+    carry: Carry,
+    params: Sequence[Array],
+    has_biases: bool,
+    reverse: bool,
+    is_there: Array | None,
 ) -> tuple[Array, Carry]:
-    """The hidden states of all times, and the last carry."""
+    """The hidden states of all times, and the last carry.
+
+    `is_there` (time, batch, 1) says which steps the sequences have; others leave the carry, and give 0.
+    """
     weights, input_weights, bias = _prepare(params, has_biases, cell is _gru_cell)
     gates = x @ input_weights.T
     gates = gates if bias is None else gates + bias
 
-    def step(carry: Carry, gates: Array) -> tuple[Carry, Array]:
-        carry = cell(gates, carry, weights)
-        return carry, carry[0]
+    def step(carry: Carry, at_time: tuple[Array, Array | None]) -> tuple[Carry, Array]:
+        gates, is_there = at_time
+        new = cell(gates, carry, weights)
+        if is_there is None:
+            return new, new[0]
+        new = tuple(jnp.where(is_there, *parts) for parts in zip(new, carry, strict=True))
+        return new, jnp.where(is_there, new[0], 0)
 
-    last, hidden = jax.lax.scan(step, carry, gates, reverse=reverse)
+    last, hidden = jax.lax.scan(step, carry, (gates, is_there), reverse=reverse)
     return hidden, last
 
 
@@ -90,6 +103,7 @@ def _run(
     dropout: float,
     train: bool,
     bidirectional: bool,
+    is_there: Array | None = None,
 ) -> tuple[Array, Carry]:
     """All layers: `initial` and the last carry have one row for each layer and direction."""
     num_directions = 2 if bidirectional else 1
@@ -106,6 +120,7 @@ def _run(
                 params[number * per_run : (number + 1) * per_run],
                 has_biases,
                 direction == 1,
+                is_there,
             )
             outputs.append(hidden)
             lasts.append(last)
@@ -134,7 +149,33 @@ def _lower(name: str, cell: Cell) -> None:
         return (made.swapaxes(0, 1) if batch_first else made), *last
 
 
-_lower("lstm.input", _lstm_cell)
-_lower("gru.input", _gru_cell)
-_lower("rnn_tanh.input", _rnn_cell(jnp.tanh))
-_lower("rnn_relu.input", _rnn_cell(jax.nn.relu))
+_CELLS = {
+    "lstm": _lstm_cell,
+    "gru": _gru_cell,
+    "rnn_tanh": _rnn_cell(jnp.tanh),
+    "rnn_relu": _rnn_cell(jax.nn.relu),
+}
+for _name, _cell in _CELLS.items():
+    _lower(f"{_name}.input", _cell)
+
+
+@lowers("ipu_poptorch::recurrent")
+def _recurrent(
+    x: Array,
+    lengths: Array,
+    hx: Sequence[Array],
+    params: Sequence[Array],
+    name: str,
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+) -> tuple[Array, ...]:
+    is_there = (jnp.arange(len(x))[:, None] < lengths)[..., None]
+    x = jnp.where(is_there, x, 0)  # the padding may be anything, even NaN
+    cell = _CELLS[name]
+    made, last = _run(
+        cell, x, tuple(hx), params, has_biases, num_layers, dropout, train, bidirectional, is_there
+    )
+    return made, *last
