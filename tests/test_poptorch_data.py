@@ -870,6 +870,14 @@ def test_structures_taken_apart_and_put_together():
     assert not made[3][1]["a"].any()
 
 
+def test_a_generator_goes_on_where_it_was():
+    """torch ignores the offset of a state within its storage: what lay before it was read, or nothing."""
+    generator = torch.Generator().manual_seed(5)
+    torch.rand(3, generator=generator)
+    ((_rows, made), _memory) = through_memory([torch.ones(100), generator], whole_storages=True)
+    assert torch.equal(torch.rand(3, generator=made), torch.rand(3, generator=generator))
+
+
 def test_tensors_that_share_memory():
     whole = torch.arange(1000.0)
     views = [whole[n:] for n in range(1000)]

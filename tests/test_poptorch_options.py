@@ -384,9 +384,20 @@ def test_replica_groups():
 
 @pytest.mark.parametrize(
     ("variables", "expected"),
-    [({}, (0, 1)), ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": " 3"}, (3, 4))],
+    [
+        ({}, (0, 1)),
+        ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": " 3"}, (3, 4)),
+        (
+            {
+                "IPU_PIPELINE_NUM_PROCESSES": "5",
+                "IPU_PIPELINE_PROCESS_ID": "2",
+                "OMPI_COMM_WORLD_SIZE": "4",
+            },
+            (2, 5),
+        ),
+    ],
 )
-def test_processes_by_open_mpi(monkeypatch, variables, expected):
+def test_processes_by_the_launcher(monkeypatch, variables, expected):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     processes = Options().Distributed

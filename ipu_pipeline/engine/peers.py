@@ -33,6 +33,7 @@ __all__ = [
     "occupied",
     "one_thread",
     "set_current",
+    "waiting",
 ]
 
 _PREFIX = "ipu_pipeline/told"
@@ -273,6 +274,24 @@ def occupied(what: str) -> Iterator[None]:
         yield
     finally:
         del peers.occupied[thread]
+
+
+@contextlib.contextmanager
+def waiting(where: str) -> Iterator[None]:
+    """Tells whoever watches the processes that this thread waits for others; nothing in a process alone.
+
+    Args:
+      where: what it waits for.
+    """
+    peers = _current
+    if peers is None:
+        yield
+        return
+    peers.waits_at = where
+    try:
+        yield
+    finally:
+        peers.waits_at = None
 
 
 @contextlib.contextmanager

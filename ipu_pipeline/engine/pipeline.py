@@ -514,6 +514,8 @@ class Pipeline:
                 self._make_residence(rows), columns, self.options.donate, self._compiler_options
             )
             replicated.joins_assigned = self.options.joins_assigned
+            if not self.options.gathers_outputs:
+                replicated.keep_outputs()
             replicated.has_identical_keys = self._has_identical_keys
         return self._executor
 

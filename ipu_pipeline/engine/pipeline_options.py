@@ -95,6 +95,9 @@ class PipelineOptions:
       joins_assigned: False leaves each replica its own values of variables that stages assign, from update
         to update. Whoever reads the state's arrays then gets the first replica's; whoever puts others there
         gives them to all.
+      gathers_outputs: with replicas in several processes, whether what all of them collect comes to the
+        process of the first one. False leaves each process that of its own replicas, with an axis of their
+        number if that is above 1; each replica must then be in one process.
       shard: any of "optimizer_state" and "weights" (see `Shard`), of which each replica then has a part, as
         far as sizes can be divided by the number of replicas.
       tensor_parallel: how many devices compute each stage together, and what they divide. IPU i of replica
@@ -125,6 +128,7 @@ class PipelineOptions:
     num_serialized: int = 1
     num_replicas: int = 1
     joins_assigned: bool = True
+    gathers_outputs: bool = True
     shard: Collection[str | Shard] = ()
     tensor_parallel: TensorParallel | None = None
     collect_outputs: bool | Callable[[Any], Sequence[bool]] = True

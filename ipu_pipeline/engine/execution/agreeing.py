@@ -7,10 +7,9 @@ there: the first of the processes that read them tells those that do not.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -82,7 +81,7 @@ def _hear(tag: Tag, first: Any, device: Any) -> None:
     """Waits for the process that reads micro-batches."""
     struct = jax.ShapeDtypeStruct((), np.int32, sharding=SingleDeviceSharding(device))
     (has_failed,) = links().receive([struct], tag, first, device)
-    with _waiting():
+    with peers.waiting("the micro-batches of a step"):
         try:
             if not int(has_failed):
                 return
@@ -92,19 +91,6 @@ def _hear(tag: Tag, first: Any, device: Any) -> None:
     is_end, text = json.loads(links().read(_key(tag)))
     error = OutOfRangeError if is_end else ProcessError
     raise error(f"In process {first.process_index}, which reads the micro-batches: {text}")
-
-
-@contextlib.contextmanager
-def _waiting() -> Iterator[None]:
-    """Tells whoever watches the processes that this one waits for another."""
-    others = peers.current()
-    if others is not None:
-        others.waits_at = "the micro-batches of a step"
-    try:
-        yield
-    finally:
-        if others is not None:
-            others.waits_at = None
 
 
 def _key(tag: Tag) -> str:

@@ -1,4 +1,4 @@
-"""What replicas in several processes give, brought to the process of the first one."""
+"""What replicas collect: joined, and of several processes brought to that of the first one."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import jax
 
 from ipu_pipeline.engine.devices.crossing import move
 from ipu_pipeline.engine.devices.residence import Residence
+from ipu_pipeline.engine.devices.rows import stack_replicas
 from ipu_pipeline.engine.execution.dispatching import Accumulated
+from ipu_pipeline.engine.state import Collected, Handed
 
-__all__ = ["gather_outputs"]
+__all__ = ["gather_outputs", "join_collected", "join_handed"]
 
 
 def gather_outputs(residence: Residence, parts: Sequence[Accumulated]) -> list[Accumulated]:
@@ -67,3 +69,25 @@ def _unflatten(part: Accumulated, tree: Any, leaves: list[Any]) -> tuple[list[An
         ],
         [dataclasses.replace(one, leaves=own) for one, own in zip(part.enqueued, enqueued, strict=True)],
     )
+
+
+def join_collected(parts: Sequence[Collected]) -> Collected:
+    """What several replicas collected at once, with an axis for them in front; of one, as it is."""
+    if len(parts) == 1:
+        return parts[0]
+    axis = 0 if parts[0].size is None else 1
+    outputs = [
+        stack_replicas(leaves, axis) for leaves in zip(*(part.outputs for part in parts), strict=True)
+    ]
+    losses = [part.loss for part in parts]
+    loss = None if losses[0] is None else stack_replicas(losses, axis)
+    return dataclasses.replace(parts[0], outputs=outputs, loss=loss)
+
+
+def join_handed(parts: Sequence[Handed]) -> Handed:
+    """What several replicas enqueued at once, likewise."""
+    if len(parts) == 1:
+        return parts[0]
+    axis = 0 if parts[0].size is None else 1
+    leaves = [stack_replicas(leaves, axis) for leaves in zip(*(part.leaves for part in parts), strict=True)]
+    return dataclasses.replace(parts[0], leaves=leaves)

@@ -24,7 +24,7 @@ from ipu_pipeline.engine.devices.compiler_options import CompilerOptions
 from ipu_pipeline.engine.devices.feeds import Take, gather
 from ipu_pipeline.engine.devices.placing import put
 from ipu_pipeline.engine.devices.residence import Residence
-from ipu_pipeline.engine.devices.rows import Row, join, split, stack_replicas
+from ipu_pipeline.engine.devices.rows import Row, join, split
 from ipu_pipeline.engine.devices.sharding import gather_replicas
 from ipu_pipeline.engine.execution import watched
 from ipu_pipeline.engine.execution.all_reduce import Parts, join_replicas, take_first
@@ -32,12 +32,12 @@ from ipu_pipeline.engine.execution.compiling import compile_ahead
 from ipu_pipeline.engine.execution.contract import Request, Runner
 from ipu_pipeline.engine.execution.dispatching import Accumulated, Dispatching, Gather, Together
 from ipu_pipeline.engine.execution.executor import Executor
-from ipu_pipeline.engine.execution.gathering import gather_outputs
+from ipu_pipeline.engine.execution.gathering import gather_outputs, join_collected, join_handed
 from ipu_pipeline.engine.execution.templates import Joint
 from ipu_pipeline.engine.execution.weight_updates import WeightUpdate
 from ipu_pipeline.engine.planning.memory import Brought
 from ipu_pipeline.engine.programs.chunks import ChunkForm
-from ipu_pipeline.engine.state import Collected, Handed, PipelineState, Progress, RunState
+from ipu_pipeline.engine.state import Handed, PipelineState, Progress, RunState
 from ipu_pipeline.engine.tracing.keys import as_int32
 from ipu_pipeline.engine.tracing.replicas import uses_replicas
 from ipu_pipeline.engine.updates.accumulators import Accumulator
@@ -112,10 +112,28 @@ class Replicated(Runner[PendingReplicas]):
         rows = [row for column in columns for row in column.residence.rows]
         self._rows = {row.devices[0]: row for row in rows}
         self.has_identical_keys, self.joins_assigned = False, True
+        self._told = list(range(len(columns)))  # the replicas whose outputs this process hands on
+        self._gathers_outputs = True
         self._key: tuple[Any, list[Any]] | None = None  # the last random key, and those of the replicas
         self._is_compiled = False
         self._lock = threading.Lock()
         self._num_dealt = self._generation = 0
+
+    def keep_outputs(self) -> None:
+        """Leaves what replicas collect and enqueue in their processes, each of which hands on its own.
+
+        Raises:
+          ValueError: a replica is in several processes.
+        """
+        for replica, column in enumerate(self.columns):
+            if processes := column.residence.rows[0].processes[1:]:
+                raise ValueError(
+                    f"gathers_outputs=False needs each replica in one process; replica {replica} is in "
+                    f"{1 + len(processes)}. Give each process the devices of whole replicas."
+                )
+        here = [n for n, column in enumerate(self.columns) if column.residence.rows[0].is_here]
+        self._told = here or self._told
+        self._gathers_outputs = False
 
     def _make_joint(self) -> None:
         """Gives the programs of stages that use replicas what all columns call together."""
@@ -231,7 +249,9 @@ class Replicated(Runner[PendingReplicas]):
         """Joins what the replicas gave, and runs the weight update."""
         if self.residence.has_peers:
             self.residence.begin_step()
-        request, parts = pending.request, gather_outputs(self.residence, pending.accumulated)
+        request, parts = pending.request, pending.accumulated
+        if self._gathers_outputs:
+            parts = gather_outputs(self.residence, parts)
         read_first, read_last = self._weight_update.read
         if self.needs_outputs and state.pipeline.optimizer_state is None:
             first = self._first_of([part.first_outputs for part in parts], read_first)
@@ -254,12 +274,13 @@ class Replicated(Runner[PendingReplicas]):
             variables = {**variables, **made.variables}
             updated += [Handed(made.enqueued, None)] * bool(made.enqueued)
         after = self.advance(state, variables, leaves, accumulators, pending.count, request.every)
+        told = [parts[replica] for replica in self._told]
         return Progress(
             after,
             [],
-            [_join_collected(some) for some in zip(*(part.collected for part in parts), strict=True)],
+            [join_collected(some) for some in zip(*(part.collected for part in told), strict=True)],
             pending.count * len(self.columns),
-            [_join_handed(some) for some in zip(*(part.enqueued for part in parts), strict=True)],
+            [join_handed(some) for some in zip(*(part.enqueued for part in told), strict=True)],
             updated,
         )
 
@@ -422,19 +443,3 @@ class Replicated(Runner[PendingReplicas]):
             for place, value in take_first(row, parts).items():
                 found[place] = value
         return found
-
-
-def _join_collected(parts: Sequence[Collected]) -> Collected:
-    axis = 0 if parts[0].size is None else 1
-    outputs = [
-        stack_replicas(leaves, axis) for leaves in zip(*(part.outputs for part in parts), strict=True)
-    ]
-    losses = [part.loss for part in parts]
-    loss = None if losses[0] is None else stack_replicas(losses, axis)
-    return dataclasses.replace(parts[0], outputs=outputs, loss=loss)
-
-
-def _join_handed(parts: Sequence[Handed]) -> Handed:
-    axis = 0 if parts[0].size is None else 1
-    leaves = [stack_replicas(leaves, axis) for leaves in zip(*(part.leaves for part in parts), strict=True)]
-    return dataclasses.replace(parts[0], leaves=leaves)

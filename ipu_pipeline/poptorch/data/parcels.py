@@ -73,6 +73,12 @@ class _Pickler(ForkingPickler):
         self._parcel.buffers.append((self._parcel.add(content), view.nbytes))
         return False
 
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is torch.Generator and obj.device.type == "cpu":
+            # torch takes its state from where a storage begins, whatever the tensor's offset.
+            return _make_generator, (bytes(obj.get_state().numpy()),)
+        return NotImplemented
+
     def persistent_id(self, obj: Any) -> _Placed | None:
         # What is special about other tensors is for torch's own ways of sending them.
         if type(obj) is not torch.Tensor or obj.layout != torch.strided or obj.device.type != "cpu":
@@ -108,6 +114,12 @@ class _Unpickler(pickle.Unpickler):
     def persistent_load(self, pid: _Placed) -> torch.Tensor:
         content = self._memory[pid.offset : pid.offset + pid.num_bytes].view(pid.dtype)
         return content.view(pid.size) if pid.stride is None else content.as_strided(pid.size, pid.stride)
+
+
+def _make_generator(state: bytes) -> torch.Generator:
+    generator = torch.Generator()
+    generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    return generator
 
 
 def take_apart(value: Any, whole_storages: bool = False) -> Parcel:

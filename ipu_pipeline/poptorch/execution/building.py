@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ipu_pipeline import config, engine
-from ipu_pipeline.engine import schedules
+from ipu_pipeline.engine import peers, schedules
 from ipu_pipeline.poptorch.dtypes import jax_dtype, to_numpy
 from ipu_pipeline.poptorch.enums import Liveness, OutputMode
 from ipu_pipeline.poptorch.errors import Error
@@ -21,6 +21,13 @@ from ipu_pipeline.poptorch.execution.devices import select_devices
 from ipu_pipeline.poptorch.execution.grouped import check_groupings, one_row_each
 from ipu_pipeline.poptorch.execution.progress import CompileProgress
 from ipu_pipeline.poptorch.execution.recalled import bind
+from ipu_pipeline.poptorch.execution.together import (
+    Processes,
+    agree,
+    check_alone,
+    compare_weights,
+    describe_options,
+)
 from ipu_pipeline.poptorch.execution.training import ModelOptimizer
 from ipu_pipeline.poptorch.execution.weights import host_weights_of, on_host
 from ipu_pipeline.poptorch.files.contents import SavedGraph
@@ -67,6 +74,7 @@ def output_mode_of(options: Options, trains: bool) -> OutputMode:
     return OutputMode.Final if trains else OutputMode.All
 
 
+@peers.one_thread("compiling a PopTorch model")
 def compile_model(
     wrapped: Wrapped,
     arguments: Arguments,
@@ -91,6 +99,9 @@ def compile_model(
       Others: what the model raises, and what `engine.Pipeline` does.
     """
     options, trains = wrapped.options, wrapped.trains
+    processes = Processes.of(options)
+    num_replicas = options.replication_factor * processes.count
+    seed = options.random_seed if options.is_set("random_seed") else torch.initial_seed()
     batching = batching_of(options)
     tensors = first_micro_batch(arguments, batching)
     if made := [name for name, p in wrapped.model.named_parameters() if p.is_inference()]:
@@ -98,6 +109,9 @@ def compile_model(
             f"Parameter {made[0]} was made within torch.inference_mode, and cannot be captured. Make the "
             "model outside of it."
         )
+    _see_that_all_agree(wrapped, arguments, seed)
+    if groupings:
+        check_alone(options, "replicaGrouping")
     group_rows = check_groupings(wrapped.model, groupings, options.replication_factor)
     if graph is not None:
         if group_rows:
@@ -108,6 +122,7 @@ def compile_model(
         captured = bind(graph, wrapped.model, trains)
     else:
         with (
+            peers.occupied("capturing a model"),
             host_weights_of(wrapped.model).unwatched(),
             one_row_each(wrapped.model, group_rows) as restored,
         ):
@@ -162,27 +177,46 @@ def compile_model(
         sum_collected=output_mode_of(options, trains) is OutputMode.Sum and not anchored,
         sum_dtype=_sum_dtype,
         offload=options.TensorLocations.find_offloaded(_is_live(options)),
-        num_replicas=options.replication_factor,
-        shard=options.TensorLocations.shard if options.replication_factor > 1 else (),
+        num_replicas=num_replicas,
+        shard=options.TensorLocations.shard if num_replicas > 1 else (),
         joins_assigned=False,
+        gathers_outputs=False,
         **pipeline_options,
     )
     micro_batch = tuple(
         to_numpy(tensor, f"Input {name}") for name, tensor in zip(arguments.names, tensors, strict=True)
     )
-    seed = options.random_seed if options.is_set("random_seed") else torch.initial_seed()
     devices = select_devices(num_ipus * options.replication_factor, options)
     key = jax.random.fold_in(jax.random.key(seed % 2**32), seed >> 32 & 2**32 - 1)
-    compiled = CompiledModel(wrapped.model, stages, captured, pipeline, devices, micro_batch, key, checks)
+    compiled = CompiledModel(
+        wrapped.model, stages, captured, pipeline, devices, micro_batch, key, checks, processes
+    )
     progress.done("trace")
     for section, ipu in zip(stages.sections, stages.ipus, strict=True):
         logger.info("IPU %d: %s, %d operations", ipu, section.name, len(section.nodes))
     return compiled, training
 
 
+def _see_that_all_agree(wrapped: Wrapped, arguments: Arguments, seed: int) -> None:
+    """Compares, of several processes, what each was given: an Error names what differs."""
+    options = wrapped.options
+    named = zip(arguments.names, arguments.tensors, strict=True)
+    given = [f"{name}: {tensor.dtype}{list(tensor.shape)}" for name, tensor in named]
+    document = {
+        "the model": type(wrapped.model).__name__,
+        "the wrapper": "trainingModel" if wrapped.trains else "inferenceModel",
+        "the arguments": ", ".join(given) or "none",
+        "the seed (Options.randomSeed, or torch.manual_seed)": str(seed),
+        **describe_options(options),
+    }
+    agree("a PopTorch model", document)
+    compare_weights(wrapped.model, Processes.of(options))
+
+
 def _check_buffers(stages: ModelStages, options: Options) -> None:
     """Raises an Error if replicas write buffers, and nobody has said that these may differ."""
-    if options.replication_factor > 1 and options.broadcast_buffers and stages.assigned:
+    num_replicas = options.replication_factor * options.Distributed.numProcesses
+    if num_replicas > 1 and options.broadcast_buffers and stages.assigned:
         names = ", ".join(sorted(name.partition("/")[2] for name in stages.assigned))
         raise Error(
             "PopTorch does not support broadcasting buffers. If your model is able to tolerate buffers "

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,9 +13,11 @@ import numpy as np
 import torch
 
 from ipu_pipeline import engine
+from ipu_pipeline.engine import peers
 from ipu_pipeline.engine.state import Collected, PipelineState
 from ipu_pipeline.poptorch.dtypes import to_torch
 from ipu_pipeline.poptorch.errors import Error
+from ipu_pipeline.poptorch.execution.together import ALONE, Processes, compare_arrays
 from ipu_pipeline.poptorch.execution.weights import on_host
 from ipu_pipeline.poptorch.graphs.capture import Captured
 from ipu_pipeline.poptorch.graphs.stages import ModelStages
@@ -52,6 +55,7 @@ class CompiledModel:
         micro_batch: tuple[Any, ...],
         key: Any,
         checks_numbers: bool = False,
+        processes: Processes = ALONE,
     ) -> None:
         """Traces the pipeline, and puts the host's weights on the devices.
 
@@ -65,6 +69,7 @@ class CompiledModel:
           key: a random key.
           checks_numbers: whether a result or a weight that is not finite is an error. The pipeline then
             does not donate its state.
+          processes: that run it, each with an equal part of the pipeline's replicas.
         """
         self.stages = stages
         self.captured = captured
@@ -72,15 +77,20 @@ class CompiledModel:
         self.pipeline = pipeline
         self._held = _find_held(model, stages.tensors.values())
         self._name, self._devices = type(model).__name__, list(devices)
-        self._checks_numbers = checks_numbers
+        self._checks_numbers, self._processes = checks_numbers, processes
+        own = set() if processes.keep_buffers else {id(buffer) for buffer in model.buffers()}
+        own |= {id(parameter) for parameter in model.parameters()}
+        self._compared = {name for name, tensor in stages.tensors.items() if id(tensor) in own}
         self.is_lost = False
         start_automatic_report()
         self._synthetic: list[Any] | None = None
+        self._elsewhere: tuple[Any, ...] | None = None
         pipeline.trace(micro_batch)
         pipeline.prepare(devices)
         with on_host(*stages.tensors.values()), interrupts.deferred():
             self.state: PipelineState | None = pipeline.init(key, micro_batch)
 
+    @peers.one_thread("a call of a PopTorch model")
     def run(
         self,
         micro_batches: Sequence[tuple[Any, ...]],
@@ -93,7 +103,8 @@ class CompiledModel:
         update that was done.
 
         Args:
-          micro_batches: the leaves of each; a multiple of those of an update.
+          micro_batches: the leaves of each, of the replicas of this process; a multiple of those of an
+            update.
           is_synthetic: whether zeros that stay on the devices take their place.
           note_placed: called when the next one is on its way to the devices; not for synthetic ones.
 
@@ -107,9 +118,9 @@ class CompiledModel:
         every = self._num_taken
         self.check_not_lost()
         assert self.state is not None
-        total = len(micro_batches) // every
+        total = len(micro_batches) * self._processes.count // every
         runner = pipeline.prepare()
-        left = iter(micro_batches)
+        left = self._deal(micro_batches)
         has_feed = bool(micro_batches[0])
         synthetic = self._make_synthetic() if is_synthetic and has_feed else None
 
@@ -121,7 +132,8 @@ class CompiledModel:
             placed = []
             for leaves in itertools.islice(left, wanted):
                 placed.append(runner.place_element(leaves))
-                note_placed()
+                if leaves is not self._elsewhere:
+                    note_placed()
             return placed
 
         state = pipeline.place(self.state)
@@ -133,7 +145,8 @@ class CompiledModel:
                 pending = pipeline.accumulate(state, take, (), num_updates, total)
                 # From here the old state may be gone before the new one is in its place.
                 with interrupts.deferred():
-                    progress = pipeline.update(state, pending)
+                    with self._waiting():
+                        progress = pipeline.update(state, pending)
                     state, made = progress.state.pipeline, progress.collected
                     if self._checks_numbers:
                         _check_numbers(state, made)
@@ -142,9 +155,35 @@ class CompiledModel:
                     self.state = state
                     told.done(num_done * every, state.update_count or state.execution_count)
                 collected += made
+        if self._processes.count > 1:  # an error of another process is one of this call
+            with self._waiting():
+                jax.block_until_ready((state.variables, state.optimizer_state))
         if self.stages.prints:
             jax.effects_barrier()  # what a call prints stands there when it returns
         return collected
+
+    def _waiting(self) -> contextlib.AbstractContextManager[None]:
+        """For where gradients of other processes are waited for, if the model trains."""
+        return (
+            contextlib.nullcontext() if self.pipeline.updates is None else peers.waiting("a weight update")
+        )
+
+    def _deal(self, micro_batches: Sequence[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
+        """The micro-batches of all replicas in turn; something in place of those of other processes."""
+        processes = self._processes
+        if processes.count == 1:
+            yield from micro_batches
+            return
+        if self._elsewhere is None:  # arrays of JAX, which nobody copies
+            element = self.pipeline.traced.element
+            self._elsewhere = tuple(jax.numpy.zeros(leaf.shape, leaf.dtype) for leaf in element)
+        number = self.pipeline.num_replicas // processes.count
+        before = processes.index * number
+        after = self.pipeline.num_replicas - number - before
+        for first in range(0, len(micro_batches), number):
+            yield from itertools.repeat(self._elsewhere, before)
+            yield from micro_batches[first : first + number]
+            yield from itertools.repeat(self._elsewhere, after)
 
     def note_loss(self) -> bool:
         """After an error of JAX: finds out whether it took the state with it. A weight update does."""
@@ -252,12 +291,10 @@ class CompiledModel:
 
     def _host_values(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         with on_host(*tensors.values()):
-            return {
-                name: jax.numpy.asarray(
-                    self.stages.read_tensor(name).copy(), self.pipeline.variables[name].dtype
-                )
-                for name in tensors
-            }
+            found = {name: self.stages.read_tensor(name).copy() for name in tensors}
+        compare_arrays("The weights", {n: value for n, value in found.items() if n in self._compared})
+        variables = self.pipeline.variables
+        return {name: jax.numpy.asarray(value, variables[name].dtype) for name, value in found.items()}
 
     def replace(self, **changes: Any) -> None:
         """Puts other values into the state.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from ipu_pipeline import config
@@ -17,10 +18,10 @@ _USUAL_NUMBER = min(16, 2 * (os.cpu_count() or 1))
 
 
 def select_devices(num_ipus: int, options: Options) -> list[Any]:
-    """The JAX devices of a model, one per IPU; it starts JAX's backend.
+    """The JAX devices of a model, one per IPU, process by process; it starts JAX's backend.
 
     Args:
-      num_ipus: how many the model's blocks say.
+      num_ipus: how many each process needs.
       options: of the model.
 
     Raises:
@@ -38,7 +39,36 @@ def select_devices(num_ipus: int, options: Options) -> list[Any]:
         )
     first = options.ipu_id if options.is_set("ipu_id") else 0
     use_model = options.is_set("use_model") and options.use_model
+    number = options.Distributed.numProcesses
     if config.is_selected() and not first and not use_model:
-        return config.devices_for(0, wanted)
-    config.have_cpu_devices(max(first + wanted, _USUAL_NUMBER))
-    return config.find_devices(first + wanted, use_model)[first : first + wanted]
+        found = config.devices_for(0, number * wanted)
+    else:
+        config.have_cpu_devices(number * max(first + wanted, _USUAL_NUMBER))
+        found = config.find_devices(number * (first + wanted), use_model)
+    if number == 1:
+        return found[first : first + wanted]
+    return _of_each_process(found, number, range(first, first + num_ipus))
+
+
+def _of_each_process(devices: Sequence[Any], number: int, places: range) -> list[Any]:
+    """Some of the devices of each process.
+
+    Args:
+      devices: of all.
+      number: of processes.
+      places: which ones, among those of a process; none that replicas do not need.
+
+    Raises:
+      ValueError: a process has fewer.
+    """
+    chosen = []
+    for process in range(number):
+        own = [device for device in devices if device.process_index == process]
+        if len(own) < places.stop:
+            raise ValueError(
+                f"Each process needs {places.stop} IPUs for its replicas of the model, but process "
+                f"{process} has {len(own)} of the {len(devices)}. Give each process as many devices, or "
+                "use fewer replicas (replicationFactor counts those of one process)."
+            )
+        chosen += own[places.start : places.stop]
+    return chosen

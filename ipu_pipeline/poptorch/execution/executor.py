@@ -28,6 +28,7 @@ from ipu_pipeline.poptorch.execution.progress import CompileProgress
 from ipu_pipeline.poptorch.execution.recalled import RestoredModel, signature_of
 from ipu_pipeline.poptorch.execution.refused import Refused
 from ipu_pipeline.poptorch.execution.timing import CallTimes
+from ipu_pipeline.poptorch.execution.together import compare_state
 from ipu_pipeline.poptorch.execution.training import ModelOptimizer, call_before_saving
 from ipu_pipeline.poptorch.execution.weights import HostWeights, host_weights_of, on_host, register
 from ipu_pipeline.poptorch.logs import logger
@@ -153,6 +154,7 @@ class PoplarExecutor(Exported, Anchored, Grouped, Refused, Measured):
             if training is not None:
                 assert self._optimizer is not None
                 saved = training.take_saved(self._optimizer)
+                compare_state(saved)
                 if saved is not None:
                     assert compiled.state is not None
                     state = training.put_saved(compiled.state.optimizer_state, saved)
@@ -189,6 +191,7 @@ class PoplarExecutor(Exported, Anchored, Grouped, Refused, Measured):
         if isinstance(self._optimizer, Optimizer):
             loaded = self._optimizer.device_state.take_loaded()
             if loaded is not None:
+                compare_state(loaded)
                 self._put_optimizer_state(loaded)
 
     # The optimizer.

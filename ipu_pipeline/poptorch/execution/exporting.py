@@ -16,6 +16,7 @@ from ipu_pipeline.poptorch.execution.building import Wrapped, batching_of
 from ipu_pipeline.poptorch.execution.compiled import CompiledModel
 from ipu_pipeline.poptorch.execution.jax_errors import translating
 from ipu_pipeline.poptorch.execution.recalled import RestoredModel, bind, make_arguments, to_graph
+from ipu_pipeline.poptorch.execution.together import check_alone
 from ipu_pipeline.poptorch.execution.weights import HostWeights, on_host
 from ipu_pipeline.poptorch.files import contents
 from ipu_pipeline.poptorch.files.archives import PathLike, find_target
@@ -94,8 +95,10 @@ class Exported(abc.ABC):
 
         Raises:
           Error: as for a call; or see `save`.
+          NotImplementedError: there are several processes (`Options.Distributed`).
         """
         _check_flag("export_model", export_model)
+        check_alone(self._wrapped.options, "compileAndExport")
         find_target(filename)  # before the work whose result it is to hold
         with self._host.lock:
             self.compile(*args, **kwargs)
@@ -120,10 +123,12 @@ class Exported(abc.ABC):
         Raises:
           Error: the model has not been compiled; or parameters have `replicaGrouping`; or it cannot be
             written; or its arguments, results, options or optimizer have what no file can hold.
+          NotImplementedError: there are several processes (`Options.Distributed`).
           TypeError: `filename` is no path, or a flag is no boolean.
         """
         _check_flag("export_model", export_model)
         _check_flag("save_rng_state", save_rng_state)
+        check_alone(self._wrapped.options, "save")
         with self._host.lock:
             compiled, wrapped = self._compiled, self._wrapped
             if compiled is None or self._first is None:
@@ -156,8 +161,10 @@ class Exported(abc.ABC):
         Raises:
           Error: the model is compiled already; or there is no such file, it is damaged, or of another
             model.
+          NotImplementedError: there are several processes (`Options.Distributed`).
           TypeError: `filename` is no path.
         """
+        check_alone(self._wrapped.options, "loadExecutable")
         with self._host.lock:
             if self._compiled is not None:
                 raise Error(

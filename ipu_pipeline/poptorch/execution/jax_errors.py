@@ -16,6 +16,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import jax
 
+from ipu_pipeline.engine.devices.links import naming_peers
 from ipu_pipeline.poptorch.errors import Error, RecoverableError, UnrecoverableError
 from ipu_pipeline.poptorch.execution.compiled import CompiledModel
 
@@ -80,6 +81,8 @@ def translating(
 ) -> Callable[Concatenate[ModelT, P], T]:
     """Makes a method of a wrapped model raise PopTorch's errors in place of JAX's.
 
+    Where another process is the cause, it is a ProcessError that names that.
+
     If the weights on the devices went with the program that failed, the error says so, and the model knows
     it.
     """
@@ -87,7 +90,8 @@ def translating(
     @functools.wraps(method)
     def wrapped(self: ModelT, *args: P.args, **kwargs: P.kwargs) -> T:
         try:
-            return method(self, *args, **kwargs)
+            with naming_peers():
+                return method(self, *args, **kwargs)
         except (jax.errors.JaxRuntimeError, ValueError) as error:
             if isinstance(error, ValueError) and not str(error).startswith(tuple(f"{c}: " for c in _CODES)):
                 raise

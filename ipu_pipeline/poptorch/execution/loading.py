@@ -10,6 +10,7 @@ import torch
 
 from ipu_pipeline.poptorch.execution.executor import PoplarExecutor
 from ipu_pipeline.poptorch.execution.recalled import RestoredModel
+from ipu_pipeline.poptorch.execution.together import check_alone
 from ipu_pipeline.poptorch.execution.wrapping import inferenceModel, trainingModel
 from ipu_pipeline.poptorch.files import contents
 from ipu_pipeline.poptorch.files.archives import PathLike
@@ -38,6 +39,7 @@ def load(filename: PathLike, edit_opts_fn: Callable[[Options], Any] | None = Non
       AssertionError: the file was written with `export_model=False`.
       Error: there is no such file; it is damaged, of another version, or something else; or it needs a
         class or an operation that does not exist here.
+      NotImplementedError: there are several processes (`Options.Distributed`).
       TypeError: `filename` is no path, or `edit_opts_fn` no function.
     """
     if edit_opts_fn is not None and not callable(edit_opts_fn):
@@ -54,6 +56,7 @@ def load(filename: PathLike, edit_opts_fn: Callable[[Options], Any] | None = Non
         edit_opts_fn(saved.options)
         if saved.options.values_by_name().get("random_seed") != seed:
             loaded = dataclasses.replace(loaded, rng_state=None)
+    check_alone(saved.options, "poptorch.load")
     model = RestoredModel(loaded.graph, saved)
     if loaded.graph.trains:
         executor = trainingModel(model, saved.options, saved.optimizer)

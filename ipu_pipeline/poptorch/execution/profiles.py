@@ -38,6 +38,9 @@ class Profile:
             return
         self._is_wanted = False
         directory = Path(self._options.profile_dir or ".") / self._name
+        distributed = self._options.Distributed
+        if distributed.numProcesses > 1:
+            directory /= f"process_{distributed.processId}"
         with jax.profiler.trace(str(directory)):
             yield
         logger.info("The profile of a call is in %s", directory)

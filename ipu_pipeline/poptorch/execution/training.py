@@ -14,6 +14,7 @@ from ipu_pipeline.poptorch import optim
 from ipu_pipeline.poptorch.dtypes import to_numpy, to_torch
 from ipu_pipeline.poptorch.enums import MeanReductionStrategy, ReductionType
 from ipu_pipeline.poptorch.errors import Error
+from ipu_pipeline.poptorch.execution.together import agree
 from ipu_pipeline.poptorch.execution.weights import on_host
 from ipu_pipeline.poptorch.logs import warn_once
 from ipu_pipeline.poptorch.optim.compatibility import check_compatible, check_same_groups
@@ -26,6 +27,7 @@ from ipu_pipeline.poptorch.optim.saving import (
     variable_of,
     write_torch_state,
 )
+from ipu_pipeline.poptorch.optim.specs import OptimizerSpec
 from ipu_pipeline.poptorch.optim.transformations import make_transformation, with_hyperparameters
 from ipu_pipeline.poptorch.options import Options
 from ipu_pipeline.poptorch.replica_groups import GroupRows
@@ -61,7 +63,7 @@ class ModelOptimizer:
           group_rows: of variables of which groups of replicas have values of their own.
 
         Raises:
-          Error: it trains nothing that the loss depends on.
+          Error: it trains nothing that the loss depends on; or other processes have another one.
           TypeError: it is not supported, see `describe`.
           ValueError: a value is not usable.
         """
@@ -86,6 +88,7 @@ class ModelOptimizer:
                 "optimizer's groups have none of these parameters. Give the optimizer those of this model: "
                 "model.parameters()."
             )
+        self._agree(self.spec)
 
     @property
     def reduction(self) -> Reduction:
@@ -99,7 +102,9 @@ class ModelOptimizer:
 
     def pipeline_options(self) -> dict[str, Any]:
         """What `engine.Pipeline` is told of it."""
-        num_summed = self._options.replication_factor if self.reduction is Reduction.SUM else 1
+        options = self._options
+        num_replicas = options.replication_factor * options.Distributed.numProcesses
+        num_summed = num_replicas if self.reduction is Reduction.SUM else 1
         return {
             "optimizer": make_transformation(
                 self.spec, self.group_of, num_summed=num_summed, with_rows=self._group_rows
@@ -123,13 +128,26 @@ class ModelOptimizer:
         """Takes the values of another optimizer.
 
         Raises:
-          Error: something else would have to be compiled for it.
+          Error: something else would have to be compiled for it; or other processes have other values.
         """
         spec = describe(optimizer, self._is_automatic)
         relaxed = self._options.relax_optimizer_attributes_checks
         compatible = check_compatible(self.spec, spec, relaxed)
         check_same_groups(self.group_of, assign_groups(optimizer, self._tensors))
+        self._agree(compatible)
         self.spec = compatible
+
+    def _agree(self, spec: OptimizerSpec) -> None:
+        """Sees that all processes have the same optimizer."""
+        values = [dict(sorted(group.items())) for group in spec.values]
+        agree(
+            "an optimizer of PopTorch",
+            {
+                "the optimizer": f"{spec.name}, {spec.structure}",
+                "the optimizer's values": f"{values}, {spec.loss_scaling}, {spec.max_grad_norm}",
+                "the groups of parameters": str(dict(self.group_of)),
+            },
+        )
 
     def put_values(self, optimizer_state: Any) -> Any:
         """An optimizer's state with the values in use."""

@@ -10,6 +10,7 @@ from ipu_pipeline.poptorch.enums import OutputMode
 from ipu_pipeline.poptorch.errors import Error
 from ipu_pipeline.poptorch.execution.building import Wrapped
 from ipu_pipeline.poptorch.execution.executor import PoplarExecutor
+from ipu_pipeline.poptorch.execution.together import join
 from ipu_pipeline.poptorch.execution.weights import register
 from ipu_pipeline.poptorch.graphs.capture import modes_of
 from ipu_pipeline.poptorch.logs import warn_once
@@ -39,8 +40,8 @@ def trainingModel(
       The model to call.
 
     Raises:
-      Error: `options` is something else.
-      NotImplementedError: the options ask for what does not exist yet.
+      Error: `options` is something else; or its processes (`Options.Distributed`) are not those of the run.
+      NotImplementedError: the options ask for what does not exist yet, or not for several processes.
       RuntimeError: the model has been wrapped for training before.
       TypeError: the model or the optimizer is none.
     """
@@ -67,8 +68,9 @@ def inferenceModel(
       The model to call.
 
     Raises:
-      Error: `options` is something else, or asks for gradient accumulation.
-      NotImplementedError: the options ask for what does not exist yet.
+      Error: `options` is something else, or asks for gradient accumulation; or its processes
+        (`Options.Distributed`) are not those of the run.
+      NotImplementedError: the options ask for what does not exist yet, or not for several processes.
       TypeError: the model is none.
     """
     module = _module_of(model)
@@ -120,10 +122,7 @@ def _check_options(options: Options | None) -> Options:
         options = Options()
     if not isinstance(options, Options):
         raise Error(f"Invalid type: 'options' is of type {type(options)} (Expected poptorch.Options)")
-    if options.Distributed.numProcesses > 1:
-        raise NotImplementedError(
-            "several processes (Options.Distributed) do not exist here yet: a model runs in one process."
-        )
+    join(options)
     _tell_of_sharding(options)
     number = options.device_iterations * options.Training.gradient_accumulation
     kept: dict[str, Any] = {

@@ -6,8 +6,10 @@ import os
 from collections.abc import Mapping
 from typing import ClassVar, Self
 
+from ipu_pipeline.engine import peers
 from ipu_pipeline.poptorch.options import checks
 from ipu_pipeline.poptorch.options.base import OptionGroup, Setting, configurable
+from ipu_pipeline.processes.addresses import COUNT_VARIABLE, INDEX_VARIABLE, is_in_environment
 
 __all__ = ["DistributedOptions"]
 
@@ -15,7 +17,9 @@ __all__ = ["DistributedOptions"]
 class DistributedOptions(OptionGroup):
     """`Options.Distributed`.
 
-    At first they are what Open MPI's environment variables say: one process, if there are none.
+    At first they are those of the run that this process has joined (`ipu_pipeline.distributed`), or that
+    the environment variables IPU_PIPELINE_NUM_PROCESSES and IPU_PIPELINE_PROCESS_ID tell of; else what Open
+    MPI's say: one process, if there are none.
 
     Attributes:
       num_distributed_processes: how many processes there are.
@@ -32,13 +36,19 @@ class DistributedOptions(OptionGroup):
     }
 
     def __init__(self) -> None:
-        """Reads Open MPI's environment variables.
+        """Finds out which process this is.
 
         Raises:
-          ValueError: they are no numbers that fit each other.
+          ValueError: environment variables are no numbers that fit each other.
         """
         super().__init__()
-        self.setEnvVarNames("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
+        others = peers.current()
+        if others is not None:
+            self.configureProcessId(others.index, others.count)
+        elif is_in_environment():
+            self.setEnvVarNames(COUNT_VARIABLE, INDEX_VARIABLE)
+        else:
+            self.setEnvVarNames("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
         self._explicit.clear()
 
     @property

@@ -1,0 +1,252 @@
+"""Several processes that run one model together: `Options.Distributed`.
+
+Each has whole replicas of the model, and its own part of the data. What all must have alike is compared
+before it is relied on: the program is the same everywhere, but what it reads may not be.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+
+from ipu_pipeline.engine import peers
+from ipu_pipeline.poptorch.dtypes import to_numpy
+from ipu_pipeline.poptorch.enums import ConnectionType
+from ipu_pipeline.poptorch.errors import Error
+from ipu_pipeline.poptorch.execution.weights import on_host
+from ipu_pipeline.poptorch.optim.device_state import SavedState
+from ipu_pipeline.poptorch.options import Options
+from ipu_pipeline.poptorch.options.phased import PhasedExecution
+from ipu_pipeline.poptorch.replica_groups import find_groups
+from ipu_pipeline.processes.joining import join_by_environment
+
+__all__ = [
+    "ALONE",
+    "Processes",
+    "agree",
+    "check_alone",
+    "compare_arrays",
+    "compare_state",
+    "compare_weights",
+    "describe_options",
+    "join",
+]
+
+_PATH = "poptorch.Options().Distributed"
+# Options of the process and its machine; the seed is compared as it is in use.
+_OWN = {
+    "executable_cache_path",
+    "ipu_version",
+    "log_dir",
+    "model_name",
+    "profile_dir",
+    "profiling",
+    "random_seed",
+    "show_compilation_progress_bar",
+    "source_location_excludes",
+}
+_MEND = (
+    "Give all processes the same: torch.manual_seed with one number before the model is made, or one state "
+    "dict for all. Buffers of which each process keeps its own, as those of batch normalization, need "
+    "Options.broadcastBuffers(False)."
+)
+_SHOWN = 5  # names in an error
+
+
+@dataclass(frozen=True)
+class Processes:
+    """The processes that run a model.
+
+    Attributes:
+      index: which one this is, from 0.
+      count: how many there are.
+      keep_buffers: whether each may have values of its own of buffers.
+    """
+
+    index: int = 0
+    count: int = 1
+    keep_buffers: bool = False
+
+    @classmethod
+    def of(cls, options: Options) -> Processes:
+        """What options say."""
+        distributed = options.Distributed
+        return cls(distributed.processId, distributed.numProcesses, not options.broadcast_buffers)
+
+
+ALONE = Processes()
+
+
+def join(options: Options) -> None:
+    """Joins the processes that the environment tells of, and sees that they are those of the options.
+
+    Raises:
+      Error: they are others, or this process has joined none.
+      NotImplementedError: the options ask for what several processes cannot do.
+      Others: as `ipu_pipeline.distributed.initialize`.
+    """
+    asked = Processes.of(options)
+    if asked.count > 1:
+        _check_supported(options)
+    join_by_environment()
+    others = peers.current()
+    joined = ALONE if others is None else Processes(others.index, others.count)
+    if (asked.index, asked.count) == (joined.index, joined.count):
+        return
+    said = f"{_PATH} says that this is process {asked.index} of {asked.count}, but it has joined"
+    if others is not None:
+        raise Error(
+            f"{said} the others as process {joined.index} of {joined.count}. Leave configureProcessId and "
+            f"disable out, or call configureProcessId({joined.index}, {joined.count}): all processes of a "
+            "run have all models together."
+        )
+    if jax.distributed.is_initialized():
+        raise Error(
+            f"{said} others by jax.distributed only. Call ipu_pipeline.distributed.initialize instead."
+        )
+    raise Error(
+        f"{said} none. Start the program by `python scripts/launch_local.py -n {asked.count}`; or call "
+        f'ipu_pipeline.distributed.initialize("host:port", {asked.count}, {asked.index}) at its top, with '
+        "the address of process 0."
+    )
+
+
+def _check_supported(options: Options) -> None:
+    groups = find_groups(options.input_cgt, options.input_group_size, options.replication_factor)
+    refused = {
+        f"poptorch.{type(options.execution_strategy).__name__}": isinstance(
+            options.execution_strategy, PhasedExecution
+        ),
+        "useReplicatedTensorSharding": bool(options.TensorLocations.asked_to_shard),
+        "inputReplicaGrouping": len(set(groups)) < len(groups),
+        "Precision.enableFloatingPointExceptions": options.Precision.floating_point_exceptions,
+        "ConnectionType.Never (useOfflineIpuTarget)": options.connection_type is ConnectionType.Never,
+    }
+    for what, is_asked in refused.items():
+        if is_asked:
+            check_alone(options, what)
+
+
+def check_alone(options: Options, what: str) -> None:
+    """For what one process does only.
+
+    Args:
+      options: of the model.
+      what: what it is, for the error.
+
+    Raises:
+      NotImplementedError: there are several.
+    """
+    number = Processes.of(options).count
+    if number > 1:
+        raise NotImplementedError(
+            f"{what} does not exist here yet for several processes, and {_PATH} has {number}. Leave it "
+            "out, or use one process with more replicas (replicationFactor)."
+        )
+
+
+def describe_options(options: Options) -> dict[str, str]:
+    """What options all processes must have alike, by name."""
+    groups = {"": options, **{name: getattr(options, name) for name in options.groups}}
+    del groups["Distributed"]
+    return {
+        f"Options.{path}{'.' * bool(path)}{name}": getattr(value, "__qualname__", None) or repr(value)
+        for path, group in groups.items()
+        for name, value in group.values_by_name().items()
+        if name not in _OWN
+    }
+
+
+def agree(what: str, document: Mapping[str, str]) -> None:
+    """Compares what all processes say; all call it, in the same order. Nothing in a process alone.
+
+    Args:
+      what: what it is about, for the error.
+      document: by what each is.
+
+    Raises:
+      Error: something differs, with the values of all processes.
+      ProcessError: another process has ended, or does not go on.
+    """
+    others = peers.current()
+    if others is None:
+        return
+    try:
+        others.agree(what, document)
+    except ValueError as error:
+        raise Error(str(error)) from None
+
+
+def compare_arrays(what: str, arrays: Mapping[str, Any], mend: str = _MEND) -> None:
+    """Compares values that all processes are to have alike; as `agree`.
+
+    Args:
+      what: what they are, as a plural.
+      arrays: of NumPy, by name.
+      mend: what can be done, for the error.
+
+    Raises:
+      Error: some differ, with their names.
+      ProcessError: as `agree`.
+    """
+    others = peers.current()
+    if others is None:
+        return
+    own = json.dumps({name: _digest(array) for name, array in arrays.items()})
+    told = [json.loads(text) for text in others.exchange(f"PopTorch: {what}", own)]
+    names = dict.fromkeys(itertools.chain(*told))
+    differing = [name for name in names if len({one.get(name) for one in told}) > 1]
+    if differing:
+        more = f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
+        raise Error(
+            f"{what} differ between the {others.count} processes: {', '.join(differing[:_SHOWN])}{more}. "
+            f"{mend}"
+        )
+
+
+def compare_weights(model: torch.nn.Module, processes: Processes) -> None:
+    """Compares the parameters of a model on the host, and buffers that are not each's own; as `agree`.
+
+    Args:
+      model: the user's.
+      processes: that run it.
+
+    Raises:
+      Error: some differ, with their names.
+      ProcessError: as `agree`.
+    """
+    if peers.current() is None:
+        return
+    tensors: dict[str, torch.Tensor] = dict(model.named_parameters())
+    if not processes.keep_buffers:
+        tensors |= dict(model.named_buffers())
+    with on_host(*tensors.values()):
+        compare_arrays("The weights", {name: to_numpy(tensor, name) for name, tensor in tensors.items()})
+
+
+def compare_state(saved: SavedState | None) -> None:
+    """Compares the state that an optimizer brings along, if it does; as `agree`.
+
+    Raises:
+      Error: it differs.
+      ProcessError: as `agree`.
+    """
+    if peers.current() is None:
+        return
+    tensors = {} if saved is None else {**saved.ipu_state, **saved.ipu_param}
+    arrays = {name: to_numpy(torch.as_tensor(value), name) for name, value in tensors.items()}
+    compare_arrays("The optimizer's states", arrays, "Load one state for all processes, or none.")
+
+
+def _digest(array: Any) -> str:
+    array = np.asarray(array)
+    digest = hashlib.blake2b(np.ascontiguousarray(array).tobytes(), digest_size=8).hexdigest()
+    return f"{array.dtype}{list(array.shape)} {digest}"
