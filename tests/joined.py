@@ -73,7 +73,7 @@ def finish(processes, directory, timeout, dead=None):
             assert not has_failed, read_logs(processes, directory)
             if time.monotonic() > deadline:
                 for process in processes:
-                    process.terminate()
+                    process.send_signal(signal.SIGUSR1)
                 raise AssertionError(f"not after {timeout} s\n{read_logs(processes, directory)}")
             time.sleep(0.02)
     finally:
@@ -145,6 +145,6 @@ def main(directory, number):
 
 
 if __name__ == "__main__":
-    faulthandler.register(signal.SIGTERM)  # a process that hangs says where
+    faulthandler.register(signal.SIGUSR1)  # one that hangs says where; SIGTERM is JAX's, once it has joined
     signal.alarm(600)  # nobody waits for this any more
     main(Path(sys.argv[1]), int(sys.argv[2]))
