@@ -20,7 +20,7 @@ def hold_port():
     return runpy.run_path(str(ROOT / "scripts" / "launch_local.py"))["hold_port"]()
 
 
-def start(function, num_processes, num_devices, *arguments, directory, joins_itself=False, num_threads=1):
+def start(function, num_processes, num_devices, *arguments, directory, joins_itself=False):
     """Starts the processes. Each calls the function with the arguments once it has joined.
 
     Args:
@@ -30,14 +30,15 @@ def start(function, num_processes, num_devices, *arguments, directory, joins_its
       *arguments: what can be pickled.
       directory: an empty one, for what they write.
       joins_itself: whether the function joins the processes, by the environment.
-      num_threads: with which XLA computes in each, and receives what others send.
     """
     held = hold_port()
     address = f"127.0.0.1:{held.getsockname()[1]}"
     joined = None if joins_itself else address
     given = (function.__module__, function.__name__, joined, num_processes, num_devices, arguments)
     (directory / "given").write_bytes(pickle.dumps(given))
-    # One thread per process: more would wait for the cores that the others use.
+    # Few threads: more would wait for the cores that the others use. What joins itself sees to one being
+    # free that others can pull through.
+    num_threads = 1 if num_devices is None else num_devices + 1
     environment = {**os.environ, "PJRT_NPROC": f"{num_threads}", "PYTHONPATH": str(ROOT)}
     environment["JAX_PLATFORMS"] = "cpu"
     processes = []
@@ -99,12 +100,11 @@ def read_logs(processes, directory):
     )
 
 
-def run(function, num_processes, num_devices, *arguments, timeout=120, dead=None, num_threads=1):
+def run(function, num_processes, num_devices, *arguments, timeout=120, dead=None):
     """What a function returned in each of several processes; arguments as of `start` and `finish`."""
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        options = {"directory": directory, "num_threads": num_threads}
-        processes = start(function, num_processes, num_devices, *arguments, **options)
+        processes = start(function, num_processes, num_devices, *arguments, directory=directory)
         return finish(processes, directory, timeout, dead)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 
+import ipu_pipeline as ipu
 from ipu_pipeline import engine
 from ipu_pipeline.engine.devices import links
 from ipu_pipeline.engine.updates.loss_scaling import scale_loss
@@ -260,6 +261,28 @@ def test_four_processes():
 def test_replicas_in_two_processes():
     made, _nothing = run([*REPLICATED], 2, 8)
     check(REPLICATED, made)
+
+
+def train_and_look(num_steps):
+    """Trains replicas of one stage in processes of one device; one reads the losses of each step."""
+    ipu.distributed.initialize()
+    pipeline = make_mlp(1, num_replicas=2)
+    batch = models.mlp_batches(np.random.default_rng(0), 2 * NUM_MICRO_BATCHES)
+    state = pipeline.init(jax.random.key(7), batch[0])
+    losses = []
+    for _step in range(num_steps):
+        state, outputs = pipeline.step(state, batch)
+        if outputs.is_here:
+            losses += [np.asarray(loss) for loss in outputs.losses]
+    return len(losses)
+
+
+@pytest.mark.thorough
+def test_a_process_waits_for_others_and_sends_at_once(tmp_path):
+    """It had one thread for both, and the processes waited for each other for ever."""
+    processes = joined.start(train_and_look, 2, None, 100, directory=tmp_path, joins_itself=True)
+    made = joined.finish(processes, tmp_path, timeout=120)
+    assert sorted(made) == [0, 100 * NUM_MICRO_BATCHES]
 
 
 @pytest.mark.thorough

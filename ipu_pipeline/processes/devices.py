@@ -6,8 +6,6 @@ makes an equal part of them, after it has joined the others.
 
 from __future__ import annotations
 
-import os
-import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -15,6 +13,7 @@ from typing import Any
 import jax
 
 from ipu_pipeline.engine import peers
+from ipu_pipeline.engine.devices import threads
 from ipu_pipeline.processes.joining import join_by_environment
 
 __all__ = ["check_num_cpu_devices", "have_cpu_devices", "spread", "want_cpu_devices"]
@@ -48,7 +47,7 @@ def want_cpu_devices(number: int) -> None:
     """
     join_by_environment()
     try:
-        jax.config.update("jax_num_cpu_devices", _own_part(number))
+        _make(_own_part(number))
     except RuntimeError:
         check_num_cpu_devices(number)
 
@@ -56,12 +55,18 @@ def want_cpu_devices(number: int) -> None:
 def have_cpu_devices(number: int) -> bool:
     """Makes so many virtual CPU devices, unless more were asked for; False if the backend runs already."""
     join_by_environment()
-    if _number_set() < _own_part(number):
+    if threads.num_cpu_devices_set() < _own_part(number):
         try:
-            jax.config.update("jax_num_cpu_devices", _own_part(number))
+            _make(_own_part(number))
         except RuntimeError:
             return False
     return True
+
+
+def _make(number: int) -> None:
+    jax.config.update("jax_num_cpu_devices", number)
+    if peers.current() is not None:
+        threads.keep_one_free()
 
 
 def _own_part(number: int) -> int:
@@ -81,10 +86,3 @@ def check_num_cpu_devices(number: int) -> None:
             f"ipu.set_num_devices({number}) at the top of the program, or "
             "IPUConfig.configure_ipu_system() before that."
         )
-
-
-def _number_set() -> int:
-    """How many virtual CPU devices were asked for before; 1 if nobody did."""
-    flag = re.search(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
-    configured = int(jax.config.jax_num_cpu_devices)  # type: ignore[attr-defined]  # made at run time
-    return configured if configured >= 1 else int(flag.group(1)) if flag else 1

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 
 from ipu_pipeline.engine import jax_processes, peers
+from ipu_pipeline.engine.devices import threads
 from ipu_pipeline.processes import coordinator
 from ipu_pipeline.processes.addresses import (
     Place,
@@ -95,6 +96,8 @@ def join(
     heartbeat_timeout = math.ceil(death_timeout) + 60
     _initialize(place, bound, heartbeat_timeout, patience)
     _is_joined = True
+    if place.count > 1:
+        threads.keep_one_free()
     if not jax_processes.listen_for_collectives(own):
         _logger.warning(
             "This JAX does not say where its collectives listen: it is where the host's name leads."

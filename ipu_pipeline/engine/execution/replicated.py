@@ -26,6 +26,7 @@ from ipu_pipeline.engine.devices.placing import put
 from ipu_pipeline.engine.devices.residence import Residence
 from ipu_pipeline.engine.devices.rows import Row, join, split
 from ipu_pipeline.engine.devices.sharding import gather_replicas
+from ipu_pipeline.engine.devices.threads import warn_unless_one_is_free
 from ipu_pipeline.engine.execution import watched
 from ipu_pipeline.engine.execution.all_reduce import Parts, join_replicas, take_first
 from ipu_pipeline.engine.execution.compiling import compile_ahead
@@ -102,6 +103,7 @@ class Replicated(Runner[PendingReplicas]):
           options: XLA's, per program.
         """
         super().__init__(residence, columns[0].programs, None)
+        warn_unless_one_is_free(residence.rows)
         self.columns = tuple(columns)
         self._make_joint()
         for column in columns:
