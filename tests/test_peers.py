@@ -570,10 +570,16 @@ def test_fingerprints_of_pipelines():
 
 
 def test_threads_wait_each_for_themselves(two):
-    two.waits_at = "here"
-    thread = threading.Thread(target=lambda: [setattr(two, "waits_at", at) for at in ("there", None)])
-    thread.start()
-    thread.join(30)
-    assert two.waits_at == "here"
-    two.waits_at = None
+    def wait_there():
+        with two.waiting("there"):
+            pass
+
+    with two.waiting("here"):
+        thread = threading.Thread(target=wait_there)
+        thread.start()
+        thread.join(30)
+        assert two.waits_at == "here"
+        with two.waiting("within"):
+            assert two.waits_at == "within"
+        assert two.waits_at == "here"
     assert two.waits_at is None

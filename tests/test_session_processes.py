@@ -1,12 +1,15 @@
 """Sessions in several processes: what they train, read, save and restore is what one process does."""
 
+import time
+
+import jax
 import numpy as np
 import optax
 import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline.checkpointing.checkpoints import DOCUMENT
-from tests import joined, models
+from tests import front, joined, models
 
 COUNT, MANY, SIZE = 4, 20, 4
 
@@ -146,3 +149,44 @@ def test_each_schedule_with_and_without_replicas_in_processes(tmp_path):
     check_equal(made, "parts", second)
     again = train_all(tmp_path / "again", {"parts": case(restore=saved, **replicated)})["parts"]
     models.assert_trees_close(again, second)
+
+
+def run_unevenly():
+    """Trains a replica in each of two processes; the first begins a run that the second never does."""
+    ipu.distributed.initialize(stall_timeout=5, death_timeout=5)
+    config = ipu.config.IPUConfig()
+    config.auto_select_ipus = 4
+    config.configure_ipu_system()
+    infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(front.data())
+
+    def optimizer_function(rate, loss):
+        optimizer = ipu.optimizers.CrossReplicaOptimizer(optax.sgd(rate))
+        return ipu.pipelining_ops.OptimizerFunctionOutput(optimizer, loss)
+
+    def model():
+        return ipu.pipelining_ops.pipeline(
+            [front.first_stage, front.second_stage],
+            gradient_accumulation_count=4,
+            inputs=[0.1],
+            infeed_queue=infeed,
+            outfeed_queue=ipu.ipu_outfeed_queue.IPUOutfeedQueue(),
+            optimizer_function=optimizer_function,
+        )
+
+    with ipu.scopes.ipu_scope("/device:IPU:0"):
+        compiled = ipu.ipu_compiler.compile(model, [])
+    with ipu.Session(seed=3) as session:
+        session.run(infeed.initializer)
+        for _run in range(2):
+            session.run(compiled)
+        if jax.process_index() == 0:
+            session.run(compiled)
+        time.sleep(300)
+
+
+@pytest.mark.thorough
+def test_replicas_whose_processes_run_unevenly(tmp_path):
+    """One that waits in the all-reduce for a process that does something else was not told of, and hung."""
+    processes = joined.start(run_unevenly, 2, None, directory=tmp_path, joins_itself=True)
+    with pytest.raises(AssertionError, match="process 1 does not go on, and process 0 cannot"):
+        joined.finish(processes, tmp_path, timeout=120)

@@ -20,9 +20,8 @@ def test_a_thread_more_than_devices(monkeypatch, given, num_devices, wanted):
 
 
 def _row(*processes, platform="cpu"):
-    return SimpleNamespace(
-        devices=[SimpleNamespace(process_index=process, platform=platform) for process in processes]
-    )
+    devices = [SimpleNamespace(process_index=process, platform=platform) for process in processes]
+    return SimpleNamespace(devices=devices, is_joined=len(set(processes)) > 1)
 
 
 def test_warns_where_no_thread_may_be_free(monkeypatch):

@@ -96,15 +96,26 @@ class Peers:
 
     @property
     def waits_at(self) -> str | None:
-        """Where a thread waits for the others just now; None if none does. It is set by the thread."""
+        """Where a thread waits for the others just now; None if none does."""
         return next(iter(list(self._waits_at.values())), None)
 
-    @waits_at.setter
-    def waits_at(self, where: str | None) -> None:
-        if where is None:
-            self._waits_at.pop(threading.get_ident(), None)
-        else:
-            self._waits_at[threading.get_ident()] = where
+    @contextlib.contextmanager
+    def waiting(self, where: str) -> Iterator[None]:
+        """Tells whoever watches the processes that this thread waits for others.
+
+        Args:
+          where: what it waits for.
+        """
+        thread = threading.get_ident()
+        before = self._waits_at.get(thread)
+        self._waits_at[thread] = where
+        try:
+            yield
+        finally:
+            if before is None:
+                self._waits_at.pop(thread, None)
+            else:
+                self._waits_at[thread] = before
 
     def fail(self, message: str) -> None:
         """Says that this process cannot go on; what was said first stays."""
@@ -168,12 +179,9 @@ class Peers:
             if number >= 2:  # all have come here, so that all have read what was told the time before last
                 self.store.key_value_delete(f"{_PREFIX}/{what}/{number - 2}/{self.index}")
         told = []
-        self.waits_at = f"{what}, time {number + 1}"
-        try:
+        with self.waiting(f"{what}, time {number + 1}"):
             for peer in range(self.count):
                 told.append(text if peer == self.index else self._read(f"{place}/{peer}", deadline))
-        finally:
-            self.waits_at = None
         return told
 
     def meet(self, what: str) -> None:
@@ -278,20 +286,9 @@ def occupied(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def waiting(where: str) -> Iterator[None]:
-    """Tells whoever watches the processes that this thread waits for others; nothing in a process alone.
-
-    Args:
-      where: what it waits for.
-    """
-    peers = _current
-    if peers is None:
+    """What `Peers.waiting` does; nothing in a process that runs alone."""
+    with contextlib.nullcontext() if _current is None else _current.waiting(where):
         yield
-        return
-    peers.waits_at = where
-    try:
-        yield
-    finally:
-        peers.waits_at = None
 
 
 @contextlib.contextmanager

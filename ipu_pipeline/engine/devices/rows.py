@@ -69,6 +69,11 @@ class Row:
         return any(process != self.devices[0].client.process_index() for process in self.processes)
 
     @functools.cached_property
+    def is_joined(self) -> bool:
+        """Whether the row itself is in several processes, which its programs join."""
+        return len({device.process_index for device in self.devices}) > 1
+
+    @functools.cached_property
     def is_here(self) -> bool:
         """Whether this process has devices of the row."""
         return any(map(is_here, self.devices))

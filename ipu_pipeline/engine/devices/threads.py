@@ -11,7 +11,6 @@ import os
 import re
 import warnings
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 
@@ -38,7 +37,8 @@ def keep_one_free() -> None:
 
 def warn_unless_one_is_free(rows: Sequence[Row]) -> None:
     """Warns if programs of rows that are in several processes may keep all threads of this one."""
-    if not any(_is_joined_on_cpu(row.devices) for row in rows):
+    joined = [row for row in rows if row.is_joined]
+    if not joined or any(device.platform != "cpu" for row in joined for device in row.devices):
         return
     num_devices = len(jax.local_devices(backend="cpu"))
     if _num_threads() <= num_devices:
@@ -50,11 +50,6 @@ def warn_unless_one_is_free(rows: Sequence[Row]) -> None:
             RuntimeWarning,
             stacklevel=2,
         )
-
-
-def _is_joined_on_cpu(devices: Sequence[Any]) -> bool:
-    processes = {device.process_index for device in devices}
-    return len(processes) > 1 and all(device.platform == "cpu" for device in devices)
 
 
 def _num_threads() -> int:

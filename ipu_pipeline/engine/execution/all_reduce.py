@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ipu_pipeline.engine import peers
+from ipu_pipeline.engine.devices import action_log
 from ipu_pipeline.engine.devices.rows import Row, join, over_replicas, partition_of
 from ipu_pipeline.engine.programs.accumulation import count_dtype
 from ipu_pipeline.engine.tracing.replicas import REPLICA
@@ -46,20 +49,39 @@ class Joined:
     assigned: dict[str, Any]
 
 
-def join_replicas(row: Row, parts: Parts) -> Joined:
-    """Joins what the replicas have on a row; does not wait for it."""
+def join_replicas(row: Row, parts: Parts, stage: int, step: int) -> Joined:
+    """Joins what the replicas have on a row, without waiting for it where devices do not.
+
+    Args:
+      row: of the stage.
+      parts: what they have.
+      stage: for whoever asks how far this process has come.
+      step: likewise, the number of the step.
+    """
     accumulators, assigned = _join_all(row, parts.accumulators), _join_all(row, parts.assigned)
     divided, kept = _partitions(accumulators), _partitions(assigned)
     joining = _joining(row.replicated.mesh, divided, kept)
     program = row.program(joining.program, joining.shardings)
-    return Joined(*program(accumulators, assigned))
+    with _waiting(row):
+        joined = Joined(*program(accumulators, assigned))
+    log = action_log.current()
+    if log is not None and row.is_here and row.is_joined:
+        made = [*joined.means.values(), *joined.assigned.values()]
+        log.note(action_log.Action("all-reduce", stage, step), made, awaited=made)
+    return joined
 
 
 def take_first(row: Row, parts: Mapping[Any, Sequence[Any]]) -> dict[Any, Any]:
     """What the first replica has on a row, for all of them."""
     program = row.program(_taking_first(row.replicated.mesh))
-    values: list[Any] = program(list(_join_all(row, parts).values()))
+    with _waiting(row):
+        values: list[Any] = program(list(_join_all(row, parts).values()))
     return dict(zip(parts, values, strict=True))
+
+
+def _waiting(row: Row) -> contextlib.AbstractContextManager[None]:
+    """For starting what several processes do together: on a CPU that may be to wait for all of them."""
+    return peers.waiting("the weight update") if row.is_joined else contextlib.nullcontext()
 
 
 def _join_all(row: Row, parts: Mapping[Any, Sequence[Any]]) -> dict[Any, Any]:

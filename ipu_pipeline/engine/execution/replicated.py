@@ -261,7 +261,7 @@ class Replicated(Runner[PendingReplicas]):
         state = self.with_optimizer(state, None)
         before = state.pipeline
         leaves = jax.tree.leaves(before.optimizer_state)
-        variables, means, accumulators = self._reduce(parts)
+        variables, means, accumulators = self._reduce(parts, int(as_int32(before.execution_count)))
         updated: list[Handed] = []
         if self.residence.updates is not None:
             made = self._weight_update.run(
@@ -395,9 +395,9 @@ class Replicated(Runner[PendingReplicas]):
     # What the replicas gave.
 
     def _reduce(
-        self, parts: Sequence[Accumulated]
+        self, parts: Sequence[Accumulated], step: int
     ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-        """What replicas accumulated and assigned, joined.
+        """What replicas accumulated and assigned in the step of that number, joined.
 
         Returns:
           Variables that stages assign, by full name: the means of floating ones, else those of the first
@@ -428,7 +428,7 @@ class Replicated(Runner[PendingReplicas]):
         means: dict[str, Any] = {}
         zeros: dict[str, Any] = {}
         for row, own_parts in by_row.items():
-            made = join_replicas(row, own_parts)
+            made = join_replicas(row, own_parts, rows.index(row), step)
             variables |= made.assigned
             means |= made.means
             for key, zero in made.zeros.items():
