@@ -78,10 +78,7 @@ def finish(processes, directory, timeout, dead=None):
                 raise AssertionError(f"not after {timeout} s\n{read_logs(processes, directory)}")
             time.sleep(0.02)
     finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-        processes[0].held.close()
+        end(processes)
     codes = [process.returncode for process in processes]
     expected = [-signal.SIGKILL if number == dead else 0 for number in range(len(processes))]
     assert codes == expected, read_logs(processes, directory)
@@ -89,6 +86,14 @@ def finish(processes, directory, timeout, dead=None):
         None if number == dead else pickle.loads((directory / f"made{number}").read_bytes())
         for number in range(len(processes))
     ]
+
+
+def end(processes):
+    """Ends those that still run."""
+    for process in processes:
+        process.kill()
+        process.wait()
+    processes[0].held.close()
 
 
 def read_logs(processes, directory):

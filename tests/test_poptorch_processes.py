@@ -274,9 +274,7 @@ def test_a_process_that_is_gone(tmp_path, how, said):
         assert said in log, log
         started[1].wait(timeout=120)
     finally:
-        for process in started:
-            process.kill()
-            process.wait()
+        joined.end(started)
 
 
 @pytest.mark.thorough

@@ -115,8 +115,7 @@ class PoplarExecutor(Exported, Anchored, Grouped, Refused, Measured):
                 self._training.tell_of_frozen()
                 # For torch's schedulers of rates, which warn of an optimizer that has not been used.
                 vars(self._optimizer)["_opt_called"] = True
-                # Before the run, since an interrupt may come at any time
-                self._host.mark_stale(self, self._read_back)
+                self._host.mark_stale(self, self._read_back)  # before the run, which an interrupt may end
             with self._profile.of_first_call():
                 collected = compiled.run(micro_batches, self.options.synthetic_data, times.note_placed)
             times.wait_for(collected)
