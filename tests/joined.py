@@ -36,8 +36,8 @@ def start(function, num_processes, num_devices, *arguments, directory, joins_its
     joined = None if joins_itself else address
     given = (function.__module__, function.__name__, joined, num_processes, num_devices, arguments)
     (directory / "given").write_bytes(pickle.dumps(given))
-    # Few threads: more would wait for the cores that the others use. What joins itself sees to one being
-    # free that others can pull through.
+    # A thread per device (an emulated one sleeps in its own), and one that others can pull through. What
+    # joins itself sees to that one. More would wait for the cores that the others use.
     num_threads = 1 if num_devices is None else num_devices + 1
     environment = {**os.environ, "PJRT_NPROC": f"{num_threads}", "PYTHONPATH": str(ROOT)}
     environment["JAX_PLATFORMS"] = "cpu"

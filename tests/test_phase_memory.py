@@ -184,7 +184,7 @@ CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.01))
         ({"num_replicas": 2, "shard": ["weights"]}, ALL, 2),
         ({"num_replicas": 2, "shard": ["optimizer_state"]}, ALL, 2),
     ],
-    ids=str,
+    ids=["not_donated", "clipped", "replicas", "sharded_weights", "sharded_state"],
 )
 def test_updates_of_other_kinds(options, offload, num_replicas, monkeypatch):
     phases = engine.ExecutionPhases(of_levels=range(5), num_ahead=0)

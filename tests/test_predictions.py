@@ -165,9 +165,7 @@ def test_replicas_in_several_processes_within_a_tenth(num_stages, num_processes)
 
     def compare():
         times = timing.time_programs(*alone, num_rounds=3)
-        # An emulated device sleeps in a thread of the process, and needs no core meanwhile.
-        threads = {"num_threads": num_devices + 1}
-        made = joined.run(time_steps, num_processes, num_devices, num_stages, NUM_ROUNDS, **threads)
+        made = joined.run(time_steps, num_processes, num_devices, num_stages, NUM_ROUNDS)
         taken = [
             max(end for _begin, end in step) - min(begin for begin, _end in step)
             for step in zip(*made, strict=True)
