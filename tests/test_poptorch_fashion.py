@@ -348,7 +348,7 @@ def run_in(folder, *arguments):
         capture_output=True,
         text=True,
         cwd=folder,
-        env=environment(as_tests=True),
+        env=environment(),
         timeout=300,
         check=False,
     )
