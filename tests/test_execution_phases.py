@@ -88,6 +88,25 @@ def test_the_numbers_are_the_same(mapping, of_levels, shares_last, num_ahead, ke
     assert memory_kinds(trained) == {"device" if num_ahead is None else "pinned_host"}
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mapping": (0, 1, 0, 0), "execution_phases": engine.ExecutionPhases(of_levels=(0, 1, 2, 2))},
+        {"execution_phases": engine.ExecutionPhases(of_levels=(0, 1, 2, 2), num_ahead=0), "offload": ALL},
+        {"num_replicas": 2},
+    ],
+    ids=["phases", "phases_on_one_ipu", "replicas_on_one_ipu"],
+)
+def test_chunks_where_one_ipu_has_several_programs(options):
+    options = {"num_micro_batches": 6, **options}
+    num_replicas = options.get("num_replicas", 1)
+    _state, one_by_one = run(make(**options), 1, 2 * num_replicas)
+    in_chunks = make(**options, dispatch_plan=engine.DispatchPlan(3))
+    _state, found = run(in_chunks, 1, 2 * num_replicas)
+    assert str(in_chunks.dispatch_plan) == "3 micro-batches per program: given"
+    jax.tree.map(np.testing.assert_array_equal, found, one_by_one)
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("shard", [(), ("optimizer_state", "weights")], ids=str)
 def test_replicas(shard):

@@ -117,12 +117,12 @@ class Pipeline:
                 f"{options.num_serialized} with the schedule {schedule!r} and device_mapping "
                 f"{list(mapping)}."
             )
-        if options.dispatch_plan is not None:
-            check_dispatch_plan(options.dispatch_plan, count, mapping)
         if options.execution_phases is not None:
             options.execution_phases.check(levels[-1] + 1, schedule, options.num_serialized)
         self._recipe = Recipe(functions, mapping, options)
         self._num_replicas, self._has_identical_keys = options.num_replicas, False
+        if options.dispatch_plan is not None:
+            check_dispatch_plan(options.dispatch_plan, count, self.is_one_program)
         self._compiler_options = self._plan_compiler_options()
         self._reduction = Reduction(options.reduction)
         self._offload = parse_offload(options.offload)
@@ -380,7 +380,7 @@ class Pipeline:
     def with_dispatch_plan(self, plan: DispatchPlan | None) -> Pipeline:
         """The same pipeline by another plan (None: the one that is chosen). It is not traced again."""
         if plan is not None:
-            check_dispatch_plan(plan, self.num_micro_batches, self.device_mapping)
+            check_dispatch_plan(plan, self.num_micro_batches, self.is_one_program)
         other = copy.copy(self)
         options = dataclasses.replace(self.options, dispatch_plan=plan)
         recipe = dataclasses.replace(self._recipe, options=options)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 __all__ = ["ONE_BY_ONE", "DispatchPlan", "check_dispatch_plan"]
@@ -37,19 +36,17 @@ class DispatchPlan:
 ONE_BY_ONE = DispatchPlan(reason="every action is a program of its own")
 
 
-def check_dispatch_plan(
-    plan: DispatchPlan, num_micro_batches: int | None, device_mapping: Sequence[int]
-) -> None:
+def check_dispatch_plan(plan: DispatchPlan, num_micro_batches: int | None, is_one_program: bool) -> None:
     """Raises if a plan that was given does not fit the pipeline.
 
     Raises:
       TypeError: it is no plan.
-      ValueError: everything is on one device, or the size of its chunks does not divide the number of
-        micro-batches.
+      ValueError: everything is one program on one device, or the size of its chunks does not divide the
+        number of micro-batches.
     """
     if not isinstance(plan, DispatchPlan):
         raise TypeError(f"dispatch_plan must be a DispatchPlan, or None to have it chosen; got {plan!r}.")
-    if len(set(device_mapping)) == 1:
+    if is_one_program:
         raise ValueError(
             "dispatch_plan: all stages are on one IPU, where everything is one program. Leave it out."
         )
