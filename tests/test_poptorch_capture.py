@@ -1,11 +1,17 @@
 """Capturing models: what would go wrong in silence, and what is refused by name."""
 
+import copy
+import io
+import threading
+
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 import ipu_pipeline.poptorch as poptorch
-from ipu_pipeline.poptorch import logs
-from tests.poptorch_front import assert_close, make_options, reference, seeded
+from ipu_pipeline.poptorch import logs, markers
+from ipu_pipeline.poptorch.thread_views import changed_for_this_thread_alone
+from tests.poptorch_front import assert_close, assert_same_state, make_options, reference, seeded
 
 
 def model_of(forward, **attributes):
@@ -326,8 +332,6 @@ def test_errors_of_forward_are_the_users_own():
 
 def test_own_functions_work_outside_of_models():
     """While a model is captured, another thread may use what is refused in it."""
-    import threading
-
     results = []
 
     def forward(self, x):
@@ -338,6 +342,109 @@ def test_own_functions_work_outside_of_models():
 
     infer(forward, x)
     assert results == [2]
+
+
+class LookedAt(torch.nn.Module):
+    """While its forward is captured, another thread does something with what is in it."""
+
+    def __init__(self, look):
+        super().__init__()
+        self.inner = inner = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
+        self.thread = threading.Thread(target=lambda: look(inner))
+
+    def forward(self, x):
+        y = self.inner(x)
+        if markers.current_capture() is not None and self.thread.ident is None:
+            self.thread.start()
+            self.thread.join()
+        return self.inner(y)
+
+
+def loaded(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [lambda model: model, copy.copy, copy.deepcopy, loaded],
+    ids=["itself", "copy", "deepcopy", "save"],
+)
+def test_other_threads_see_weights_while_a_model_is_captured(copied):
+    """Export puts tensors without values in their place, and did so for all threads."""
+    seen = {}
+    model = LookedAt(lambda inner: seen.update(copied(inner).state_dict())).eval()
+    poptorch.inferenceModel(model, make_options())(torch.ones(4, 3))
+    assert not {type(tensor) for tensor in seen.values()} & {FakeTensor}
+    expected = model.inner.state_dict()
+    assert seen.keys() == expected.keys()
+    assert_close(seen.values(), expected.values())
+    kept = [vars(module)[kind] for module in model.modules() for kind in ("_parameters", "_modules")]
+    assert {type(held) for held in kept} == {dict}
+
+
+def test_other_threads_train_a_model_while_it_is_captured():
+    def change(inner):
+        optimizer = torch.optim.SGD(inner.parameters(), 0.5)
+        inner(batch).square().sum().backward()
+        optimizer.step()
+        inner[1].register_buffer("mine", torch.ones(1))
+
+    torch.manual_seed(0)
+    batch = torch.randn(4, 3)
+    model = LookedAt(change).eval()
+    expected = copy.deepcopy(model.inner)
+    change(expected)
+    executor = poptorch.inferenceModel(model, make_options())
+    executor.compile(batch)
+    assert_same_state(model.inner, expected)
+    assert_close([executor(batch)], [expected.eval()(expected(batch)).detach()])
+
+
+def test_another_thread_replaces_a_parameter_while_a_model_is_captured():
+    def change(inner):
+        inner[0].bias = torch.nn.Parameter(torch.full((3,), 7.0))
+
+    model = LookedAt(change).eval()
+    executor = poptorch.inferenceModel(model, make_options())
+    with pytest.raises(poptorch.Error, match="inner.0.bias of the model was replaced in another thread"):
+        executor(torch.ones(4, 3))
+    assert model.inner[0].bias.tolist() == [7] * 3
+    assert_close([executor(torch.ones(4, 3))], [model(torch.ones(4, 3)).detach()])
+
+
+OF_CLASSES = ["__new__", "__init__", "__getattribute__", "__class_getitem__", "__doc__", "__hash__"]
+
+
+@pytest.mark.parametrize("name", sorted(vars(dict).keys() - OF_CLASSES))
+def test_each_thread_has_the_methods_of_its_own_dictionary(name):
+    def call(held):
+        result = getattr(held, name)(*arguments.get(name, ()))
+        result = list(result) if name in ("__iter__", "__reversed__", "keys", "values", "items") else result
+        return None if name in ("__ior__", "__sizeof__") else result, dict(held.items())
+
+    arguments = {
+        **dict.fromkeys(["__or__", "__ror__", "__ior__", "update", "__eq__", "__ne__"], ({"c": 3},)),
+        **dict.fromkeys(["__contains__", "__getitem__", "__delitem__", "get", "pop"], ("b",)),
+        **dict.fromkeys(["__lt__", "__le__", "__gt__", "__ge__"], ({},)),
+        **dict.fromkeys(["__setitem__", "setdefault"], ("c", 4)),
+        "fromkeys": ("ab",),
+    }
+    model, results = torch.nn.Module(), []
+    others = vars(model)["_parameters"] = {"a": 1, "b": 2}
+    with changed_for_this_thread_alone(model):
+        held = vars(model)["_parameters"]
+        held.clear()
+        held.update({"x": 1, "b": 5})
+        thread = threading.Thread(target=lambda: results.append(call(held)))
+        thread.start()
+        thread.join()
+        assert call(held) == call({"x": 1, "b": 5})
+    assert results == [call({"a": 1, "b": 2})]
+    assert vars(model)["_parameters"] is others
+    assert others == results[0][1]
 
 
 def test_a_changed_input_is_told(caplog, monkeypatch):

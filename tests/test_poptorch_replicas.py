@@ -1,6 +1,7 @@
 """Replicas of wrapped models: equal to plain torch over the micro-batches of all of them."""
 
 import copy
+import threading
 
 import jax
 import pytest
@@ -238,6 +239,23 @@ def test_parameters_of_groups(name):
         expected = train_rows(plain, optimizer, make_batch(8, seed=seed), groups)
         assert_close(leaves(outputs), join(expected))
         assert_same_state(model, plain)
+
+
+def test_other_threads_see_all_rows_while_a_model_is_captured():
+    class Looked(Rows):
+        def forward(self, *args):
+            thread = threading.Thread(target=lambda: shapes.append(self.weight.shape))
+            thread.start()
+            thread.join()
+            assert self.weight.shape == (4, 2)
+            return super().forward(*args)
+
+    shapes = []
+    model = seeded(lambda: Looked((2,)))
+    executor = poptorch.inferenceModel(model, with_replicas(4))
+    executor.weight.replicaGrouping(CommGroupType.Consecutive, 2, VariableRetrievalMode.OnePerGroup)
+    executor.compile(*make_batch(8))
+    assert set(shapes) == {(2, 4, 2)}
 
 
 @pytest.mark.thorough

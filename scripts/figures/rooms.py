@@ -90,7 +90,7 @@ FLOORS = (
         "poptorch: ground",
         "poptorch.errors poptorch.enums poptorch.logs poptorch.dtypes poptorch.markers poptorch.structures "
         "poptorch.annotations poptorch.operations poptorch.profiling poptorch.later "
-        "poptorch.replica_groups",
+        "poptorch.replica_groups poptorch.thread_views",
         "PopTorch's names; torch's dtypes; markers of blocks",
     ),
     _folder("poptorch/lowering"),

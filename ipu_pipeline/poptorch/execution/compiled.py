@@ -70,12 +70,23 @@ class CompiledModel:
           checks_numbers: whether a result or a weight that is not finite is an error. The pipeline then
             does not donate its state.
           processes: that run it, each with an equal part of the pipeline's replicas.
+
+        Raises:
+          Error: another thread has replaced a tensor of the model since it was captured.
         """
         self.stages = stages
         self.captured = captured
         self.outputs = captured.outputs
         self.pipeline = pipeline
         self._held = _find_held(model, stages.tensors.values())
+        held = {id(value) for _where, _name, value in self._held}
+        for full, tensor in stages.tensors.items():
+            if id(tensor) not in held:
+                name = full.partition("/")[2].removeprefix("model.")
+                raise Error(
+                    f"{name} of the model was replaced in another thread while the model was compiled. "
+                    "Change tensors in place (copy_, load_state_dict without assign), or call again."
+                )
         self._name, self._devices = type(model).__name__, list(devices)
         self._checks_numbers, self._processes = checks_numbers, processes
         own = set() if processes.keep_buffers else {id(buffer) for buffer in model.buffers()}

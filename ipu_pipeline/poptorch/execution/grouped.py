@@ -15,6 +15,7 @@ from ipu_pipeline.poptorch.errors import Error
 from ipu_pipeline.poptorch.graphs.capture import Captured
 from ipu_pipeline.poptorch.options import Options
 from ipu_pipeline.poptorch.replica_groups import GroupRows, ReplicaGrouping
+from ipu_pipeline.poptorch.thread_views import changed_for_this_thread_alone
 
 __all__ = ["Grouped", "check_groupings", "one_row_each"]
 
@@ -127,25 +128,20 @@ def one_row_each(
     """
     shown: dict[int, torch.nn.Parameter] = {}
     originals: dict[int, torch.Tensor] = {}
-    replaced: list[tuple[dict[str, Any], str, Any]] = []
 
     def restored(captured: Captured) -> Captured:
         tensors = {key: originals.get(id(tensor), tensor) for key, tensor in captured.tensors.items()}
         return dataclasses.replace(captured, tensors=tensors)
 
-    for module in model.modules():
-        held: dict[str, Any] = vars(module)["_parameters"]
-        for name, parameter in held.items():
-            if id(parameter) in rows:
-                with torch.inference_mode(False):
-                    row = torch.nn.Parameter(parameter.detach()[0].clone(), parameter.requires_grad)
-                shown.setdefault(id(parameter), row)
-                replaced.append((held, name, parameter))
-    originals |= {id(shown[id(parameter)]): parameter for _held, _name, parameter in replaced}
-    try:
-        for held, name, parameter in replaced:
-            held[name] = shown[id(parameter)]
+    with changed_for_this_thread_alone(model):
+        for module in model.modules():
+            held: dict[str, Any] = vars(module)["_parameters"]
+            for name, parameter in list(held.items()):
+                if id(parameter) not in rows:
+                    continue
+                if id(parameter) not in shown:
+                    with torch.inference_mode(False):
+                        row = torch.nn.Parameter(parameter.detach()[0].clone(), parameter.requires_grad)
+                    shown[id(parameter)], originals[id(row)] = row, parameter
+                held[name] = shown[id(parameter)]
         yield restored
-    finally:
-        for held, name, parameter in replaced:
-            held[name] = parameter

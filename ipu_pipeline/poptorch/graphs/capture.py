@@ -28,6 +28,7 @@ from ipu_pipeline.poptorch.graphs.multi_convs import check_multi_convs
 from ipu_pipeline.poptorch.lowering.registry import kept_operations
 from ipu_pipeline.poptorch.lowering.substitutes import exportable
 from ipu_pipeline.poptorch.structures import Structure, flatten
+from ipu_pipeline.poptorch.thread_views import changed_for_this_thread_alone
 
 __all__ = ["Captured", "Modes", "capture", "modes_of"]
 
@@ -110,6 +111,7 @@ def capture(
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         capturing = stack.enter_context(markers.capturing())
+        stack.enter_context(changed_for_this_thread_alone(model))
         stack.enter_context(_in_modes(modes or {}))
         stack.enter_context(refusals.refusing_own_backwards())
         stack.enter_context(refusals.with_detached_data())

@@ -189,7 +189,8 @@ def _find_parts(captured: Captured, model: torch.nn.Module, group_rows: Mapping[
         elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
             tensor = captured.tensors[str(spec.target)]
             if node.users or spec.target in written:  # others are no variables
-                name = names[id(tensor)]
+                # It is called so only if another thread has replaced it, which is an error later.
+                name = names.setdefault(id(tensor), str(spec.target))
                 parts.variables[node] = name
                 parts.tensors[name] = tensor
                 if id(tensor) in group_rows:

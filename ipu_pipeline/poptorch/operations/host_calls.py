@@ -15,6 +15,7 @@ from ipu_pipeline.poptorch.errors import Error
 from ipu_pipeline.poptorch.operations.checks import check_outside
 from ipu_pipeline.poptorch.operations.host_functions import HostFunction, Kind, find, keep
 from ipu_pipeline.poptorch.structures import Structure, flatten
+from ipu_pipeline.poptorch.thread_views import seeing_as_here
 
 __all__ = ["CPU", "HOST_CALL"]
 
@@ -68,7 +69,8 @@ class CPU:
         kinds = [Kind.of(tensor) for tensor in inputs]
         # In this thread tensors have no values while the model is captured.
         with concurrent.futures.ThreadPoolExecutor(1) as thread:
-            function = thread.submit(HostFunction, self.ID, call, kinds, call.num_buffers).result()
+            make = seeing_as_here(HostFunction)
+            function = thread.submit(make, self.ID, call, kinds, call.num_buffers).result()
         capture.held.append(function)
         assert call.results is not None
         return call.results.unflatten(_OPERATIONS.host_call(inputs, keep(function)))
