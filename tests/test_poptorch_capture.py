@@ -415,6 +415,22 @@ def test_another_thread_replaces_a_parameter_while_a_model_is_captured():
     assert_close([executor(torch.ones(4, 3))], [model(torch.ones(4, 3)).detach()])
 
 
+def test_one_thread_at_a_time_has_models_with_a_module_in_common():
+    def enter():
+        with changed_for_this_thread_alone(torch.nn.Sequential(common)):
+            entered.set()
+
+    common, entered = torch.nn.ReLU(), threading.Event()
+    before = vars(common)["_parameters"]
+    thread = threading.Thread(target=enter)
+    with changed_for_this_thread_alone(torch.nn.Sequential(common)):
+        thread.start()
+        assert not entered.wait(0.2)
+    thread.join(60)
+    assert entered.is_set()
+    assert vars(common)["_parameters"] is before
+
+
 OF_CLASSES = ["__new__", "__init__", "__getattribute__", "__class_getitem__", "__doc__", "__hash__"]
 
 

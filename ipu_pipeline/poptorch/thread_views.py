@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import itertools
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 __all__ = ["changed_for_this_thread_alone", "seeing_as_here"]
 
 _KINDS = ("_parameters", "_buffers", "_modules")
+_lock = threading.RLock()  # models may have modules in common
 _numbers = itertools.count(1)
 _current: contextvars.ContextVar[int] = contextvars.ContextVar("view", default=0)  # a thread begins without
 
@@ -60,20 +62,22 @@ for _name in vars(dict).keys() - vars(_Views).keys() - {"__new__", "__getattribu
 def changed_for_this_thread_alone(model: torch.nn.Module) -> Iterator[None]:
     """In the `with` block only this thread sees what it registers in a model's modules, or puts in a place.
 
-    What others register stays. Other attributes, as `training`, are the same for all threads.
+    What others register stays. Other attributes, as `training`, are the same for all threads. One
+    thread at a time is in such a block.
     """
     torch.compiler.assume_constant_result(_is_current)
-    kept = [(vars(module), kind) for module in model.modules() for kind in _KINDS]
-    before = [attributes[kind] for attributes, kind in kept]
-    token = _current.set(_current.get() or next(_numbers))
-    try:
-        for attributes, kind in kept:
-            attributes[kind] = _Views(attributes[kind])
-        yield
-    finally:
-        for (attributes, kind), values in zip(kept, before, strict=True):
-            attributes[kind] = values
-        _current.reset(token)
+    with _lock:
+        kept = [(vars(module), kind) for module in model.modules() for kind in _KINDS]
+        before = [attributes[kind] for attributes, kind in kept]
+        token = _current.set(_current.get() or next(_numbers))
+        try:
+            for attributes, kind in kept:
+                attributes[kind] = _Views(attributes[kind])
+            yield
+        finally:
+            for (attributes, kind), values in zip(kept, before, strict=True):
+                attributes[kind] = values
+            _current.reset(token)
 
 
 def seeing_as_here(function: Callable[..., Any]) -> Callable[..., Any]:

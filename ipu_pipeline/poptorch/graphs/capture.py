@@ -11,7 +11,6 @@ import contextlib
 import functools
 import logging
 import re
-import threading
 import unittest.mock
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,8 +30,6 @@ from ipu_pipeline.poptorch.structures import Structure, flatten
 from ipu_pipeline.poptorch.thread_views import changed_for_this_thread_alone
 
 __all__ = ["Captured", "Modes", "capture", "modes_of"]
-
-_lock = threading.RLock()  # export changes torch's global state, and the user's modules for a while
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,12 +103,12 @@ def capture(
     """
     noted: list[Structure] = []
     flat = _Flat(model, arguments, noted.append)
-    with _lock, contextlib.ExitStack() as stack:
+    with changed_for_this_thread_alone(model), contextlib.ExitStack() as stack:
+        # One thread at a time is here, since export changes torch's global state.
         # What the caller of the model has switched off is nothing that forward does.
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         capturing = stack.enter_context(markers.capturing())
-        stack.enter_context(changed_for_this_thread_alone(model))
         stack.enter_context(_in_modes(modes or {}))
         stack.enter_context(refusals.refusing_own_backwards())
         stack.enter_context(refusals.with_detached_data())
