@@ -106,6 +106,15 @@ def no_process_left():
     programs.end_what_is_left()
 
 
+@pytest.fixture(autouse=True)
+def signals_as_before():
+    """A handler that is left would meet the signals of whichever test this process runs later."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGALRM)
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield
+    assert {number: signal.getsignal(number) for number in numbers} == before
+
+
 @pytest.fixture(autouse=True, scope="module")
 def fresh_caches():
     """Lets go of what a module's tests compiled: with it, collecting garbage takes longer and longer.
