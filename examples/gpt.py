@@ -484,7 +484,12 @@ def start_log(path: Path, done: int) -> None:
 def evaluate(evaluator: engine.Pipeline, state: engine.PipelineState, held_out: list[Any]) -> float:
     """The mean loss; the state stays as it is."""
     _state, outputs = evaluator.step(state, held_out)
-    return float(np.mean(outputs.outputs))
+    return mean(outputs.outputs)
+
+
+def mean(values: list[jax.Array]) -> float:
+    """Waits for some scalars. NumPy, which is given them, would make a ValueError of a Ctrl-C meanwhile."""
+    return float(np.mean(jax.device_get(values)))
 
 
 def train(args: argparse.Namespace) -> engine.PipelineState:
@@ -536,7 +541,7 @@ def train(args: argparse.Namespace) -> engine.PipelineState:
             step = state.update_count + 1
             batches = text.draw(args.seed, step, args.micro_batches * args.replicas, args.batch)
             state, outputs = trainer.step(state, batches)
-            losses.append(float(np.mean(outputs.losses)))
+            losses.append(mean(outputs.losses))
             if not math.isfinite(losses[-1]):
                 raise FloatingPointError(f"The loss of step {step} is {losses[-1]}; try a lower --rate.")
             if step % args.evaluate_every and step != end:

@@ -300,6 +300,17 @@ def test_as_a_program(tmp_path):
     assert re.fullmatch(r"Error: The loss of step \d is nan; try a lower --rate\.\n", errors)
 
 
+def test_ctrl_c_while_losses_are_waited_for(monkeypatch):
+    def interrupt(_array):
+        raise KeyboardInterrupt
+
+    values = [jnp.float32(1), jnp.float32(2)]
+    assert gpt.mean(values) == 1.5
+    monkeypatch.setattr(type(values[0]), "_value", property(interrupt))
+    with pytest.raises(KeyboardInterrupt):
+        gpt.mean(values)
+
+
 @pytest.mark.thorough
 def test_ctrl_c_ends_with_a_line(tmp_path):
     process = Started(
