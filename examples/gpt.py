@@ -488,7 +488,7 @@ def evaluate(evaluator: engine.Pipeline, state: engine.PipelineState, held_out: 
 
 
 def mean(values: list[jax.Array]) -> float:
-    """Waits for some scalars. NumPy, which is given them, would make a ValueError of a Ctrl-C meanwhile."""
+    """Waits for some scalars. NumPy alone would turn a Ctrl-C that comes meanwhile into a ValueError."""
     return float(np.mean(jax.device_get(values)))
 
 

@@ -165,7 +165,7 @@ def test_ctrl_c_in_garbage_collection_ends_a_run(mapping):
 
 
 def test_ctrl_c_in_garbage_collection_ends_a_call_of_poptorch():
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason="torch is not installed (extra torch)")
     from ipu_pipeline import poptorch
 
     class Interrupted(torch.nn.Module):

@@ -1,7 +1,9 @@
 """Capturing models: what would go wrong in silence, and what is refused by name."""
 
+import builtins
 import copy
 import io
+import signal
 import threading
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 import ipu_pipeline.poptorch as poptorch
-from ipu_pipeline.poptorch import logs, markers
+from ipu_pipeline.poptorch import logs, markers, thread_views
 from ipu_pipeline.poptorch.thread_views import changed_for_this_thread_alone
 from tests.poptorch_front import assert_close, assert_same_state, make_options, reference, seeded
 
@@ -413,6 +415,30 @@ def test_another_thread_replaces_a_parameter_while_a_model_is_captured():
         executor(torch.ones(4, 3))
     assert model.inner[0].bias.tolist() == [7] * 3
     assert_close([executor(torch.ones(4, 3))], [model(torch.ones(4, 3)).detach()])
+
+
+def test_an_interrupt_leaves_the_model_as_it_was(monkeypatch):
+    """In forward, and while the model gets back what it had."""
+
+    def forward(self, x):
+        raise KeyboardInterrupt
+
+    def interrupted(*columns, strict):
+        for number, row in enumerate(builtins.zip(*columns, strict=strict)):
+            if number == 1:
+                signal.raise_signal(signal.SIGINT)
+            yield row
+
+    model = model_of(forward)
+    before = model.state_dict()
+    with pytest.raises(KeyboardInterrupt):
+        poptorch.inferenceModel(model, make_options())(x)
+    monkeypatch.setattr(thread_views, "zip", interrupted, raising=False)
+    with pytest.raises(KeyboardInterrupt), thread_views.changed_for_this_thread_alone(model):
+        pass
+    kept = [vars(module)[kind] for module in model.modules() for kind in ("_parameters", "_modules")]
+    assert {type(held) for held in kept} == {dict}
+    assert_close(model.state_dict().values(), before.values())
 
 
 def test_one_thread_at_a_time_has_models_with_a_module_in_common():

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from ipu_pipeline.processes import interrupts
+
 __all__ = ["changed_for_this_thread_alone", "seeing_as_here"]
 
 _KINDS = ("_parameters", "_buffers", "_modules")
@@ -75,9 +77,10 @@ def changed_for_this_thread_alone(model: torch.nn.Module) -> Iterator[None]:
                 attributes[kind] = _Views(attributes[kind])
             yield
         finally:
-            for (attributes, kind), values in zip(kept, before, strict=True):
-                attributes[kind] = values
-            _current.reset(token)
+            with interrupts.deferred():
+                for (attributes, kind), values in zip(kept, before, strict=True):
+                    attributes[kind] = values
+                _current.reset(token)
 
 
 def seeing_as_here(function: Callable[..., Any]) -> Callable[..., Any]:

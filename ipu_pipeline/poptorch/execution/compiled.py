@@ -82,10 +82,10 @@ class CompiledModel:
         held = {id(value) for _where, _name, value in self._held}
         for full, tensor in stages.tensors.items():
             if id(tensor) not in held:
-                name = full.partition("/")[2].removeprefix("model.")
                 raise Error(
-                    f"{name} of the model was replaced in another thread while the model was compiled. "
-                    "Change tensors in place (copy_, load_state_dict without assign), or call again."
+                    f"{full.partition('/')[2]} of the model was replaced in another thread while the model "
+                    "was compiled. Change tensors in place (copy_, load_state_dict without assign), or "
+                    "call again."
                 )
         self._name, self._devices = type(model).__name__, list(devices)
         self._checks_numbers, self._processes = checks_numbers, processes

@@ -190,7 +190,7 @@ def _find_parts(captured: Captured, model: torch.nn.Module, group_rows: Mapping[
             tensor = captured.tensors[str(spec.target)]
             if node.users or spec.target in written:  # others are no variables
                 # It is called so only if another thread has replaced it, which is an error later.
-                name = names.setdefault(id(tensor), str(spec.target))
+                name = names.setdefault(id(tensor), str(spec.target).removeprefix("model."))
                 parts.variables[node] = name
                 parts.tensors[name] = tensor
                 if id(tensor) in group_rows:
