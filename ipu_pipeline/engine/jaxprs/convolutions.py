@@ -30,7 +30,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core as jex_core
 
-from ipu_pipeline.engine.jaxprs.flat import has_primitive
+from ipu_pipeline.engine.jaxprs.flat import has_primitive, map_atoms
 
 __all__ = ["has_convolutions", "with_fast_convolutions"]
 
@@ -67,13 +67,21 @@ def _rewrite(closed_jaxpr: Any) -> Any:
 
 def _rewrite_open(jaxpr: Any) -> Any:
     equations: list[Any] = []
+    reversals: dict[Any, Any] = {}  # what is reversed along axes -> the equation
     for equation in jaxpr.eqns:
-        product = _find_product(equation)
-        if product is None:
+        if equation.primitive is lax.rev_p:
+            reversals[equation.outvars[0]] = equation
+        convolution = _read(equation)
+        if convolution is None:
             params = {name: _rewrite_parameter(value) for name, value in equation.params.items()}
             equations.append(equation.replace(params=params))
         else:
-            equations += _inline(product, equation)
+            image, kernel = equation.invars
+            reversal = None if isinstance(kernel, jex_core.Literal) else reversals.get(kernel)
+            if reversal is not None and convolution.can_reverse(reversal.params["dimensions"]):
+                convolution = dataclasses.replace(convolution, is_reversed=True)
+                kernel = reversal.invars[0]
+            equations += _inline(convolution.compute, equation, (image, kernel))
     return jaxpr.replace(eqns=equations)
 
 
@@ -87,23 +95,23 @@ def _rewrite_parameter(value: Any) -> Any:
     return value
 
 
-def _inline(function: Callable[[Any, Any], Any], equation: Any) -> list[Any]:
-    """The equations of a function of an equation's inputs, which give its output."""
-    structs = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in equation.invars]
+def _inline(function: Callable[[Any, Any], Any], equation: Any, inputs: Sequence[Any]) -> list[Any]:
+    """The equations of a function of some atoms, which give an equation's output."""
+    structs = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in inputs]
     # No part of it is a call: a computation of its own would be one in the compiled program, too.
     traced = jax.make_jaxpr(function)(*structs)
-    known = dict(zip(traced.jaxpr.invars, equation.invars, strict=True))
+    known = dict(zip(traced.jaxpr.invars, inputs, strict=True))
     (result,) = traced.jaxpr.outvars
     known[result] = equation.outvars[0]
     assert not traced.consts
     made = []
     for inner in traced.jaxpr.eqns:
-        inputs = [a if isinstance(a, jex_core.Literal) else known[a] for a in inner.invars]
+        atoms = map_atoms(known, inner.invars)
         for var in inner.outvars:
             known.setdefault(var, var if isinstance(var, jex_core.DropVar) else jex_core.Var(var.aval))
         made.append(
             inner.replace(
-                invars=inputs,
+                invars=atoms,
                 outvars=[known[var] for var in inner.outvars],
                 source_info=equation.source_info,
             )
@@ -132,6 +140,7 @@ class _Convolution:
       feature_groups: channels and outputs are in so many groups, of which each goes with one.
       batch_groups: the batch and the outputs are, and the groups' results are beside each other.
       precision: of products.
+      is_reversed: whether the kernel that is given has its taps in reverse.
     """
 
     numbers: lax.ConvDimensionNumbers
@@ -147,6 +156,7 @@ class _Convolution:
     feature_groups: int
     batch_groups: int
     precision: Any
+    is_reversed: bool = False
 
     @property
     def num_taps(self) -> int:
@@ -159,13 +169,55 @@ class _Convolution:
         return math.prod(self.places)
 
     @property
-    def is_narrowing(self) -> bool:
-        """Whether the products of a tap have at most half as many elements as its windows."""
-        return 2 * self.num_outputs * math.prod(self.lengths) <= self.num_channels * self.num_places
+    def is_correlation(self) -> bool:
+        """Whether there are fewer places than taps, as in the gradient of a kernel."""
+        return self.batch_groups > 1 or (self.feature_groups == 1 and self.num_places < self.num_taps)
+
+    @property
+    def has_many_windows(self) -> bool:
+        """Whether it stays a convolution, as so many windows would make too large a program."""
+        return (self.num_places if self.is_correlation else self.num_taps) > _MAX_TAPS
+
+    def can_reverse(self, axes: Sequence[int]) -> bool:
+        """Whether it can take a kernel that is not yet reversed along these axes."""
+        is_all = set(axes) == set(self.numbers.rhs_spec[2:])
+        return is_all and not self.is_correlation and not self.has_many_windows
+
+    def compute(self, image: Any, kernel: Any) -> Any:
+        """The result, in the form that suits it."""
+        if self.has_many_windows:
+            return _canonical(self, image, kernel)
+        if self.is_correlation:
+            if max(self.holes) > 1 and max(self.dilation) > 1:
+                return _correlated(self.without_holes(), _dilate(self, image), kernel)
+            return _correlated(self, image, kernel)
+        if max(self.stride) == 1 and (max(self.holes) > 1 or self._is_better_scattered(image, kernel)):
+            return _scattered(self, image, kernel)
+        if max(self.holes) > 1:
+            return _gathered(self.without_holes(), _dilate(self, image), kernel)
+        return _gathered(self, image, kernel)
+
+    def without_holes(self) -> _Convolution:
+        """That of the image that `_dilate` gives."""
+        lengths = ((n - 1) * holes + 1 for n, holes in zip(self.lengths, self.holes, strict=True))
+        return dataclasses.replace(self, lengths=tuple(lengths), holes=(1,) * len(self.holes))
+
+    def _is_better_scattered(self, image: Any, kernel: Any) -> bool:
+        """Whether products of each element take less time than windows, where both are possible.
+
+        What counts is how much larger than the image columns and products are; and that windows go with a
+        transposed kernel if that is reversed, which takes long in the first layout. Limits are measured.
+        """
+        products = self.num_outputs * math.prod(self.lengths)
+        columns = self.num_channels * self.num_places
+        if not self.is_reversed:
+            return 2 * products <= columns
+        is_last = _Layout.of(self.numbers.lhs_spec, self.numbers.lhs_spec[1]).is_last
+        return products <= 2 * columns and not (is_last and kernel.size > image.size)
 
 
-def _find_product(equation: Any) -> Callable[[Any, Any], Any] | None:
-    """The convolution of an equation as a product; None if it is none, or better stays as it is."""
+def _read(equation: Any) -> _Convolution | None:
+    """The convolution of an equation; None if it is none, or better stays as it is."""
     if equation.primitive.name != _NAME:
         return None
     image, kernel, result = (var.aval for var in (*equation.invars, *equation.outvars))
@@ -175,7 +227,7 @@ def _find_product(equation: Any) -> Callable[[Any, Any], Any] | None:
         return None
     params = equation.params
     numbers = params["dimension_numbers"]
-    convolution = _Convolution(
+    return _Convolution(
         numbers=numbers,
         stride=tuple(params["window_strides"]),
         padding=tuple(map(tuple, params["padding"])),
@@ -190,26 +242,6 @@ def _find_product(equation: Any) -> Callable[[Any, Any], Any] | None:
         batch_groups=params["batch_group_count"],
         precision=params["precision"],
     )
-    return _choose(convolution)
-
-
-def _choose(own: _Convolution) -> Callable[[Any, Any], Any] | None:
-    is_correlation = own.batch_groups > 1 or (own.feature_groups == 1 and own.num_places < own.num_taps)
-    if (own.num_places if is_correlation else own.num_taps) > _MAX_TAPS:
-        return lambda image, kernel: _canonical(own, image, kernel)
-    if max(own.holes) == 1 and not is_correlation and max(own.stride) == 1 and own.is_narrowing:
-        form = _scattered
-    elif max(own.holes) == 1:
-        form = _correlated if is_correlation else _gathered
-    elif is_correlation and max(own.dilation) == 1:
-        form = _correlated
-    elif not is_correlation and max(own.stride) == 1:
-        form = _scattered
-    else:
-        form = _correlated if is_correlation else _gathered
-        own, undilated = dataclasses.replace(own, holes=(1,) * len(own.holes)), own
-        return lambda image, kernel: form(own, _dilate(undilated, image), kernel)
-    return lambda image, kernel: form(own, image, kernel)
 
 
 def _dilate(own: _Convolution, image: Any) -> Any:
@@ -328,23 +360,29 @@ def _gathered(own: _Convolution, image: Any, kernel: Any) -> Any:
     spec, groups = own.numbers.lhs_spec, own.feature_groups
     layout = _Layout.of(spec, spec[1])
     images = layout.split(image, spec[0], spec[1], spec[2:], groups)
-    weights = _split_kernel(own, kernel)  # (groups, outputs, taps, channels)
-    windows = _Windows(
-        tuple(low for low, _high in own.padding), own.taps, own.dilation, own.places, own.stride
-    )
-    if weights.shape[3] == 1 and groups > 1:
-        weights, images = _widen(weights), _widen(images)
+    low = tuple(low for low, _high in own.padding)
+    windows = _Windows(low, own.taps, own.dilation, own.places, own.stride)
+
+    def of(images: Any) -> list[Any]:
+        """The windows, in the order of the kernel's taps."""
+        found = windows.of(images, layout.lengths)
+        return found[::-1] if own.is_reversed else found
+
+    if own.num_channels == groups > 1:
         made = sum(
-            window * _beside(layout, weights[:, :, tap, 0])
-            for tap, window in enumerate(windows.of(images, layout.lengths))
+            window * weights
+            for window, weights in zip(of(_widen(images)), _by_tap(own, kernel, layout), strict=True)
         )
         return layout.join(made.astype(image.dtype), own.numbers.out_spec)
-    flat = weights.reshape(*weights.shape[:2], -1)
+    # The columns are in the order in which kernels usually lie beside such images, and need not be moved:
+    # tap by tap the channels if these are last, else channel by channel the taps.
+    weights = _split_kernel(own, kernel, "OTI" if layout.is_last else "OIT")
+    weights = weights.reshape(*weights.shape[:2], -1)
     is_plain = own.num_taps == 1 and not layout.is_last and own.num_places >= _FEW_PLACES
 
     def product(images: Any) -> Any:
-        columns = _concatenate(windows.of(images, layout.lengths), layout.groups + 1)
-        return _multiply(own, layout, flat, columns, is_plain).astype(image.dtype)
+        columns = _stack(layout, of(images))
+        return _multiply(own, layout, weights, 2, columns, is_plain).astype(image.dtype)
 
     num_bytes = own.num_taps * own.num_places * own.num_channels * image.dtype.itemsize
     if is_plain:
@@ -358,14 +396,13 @@ def _scattered(own: _Convolution, image: Any, kernel: Any) -> Any:
     spec, groups = own.numbers.lhs_spec, own.feature_groups
     layout = _Layout.of(spec, spec[1])
     images = layout.split(image, spec[0], spec[1], spec[2:], groups)
-    weights = _split_kernel(own, kernel).swapaxes(1, 2)  # (groups, taps, outputs, channels)
-    num_outputs = weights.shape[2]
     is_plain = not layout.is_last and math.prod(own.lengths) >= _FEW_PLACES
 
     def place(parts: Sequence[Any]) -> Any:
         """The sum of what each tap gives, each where it belongs."""
         total = None
-        for tap, part in zip(itertools.product(*map(range, own.taps)), parts, strict=True):
+        taps = list(itertools.product(*map(range, own.taps)))
+        for tap, part in zip(taps[::-1] if own.is_reversed else taps, parts, strict=True):
             config = [(0, 0, 0)] * part.ndim
             for i, axis in enumerate(range(layout.lengths, layout.lengths + layout.num_axes)):
                 low = own.padding[i][0] - tap[i] * own.dilation[i]
@@ -375,19 +412,24 @@ def _scattered(own: _Convolution, image: Any, kernel: Any) -> Any:
             total = placed if total is None else total + placed
         return total
 
-    if weights.shape[3] == 1 and groups > 1:
-        weights, images = _widen(weights), _widen(images)
-        made = place([images * _beside(layout, weights[:, tap, :, 0]) for tap in range(own.num_taps)])
+    if own.num_channels == groups > 1:
+        made = place([_widen(images) * weights for weights in _by_tap(own, kernel, layout)])
         return layout.join(made.astype(image.dtype), own.numbers.out_spec)
-    flat = weights.reshape(groups, -1, weights.shape[3])
+    # The order is that of the kernels of forwards, whose gradients have their inputs for outputs.
+    weights = _split_kernel(own, kernel, "TOI" if layout.is_last else "IOT")
+    shape = list(weights.shape)
+    channels, tap_axis = (2, 0) if layout.is_last else (1, 1)
+    flat = (
+        weights.reshape(groups, -1, shape[3]) if layout.is_last else weights.reshape(groups, shape[1], -1)
+    )
+    parted = shape[1:3] if layout.is_last else shape[2:]
 
     def product(images: Any) -> Any:
-        made = _multiply(own, layout, flat, images, is_plain)
-        axis = layout.groups + 1
-        parts = [
-            lax.slice_in_dim(made, tap * num_outputs, (tap + 1) * num_outputs, axis=axis)
-            for tap in range(own.num_taps)
-        ]
+        made = _multiply(own, layout, flat, channels, images, is_plain)
+        inner = layout.groups + 1
+        made = made.reshape(*made.shape[:inner], *parted, *made.shape[inner + 1 :])
+        taps = range(own.num_taps)
+        parts = [lax.index_in_dim(made, tap, inner + tap_axis, keepdims=False) for tap in taps]
         return place(parts).astype(image.dtype)
 
     num_bytes = own.num_taps * own.num_outputs * math.prod(own.lengths) * image.dtype.itemsize
@@ -408,21 +450,21 @@ def _correlated(own: _Convolution, image: Any, kernel: Any) -> Any:
         low = tuple((n - 1) * s - p for n, s, p in zip(own.places, own.stride, low, strict=True))
         windows = _Windows(low, own.places, own.stride, own.lengths, own.holes)
         made = _correlate(own, layout, windows, kernels, images)
-        made = jnp.flip(made, range(1, made.ndim - 2)).swapaxes(-1, -2)
+        made = jnp.flip(made, range(3, made.ndim)).swapaxes(1, 2)
     else:
         windows = _Windows(low, own.places, own.stride, own.taps, own.dilation)
         made = _correlate(own, layout, windows, images, kernels)
-    made = jnp.moveaxis(made, (-2, 0, -1), (0, 1, 2))  # (batch, groups, outputs, *places)
+    made = made.swapaxes(0, 1)  # (batch, groups, outputs, *places)
     return _Layout(False, layout.num_axes).join(made, own.numbers.out_spec)
 
 
 def _correlate(own: _Convolution, layout: _Layout, windows: _Windows, images: Any, kernels: Any) -> Any:
-    """(groups, *windows, inner of images, inner of kernels): products summed over outer and lengths."""
+    """Products summed over outer axes and lengths: (groups, inner of images, of kernels, *windows)."""
     inner = layout.groups + 1
     summed = (0, *range(layout.lengths, layout.lengths + layout.num_axes))
-    shape = (images.shape[layout.groups], *windows.num, images.shape[inner], kernels.shape[inner])
+    num_groups, num_images, num_kernels = images.shape[inner - 1], images.shape[inner], kernels.shape[inner]
     dtype, wide = images.dtype, _sum_dtype(images.dtype)
-    if images.shape[inner] == 1 and images.shape[layout.groups] > 1:
+    if num_images == 1 and num_groups > 1:
         images, kernels = _widen(images), _widen(kernels)
         # XLA's sums are over one element after another; its products with vectors are vectorized.
         ones = jnp.ones([kernels.shape[axis] for axis in summed], wide)
@@ -431,48 +473,71 @@ def _correlate(own: _Convolution, layout: _Layout, windows: _Windows, images: An
             lax.dot_general(window * kernels, ones, numbers)
             for window in windows.of(images, layout.lengths)
         ]
-        return jnp.stack(parts, 1).astype(dtype).reshape(shape)
+        return jnp.stack(parts, -1).astype(dtype).reshape(num_groups, 1, num_kernels, *windows.num)
 
     def product(images: Any, kernels: Any) -> Any:
-        columns = _concatenate(windows.of(images, layout.lengths), inner)
-        batch = ((layout.groups,), (layout.groups,))
-        return lax.dot_general(
-            columns, kernels, ((summed, summed), batch), own.precision, preferred_element_type=wide
-        )
+        columns = _stack(layout, windows.of(images, layout.lengths))
+        numbers = ((summed, summed), ((layout.groups,), (layout.groups,)))
+        pair = (columns, kernels) if layout.is_last else (kernels, columns)
+        return lax.dot_general(*pair, numbers, own.precision, preferred_element_type=wide)
 
-    num_bytes = math.prod((*windows.num, *windows.size, shape[0], shape[-2])) * images.dtype.itemsize
+    num_bytes = math.prod((*windows.num, *windows.size, num_groups, num_images)) * dtype.itemsize
     size = _block_size(images.shape[0], num_bytes)
     if size == images.shape[0]:
         made = product(images, kernels)
     else:
         blocks = [_cut(array, size) for array in (images, kernels)]
-        zeros = jnp.zeros((shape[0], math.prod(shape[1:-1]), shape[-1]), wide)
+        zeros = jnp.zeros(jax.eval_shape(product, *(block[0] for block in blocks)).shape, wide)
         made, _nothing = lax.scan(
             lambda total, given: (total + product(*given), None), zeros, tuple(blocks)
         )
-    return made.astype(dtype).reshape(shape)
+    made = made.astype(dtype)
+    if layout.is_last:
+        made = made.reshape(num_groups, *windows.num, num_images, num_kernels)
+        return jnp.moveaxis(made, (-2, -1), (1, 2))
+    return made.reshape(num_groups, num_kernels, num_images, *windows.num).swapaxes(1, 2)
 
 
-def _split_kernel(own: _Convolution, kernel: Any) -> Any:
-    """(groups, outputs of a group, taps, channels of a group)."""
+def _split_kernel(own: _Convolution, kernel: Any, order: str) -> Any:
+    """(groups, *order): outputs O and channels I of a group, and taps T."""
     outputs, channels, *taps = own.numbers.rhs_spec
-    kernel = kernel.transpose(outputs, *taps, channels)
     groups = own.feature_groups
-    return kernel.reshape(groups, kernel.shape[0] // groups, own.num_taps, kernel.shape[-1])
+    axes: dict[str, Sequence[int]] = {"O": (outputs,), "I": (channels,), "T": taps}
+    sizes = {"O": own.num_outputs // groups, "I": own.num_channels // groups, "T": own.num_taps}
+    moved = kernel.transpose([axis for letter in order for axis in axes[letter]])
+    before = [sizes[letter] for letter in order[: order.index("O")]]
+    behind = [sizes[letter] for letter in order[order.index("O") :]]
+    return jnp.moveaxis(moved.reshape(*before, groups, *behind), len(before), 0)
 
 
-def _beside(layout: _Layout, weights: Any) -> Any:
-    """Weights (groups, inner) for multiplication by an array of a layout."""
-    return weights if layout.is_last else weights.reshape(*weights.shape, *(1,) * layout.num_axes)
+def _by_tap(own: _Convolution, kernel: Any, layout: _Layout) -> list[Any]:
+    """The weights of each tap, of a kernel with one channel, for multiplication by an image."""
+    weights = _widen(_split_kernel(own, kernel, "TOI")[..., 0])
+    spread = weights if layout.is_last else weights.reshape(*weights.shape, *(1,) * layout.num_axes)
+    return [spread[:, tap] for tap in range(own.num_taps)]
 
 
-def _multiply(own: _Convolution, layout: _Layout, weights: Any, columns: Any, is_plain: bool) -> Any:
-    """Columns times (groups, outputs, channels): the outputs in the place of the channels.
+def _stack(layout: _Layout, windows: Sequence[Any]) -> Any:
+    """Windows, their inner axes as one: window by window where that is the last, else windows inside."""
+    axis = layout.groups + 1
+    if len(windows) == 1:
+        return windows[0]
+    if layout.is_last:
+        return lax.concatenate(windows, axis)
+    stacked = jnp.stack(windows, axis + 1)
+    return stacked.reshape(*stacked.shape[:axis], -1, *stacked.shape[axis + 2 :])
+
+
+def _multiply(
+    own: _Convolution, layout: _Layout, weights: Any, axis: int, columns: Any, is_plain: bool
+) -> Any:
+    """Columns times weights: the outputs in the place of the channels.
 
     Args:
       own: the convolution.
       layout: of the columns and of the result.
-      weights: what to multiply by.
+      weights: (groups, outputs, channels), or the last two the other way round.
+      axis: that of the weights' channels.
       columns: the inner axis has the channels.
       is_plain: whether each image is a product of its own.
 
@@ -485,17 +550,17 @@ def _multiply(own: _Convolution, layout: _Layout, weights: Any, columns: Any, is
         made = lax.dot_general(
             columns,
             weights,
-            (((inner,), (2,)), ((inner - 1,), (0,))),
+            (((inner,), (axis,)), ((inner - 1,), (0,))),
             own.precision,
             preferred_element_type=wide,
         )
         return jnp.moveaxis(made, 0, -2)
     if is_plain:
         weights = jnp.broadcast_to(weights, (columns.shape[0], *weights.shape))
-        numbers = (((3,), (2,)), ((0, 1), (0, 1)))
+        numbers = (((axis + 1,), (2,)), ((0, 1), (0, 1)))
         return lax.dot_general(weights, columns, numbers, own.precision, preferred_element_type=wide)
     made = lax.dot_general(
-        weights, columns, (((2,), (2,)), ((0,), (1,))), own.precision, preferred_element_type=wide
+        weights, columns, (((axis,), (2,)), ((0,), (1,))), own.precision, preferred_element_type=wide
     )
     return jnp.moveaxis(made, 2, 0)
 
