@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -189,12 +190,12 @@ class OnlyLoss(nn.Module):
         return found
 
 
-def make_bert() -> nn.Module:
-    """Two layers of BERT-base, and its head for masked tokens."""
+def make_bert(num_layers: int = 2) -> nn.Module:
+    """Layers of BERT-base, and its head for masked tokens."""
     import transformers
 
     config = transformers.BertConfig(
-        num_hidden_layers=2, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
+        num_hidden_layers=num_layers, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
     )
     return OnlyLoss(transformers.BertForMaskedLM(config))
 
@@ -264,6 +265,13 @@ CASES = {
         "MNIST CNN, 40 x 10", make_mnist_cnn, _draw_images(1, 28, 28), batch_size=40, gradient_accumulation=10
     ),
     "bert": Case("BERT-base, 2 layers, 2 x 4", make_bert, _draw_tokens, _BERT, batch_size=2),
+    "bert12": Case(
+        "BERT-base, 12 layers, 2 x 4",
+        functools.partial(make_bert, 12),
+        _draw_tokens,
+        tuple(f"model.bert.encoder.layer.{number}" for number in (3, 6, 9)),
+        batch_size=2,
+    ),
     "gpt2": Case("GPT-2 small, 2 layers, 2 x 4", make_gpt2, _draw_tokens, _GPT2, batch_size=2),
     "lstm": Case("LSTM, 3 x 256 wide, 64 steps, 8 x 4", make_lstm, _draw_images(NUM_STEPS, NUM_FEATURES)),
 }
