@@ -3,8 +3,8 @@
     python -m benchmarks.against_torch_models.run [--cases resnet18 bert] [--rounds 5] [--json FILE]
 
 A training call does a weight update of all its micro-batches by SGD with momentum and returns their losses;
-one for inference returns what the model finds for each of them. The model is on one IPU, or in four stages on four,
-which share the cores. The first call is that of a new process, with nothing cached: of a wrapped
+one for inference returns what the model finds for each of them. The model is on one IPU, or in four stages
+on four, which share the cores. The first call is that of a new process, with nothing cached: of a wrapped
 model, and of the same training step with the model compiled by `torch.compile`.
 """
 

@@ -18,6 +18,7 @@ from ipu_pipeline.engine.jaxprs.convolution_layouts import Convolution, Layout, 
 __all__ = ["canonical", "correlated", "dilate", "gathered", "scattered"]
 
 _BLOCK_BYTES = 3 * 2**20  # of columns at a time: what a core's share of the last cache holds, about
+_MAX_SUMMED = 8  # images whose products are summed in one go; each is so many equations
 _FEW_PLACES = 256  # with fewer places of an image the images of a block go into one product
 
 
@@ -136,20 +137,24 @@ def correlated(own: Convolution, image: Any, kernel: Any) -> Any:
     """The kernel, as columns, times windows of images: one with few places, or with groups of the batch."""
     (batch, channels, *lengths), (outputs, inputs, *taps) = own.numbers.lhs_spec, own.numbers.rhs_spec
     groups = own.batch_groups
-    layout = Layout.of(own.numbers.lhs_spec, batch)
+    by_kernel = max(own.holes) > 1
+    num_windowed = kernel.shape[outputs] if by_kernel else image.shape[batch]
+    is_depthwise = num_windowed == groups > 1
+    layout = Layout(False, len(lengths)) if is_depthwise else Layout.of(own.numbers.lhs_spec, batch)
+    correlate = _correlate_each if is_depthwise else _correlate
     images = layout.split(image, channels, batch, lengths, groups)
     kernels = layout.split(kernel, inputs, outputs, taps, groups)
     low = tuple(low for low, _high in own.padding)
-    if max(own.holes) > 1:
+    if by_kernel:
         # By windows of the kernel, which has no holes: place * stride + tap - low = index * holes, so
         # tap = (places - 1 - place) * stride + index * holes - ((places - 1) * stride - low), in reverse.
         low = tuple((n - 1) * s - p for n, s, p in zip(own.places, own.stride, low, strict=True))
         windows = Windows(low, own.places, own.stride, own.lengths, own.holes)
-        made = _correlate(own, layout, windows, kernels, images)
+        made = correlate(own, layout, windows, kernels, images)
         made = jnp.flip(made, range(3, made.ndim)).swapaxes(1, 2)
     else:
         windows = Windows(low, own.places, own.stride, own.taps, own.dilation)
-        made = _correlate(own, layout, windows, images, kernels)
+        made = correlate(own, layout, windows, images, kernels)
     made = made.swapaxes(0, 1)  # (batch, groups, outputs, *places)
     return Layout(False, layout.num_axes).join(made, own.numbers.out_spec)
 
@@ -160,16 +165,6 @@ def _correlate(own: Convolution, layout: Layout, windows: Windows, images: Any, 
     summed = (0, *range(layout.lengths, layout.lengths + layout.num_axes))
     num_groups, num_images, num_kernels = images.shape[inner - 1], images.shape[inner], kernels.shape[inner]
     wide = _sum_dtype(images.dtype)
-    if num_images == 1 and num_groups > 1:
-        images, kernels = _widen(images), _widen(kernels)
-        # XLA's sums are over one element after another; its products with vectors are vectorized.
-        ones = jnp.ones([kernels.shape[axis] for axis in summed], wide)
-        numbers = ((summed, tuple(range(ones.ndim))), ((), ()))
-        parts = [
-            jax.lax.dot_general(window * kernels, ones, numbers)
-            for window in windows.of(images, layout.lengths)
-        ]
-        return jnp.stack(parts, -1).reshape(num_groups, 1, num_kernels, *windows.num)
 
     def product(images: Any, kernels: Any) -> Any:
         columns = _stack(layout, windows.of(images, layout.lengths))
@@ -179,18 +174,34 @@ def _correlate(own: Convolution, layout: Layout, windows: Windows, images: Any, 
 
     num_bytes = math.prod((*windows.num, *windows.size, num_groups, num_images)) * images.dtype.itemsize
     size = _block_size(images.shape[0], num_bytes)
-    if size == images.shape[0]:
-        made = product(images, kernels)
-    else:
-        blocks = [_cut(array, size) for array in (images, kernels)]
-        zeros = jnp.zeros(jax.eval_shape(product, *(block[0] for block in blocks)).shape, wide)
-        made, _nothing = jax.lax.scan(
-            lambda total, given: (total + product(*given), None), zeros, tuple(blocks)
-        )
+    made = _sum_blocks(product, images, kernels, size)
     if layout.is_last:
         made = made.reshape(num_groups, *windows.num, num_images, num_kernels)
         return jnp.moveaxis(made, (-2, -1), (1, 2))
     return made.reshape(num_groups, num_kernels, num_images, *windows.num).swapaxes(1, 2)
+
+
+def _correlate_each(_own: Convolution, layout: Layout, windows: Windows, images: Any, kernels: Any) -> Any:
+    """`_correlate` where each group has one image, with channels before lengths.
+
+    XLA's sums are over one element after another. Vectorized are sums of a few arrays, here one of each
+    image, and products with vectors. A loop over windows along the first axis keeps the program small.
+    """
+    images, kernels = _widen(images), _widen(kernels)
+    num_groups, num_kernels = kernels.shape[1:3]
+    ones = jnp.ones(math.prod(windows.size), kernels.dtype)
+
+    def product(images: Any, kernels: Any) -> Any:
+        def row(found: list[Any]) -> Any:
+            sums = (sum(window[i] * kernels[i] for i in range(len(kernels))) for window in found)
+            return jnp.stack([each.reshape(num_groups * num_kernels, -1) for each in sums]) @ ones
+
+        rows = windows.map_rows(row, images, layout.lengths)
+        return jnp.moveaxis(rows.reshape(-1, num_groups, num_kernels), 0, -1)
+
+    size = _largest_divisor(images.shape[0], _MAX_SUMMED)
+    made = _sum_blocks(product, images, kernels, size)
+    return made.reshape(num_groups, 1, num_kernels, *windows.num)
 
 
 def _split_kernel(own: Convolution, kernel: Any, order: str) -> Any:
@@ -275,8 +286,11 @@ def _concatenate(parts: Sequence[Any], axis: int) -> Any:
 
 def _block_size(number: int, num_bytes: int) -> int:
     """How many of `number` images, each of so many bytes as columns, go into a product."""
-    fitting = max(1, _BLOCK_BYTES // num_bytes)
-    return max(size for size in range(1, number + 1) if number % size == 0 and size <= fitting)
+    return _largest_divisor(number, max(1, _BLOCK_BYTES // num_bytes))
+
+
+def _largest_divisor(number: int, most: int) -> int:
+    return max(size for size in range(1, number + 1) if number % size == 0 and size <= most)
 
 
 def _map_blocks(product: Callable[[Any], Any], images: Any, size: int) -> Any:
@@ -285,6 +299,18 @@ def _map_blocks(product: Callable[[Any], Any], images: Any, size: int) -> Any:
         return product(images)
     made = jax.lax.map(product, _cut(images, size))
     return made.reshape(-1, *made.shape[2:])
+
+
+def _sum_blocks(product: Callable[[Any, Any], Any], images: Any, kernels: Any, size: int) -> Any:
+    """The product of all images and kernels, summed over blocks of so many."""
+    if size == images.shape[0]:
+        return product(images, kernels)
+    blocks = (_cut(images, size), _cut(kernels, size))
+    zeros = jax.eval_shape(product, *(block[0] for block in blocks))
+    made, _nothing = jax.lax.scan(
+        lambda total, given: (total + product(*given), None), jnp.zeros(zeros.shape, zeros.dtype), blocks
+    )
+    return made
 
 
 def _cut(array: Any, size: int) -> Any:

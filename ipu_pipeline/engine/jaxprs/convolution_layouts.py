@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -95,6 +95,8 @@ class Convolution:
         What counts is how much larger than the image columns and products are; and that windows go with a
         transposed kernel if that is reversed, which takes long in the first layout. Limits are measured.
         """
+        if self.num_channels == self.feature_groups > 1:
+            return False
         products = self.num_outputs * math.prod(self.lengths)
         columns = self.num_channels * self.num_places
         if not self.is_reversed:
@@ -123,22 +125,41 @@ class Windows:
 
     def of(self, array: Any, first_axis: int) -> list[Any]:
         """The windows in order, along as many axes from `first_axis` on."""
-        config = [(0, 0, 0)] * array.ndim
-        axes = range(len(self.num))
-        spans = [(self.size[i] - 1) * self.step[i] + 1 for i in axes]
-        for i in axes:
-            length = (self.num[i] - 1) * self.apart[i] + spans[i]
-            config[first_axis + i] = (self.low[i], length - self.low[i] - array.shape[first_axis + i], 0)
-        padded = jax.lax.pad(array, jnp.zeros((), array.dtype), config)
+        padded = self._pad(array, first_axis)
         found = []
         for place in itertools.product(*map(range, self.num)):
             starts, limits, steps = [0] * array.ndim, list(padded.shape), [1] * array.ndim
-            for i in axes:
-                starts[first_axis + i] = place[i] * self.apart[i]
-                limits[first_axis + i] = starts[first_axis + i] + spans[i]
+            for i, index in enumerate(place):
+                starts[first_axis + i] = index * self.apart[i]
+                limits[first_axis + i] = starts[first_axis + i] + self._spans[i]
                 steps[first_axis + i] = self.step[i]
             found.append(jax.lax.slice(padded, starts, limits, steps))
         return found
+
+    def map_rows(self, function: Callable[[list[Any]], Any], array: Any, first_axis: int) -> Any:
+        """What a function gives of the windows in each place of the first axis, stacked."""
+        padded = self._pad(array, first_axis)
+        row = Windows((0,) * len(self.num), (1, *self.num[1:]), self.apart, self.size, self.step)
+
+        def at(index: Any) -> Any:
+            start = index * self.apart[0]
+            part = jax.lax.dynamic_slice_in_dim(padded, start, self._spans[0], first_axis)
+            return function(row.of(part, first_axis))
+
+        return jax.lax.map(at, jnp.arange(self.num[0]))
+
+    @property
+    def _spans(self) -> list[int]:
+        """How many elements there are from the first to the last one of a window."""
+        return [(size - 1) * step + 1 for size, step in zip(self.size, self.step, strict=True)]
+
+    def _pad(self, array: Any, first_axis: int) -> Any:
+        """The array with zeros around, as long as the windows reach."""
+        config = [(0, 0, 0)] * array.ndim
+        for i, span in enumerate(self._spans):
+            length = (self.num[i] - 1) * self.apart[i] + span
+            config[first_axis + i] = (self.low[i], length - self.low[i] - array.shape[first_axis + i], 0)
+        return jax.lax.pad(array, jnp.zeros((), array.dtype), config)
 
 
 class Layout(NamedTuple):
