@@ -61,6 +61,8 @@ def make_convolution(choose):
 def test_random_convolutions_and_their_gradients(seed, monkeypatch):
     choose = random.Random(seed)  # noqa: S311  # shapes, the same in every run
     monkeypatch.setattr(convolution_forms, "_BLOCK_BYTES", choose.choice([100, 3000, 10**9]))
+    monkeypatch.setattr(convolution_forms, "_FEW_TAPS", choose.choice([1, 9]))
+    monkeypatch.setattr(convolution_forms, "_MAX_SUMMED", choose.choice([1, 8]))
     monkeypatch.setattr(convolution_forms, "_FEW_PLACES", choose.choice([1, 10, 10**9]))
     monkeypatch.setattr(convolution_layouts, "_MAX_TAPS", choose.choice([1, 64, 64]))
     with jax.enable_x64(True):

@@ -19,6 +19,7 @@ __all__ = ["canonical", "correlated", "dilate", "gathered", "scattered"]
 
 _BLOCK_BYTES = 3 * 2**20  # of columns at a time: what a core's share of the last cache holds, about
 _MAX_SUMMED = 8  # images whose products are summed in one go; each is so many equations
+_FEW_TAPS = 9  # of a sum that may as well be computed several times
 _FEW_PLACES = 256  # with fewer places of an image the images of a block go into one product
 
 
@@ -64,10 +65,14 @@ def gathered(own: Convolution, image: Any, kernel: Any) -> Any:
         return found[::-1] if own.is_reversed else found
 
     if own.num_channels == groups > 1:
-        made = sum(
-            window * weights
-            for window, weights in zip(of(_widen(images)), _by_tap(own, kernel, layout), strict=True)
-        )
+        by_tap = _by_tap(own, kernel, layout)
+
+        def add(images: Any) -> Any:
+            return sum(window * weights for window, weights in zip(of(images), by_tap, strict=True))
+
+        # What is no loop's result XLA computes again for each operation that takes it.
+        most = len(images) // 2 if own.num_taps > _FEW_TAPS else len(images)
+        made = _map_blocks(add, _widen(images), _largest_divisor(len(images), max(1, most)))
         return layout.join(made, own.numbers.out_spec)
     # The columns are in the order in which kernels usually lie beside such images, and need not be moved:
     # tap by tap the channels if these are last, else channel by channel the taps.
