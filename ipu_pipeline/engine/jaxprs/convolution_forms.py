@@ -70,9 +70,7 @@ def gathered(own: Convolution, image: Any, kernel: Any) -> Any:
         def add(images: Any) -> Any:
             return sum(window * weights for window, weights in zip(of(images), by_tap, strict=True))
 
-        # What is no loop's result XLA computes again for each operation that takes it.
-        most = len(images) // 2 if own.num_taps > _FEW_TAPS else len(images)
-        made = _map_blocks(add, _widen(images), _largest_divisor(len(images), max(1, most)))
+        made = _map_blocks(add, _widen(images), _sum_size(own, len(images)))
         return layout.join(made, own.numbers.out_spec)
     # The columns are in the order in which kernels usually lie beside such images, and need not be moved:
     # tap by tap the channels if these are last, else channel by channel the taps.
@@ -96,6 +94,9 @@ def scattered(own: Convolution, image: Any, kernel: Any) -> Any:
     """Each element of an image times all taps, added where the products belong: one without strides."""
     spec, groups = own.numbers.lhs_spec, own.feature_groups
     layout = Layout.of(spec, spec[1])
+    if kernel.size > image.size:
+        # With images on the left of products XLA takes a kernel as it lies, with kernels not.
+        layout = layout._replace(is_last=True)
     images = layout.split(image, spec[0], spec[1], spec[2:], groups)
     is_plain = not layout.is_last and math.prod(own.lengths) >= _FEW_PLACES
 
@@ -117,13 +118,11 @@ def scattered(own: Convolution, image: Any, kernel: Any) -> Any:
         made = place([_widen(images) * weights for weights in _by_tap(own, kernel, layout)])
         return layout.join(made, own.numbers.out_spec)
     # The order is that of the kernels of forwards, whose gradients have their inputs for outputs.
-    weights = _split_kernel(own, kernel, "TOI" if layout.is_last else "IOT")
-    shape = list(weights.shape)
-    channels, tap_axis = (2, 0) if layout.is_last else (1, 1)
-    flat = (
-        weights.reshape(groups, -1, shape[3]) if layout.is_last else weights.reshape(groups, shape[1], -1)
-    )
-    parted = shape[1:3] if layout.is_last else shape[2:]
+    has_taps_first = own.numbers.rhs_spec[2] == 0
+    weights = _split_kernel(own, kernel, "TOI" if has_taps_first else "IOT")
+    parted, tap_axis = (weights.shape[1:3], 0) if has_taps_first else (weights.shape[2:], 1)
+    flat = weights.reshape(groups, *((-1, weights.shape[3]) if has_taps_first else (weights.shape[1], -1)))
+    channels = 2 if has_taps_first else 1
 
     def product(images: Any) -> Any:
         made = _multiply(own, layout, flat, channels, images, is_plain)
@@ -134,7 +133,8 @@ def scattered(own: Convolution, image: Any, kernel: Any) -> Any:
         return place(parts)
 
     num_bytes = own.num_taps * own.num_outputs * math.prod(own.lengths) * image.dtype.itemsize
-    made = _map_blocks(product, images, _block_size(images.shape[0], num_bytes))
+    size = min(_block_size(len(images), num_bytes), _sum_size(own, len(images)))
+    made = _map_blocks(product, images, size)
     return layout.join(made, own.numbers.out_spec)
 
 
@@ -292,6 +292,15 @@ def _concatenate(parts: Sequence[Any], axis: int) -> Any:
 def _block_size(number: int, num_bytes: int) -> int:
     """How many of `number` images, each of so many bytes as columns, go into a product."""
     return _largest_divisor(number, max(1, _BLOCK_BYTES // num_bytes))
+
+
+def _sum_size(own: Convolution, number: int) -> int:
+    """How many of `number` images are summed over the taps at a time.
+
+    With many taps not all, since a sum that is not the result of a loop XLA computes again for each
+    operation that takes it.
+    """
+    return _largest_divisor(number, max(1, number // 2) if own.num_taps > _FEW_TAPS else number)
 
 
 def _largest_divisor(number: int, most: int) -> int:
