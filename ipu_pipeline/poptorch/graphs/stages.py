@@ -21,7 +21,7 @@ from ipu_pipeline.poptorch.dtypes import jax_dtype, to_numpy
 from ipu_pipeline.poptorch.errors import Error
 from ipu_pipeline.poptorch.graphs.blocks import Section, is_check
 from ipu_pipeline.poptorch.graphs.capture import Captured
-from ipu_pipeline.poptorch.graphs.losses import find_marked_loss
+from ipu_pipeline.poptorch.graphs.losses import find_marked_loss, ways_of_gradients
 from ipu_pipeline.poptorch.graphs.values import find_values, name_values
 from ipu_pipeline.poptorch.lowering.interpreter import run_node
 from ipu_pipeline.poptorch.lowering.unsupported import describe_unsupported, find_unsupported
@@ -145,7 +145,7 @@ def make_stages(
         parts.results.append(loss)
     levels = cut(graph)
     writers = _find_writers(levels, parts)
-    reaching = set() if loss is None else _differentiable_ancestors(loss)
+    reaching = set() if loss is None else ways_of_gradients(loss)
     trained = {
         f"{SCOPE}/{name}"
         for node, name in parts.variables.items()
@@ -345,19 +345,3 @@ def _find_writers(levels: Sequence[Sequence[Section]], parts: _Parts) -> dict[st
 
 def _number(levels: Sequence[Sequence[Section]]) -> dict[Section, int]:
     return {section: number for number, level in enumerate(levels) for section in level}
-
-
-def _differentiable_ancestors(loss: torch.fx.Node) -> set[torch.fx.Node]:
-    """What the loss depends on by paths that gradients take."""
-    found: set[torch.fx.Node] = set()
-    left = [loss]
-    while left:
-        node = left.pop()
-        if node in found or node.target is torch.ops.aten.detach.default:
-            continue
-        value = node.meta.get("val")
-        if isinstance(value, torch.Tensor) and not value.dtype.is_floating_point:
-            continue
-        found.add(node)
-        left += node.all_input_nodes
-    return found
