@@ -64,7 +64,9 @@ def make_resnet18() -> nn.Module:
     stem = nn.Sequential(nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.BatchNorm2d(64), nn.ReLU())
     widths = [(64, 64, 1), (64, 128, 2), (128, 256, 2), (256, 512, 2)]
     layers = [nn.Sequential(Residual(i, o, s), Residual(o, o, 1)) for i, o, s in widths]
-    return Classifier([nn.Sequential(stem, layers[0]), *layers[1:3], nn.Sequential(layers[3], make_head(512))])
+    return Classifier(
+        [nn.Sequential(stem, layers[0]), *layers[1:3], nn.Sequential(layers[3], make_head(512))]
+    )
 
 
 class Inverted(nn.Module):
@@ -204,7 +206,9 @@ def make_gpt2() -> nn.Module:
     """Two layers of GPT-2 small, and its head."""
     import transformers
 
-    config = transformers.GPT2Config(n_layer=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False)
+    config = transformers.GPT2Config(
+        n_layer=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False
+    )
     return OnlyLoss(transformers.GPT2LMHeadModel(config))
 
 
@@ -262,7 +266,11 @@ CASES = {
     "mobilenet": Case("MobileNetV2 for CIFAR, 8 x 4", make_mobilenet, _CIFAR, is_convolutional=True),
     "convnext": Case("ConvNeXt, 8 blocks, 8 x 4", make_convnext, _CIFAR),
     "mnist_cnn": Case(
-        "MNIST CNN, 40 x 10", make_mnist_cnn, _draw_images(1, 28, 28), batch_size=40, gradient_accumulation=10
+        "MNIST CNN, 40 x 10",
+        make_mnist_cnn,
+        _draw_images(1, 28, 28),
+        batch_size=40,
+        gradient_accumulation=10,
     ),
     "bert": Case("BERT-base, 2 layers, 2 x 4", make_bert, _draw_tokens, _BERT, batch_size=2),
     "bert12": Case(

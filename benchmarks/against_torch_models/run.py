@@ -2,8 +2,8 @@
 
     python -m benchmarks.against_torch_models.run [--cases resnet18 bert] [--rounds 5] [--json FILE]
 
-A training call does a weight update of all its micro-batches by SGD with momentum and returns their losses; one for
-inference returns what the model finds for each of them. The model is on one IPU, or in four stages on four,
+A training call does a weight update of all its micro-batches by SGD with momentum and returns their losses;
+one for inference returns what the model finds for each of them. The model is on one IPU, or in four stages on four,
 which share the cores. The first call is that of a new process, with nothing cached: of a wrapped
 model, and of the same training step with the model compiled by `torch.compile`.
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import sys
 import tempfile
 import time
@@ -113,7 +112,7 @@ def time_first(side: str, name: str) -> dict[str, Any]:
     import torch
 
     if side == "first-torch":
-        import torch._inductor  # noqa: F401  # what imports take is not counted on either side
+        import torch._inductor  # what imports take is not counted on either side
 
         step = make_torch_step(name, trains=True, is_compiled=True)
     else:

@@ -275,6 +275,11 @@ def within_scopes(caller: Any, equation: Any) -> Any:
     return equation.replace(source_info=traced.source_info)
 
 
+def in_place_of(replaced: Any, equation: Any) -> Any:
+    """The equation with the scopes and the lines of the one that it replaces."""
+    return equation.replace(source_info=replaced.source_info)
+
+
 # How an equation is reduced to some of its outputs, by primitive: (which, equation) -> (inputs, equation).
 dce_rules: Mapping[Any, Callable[[list[bool], Any], tuple[Any, Any]]] = (
     find("jax.interpreters.partial_eval:dce_rules") or {}

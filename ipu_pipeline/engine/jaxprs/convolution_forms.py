@@ -1,0 +1,291 @@
+"""Forms in which a convolution is computed as products of matrices; `convolutions` chooses among them.
+
+Each takes the convolution, the image and the kernel, and gives the result in the dtype of sums.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ipu_pipeline.engine.jaxprs.convolution_layouts import Convolution, Layout, Windows, in_order
+
+__all__ = ["canonical", "correlated", "dilate", "gathered", "scattered"]
+
+_BLOCK_BYTES = 3 * 2**20  # of columns at a time: what a core's share of the last cache holds, about
+_FEW_PLACES = 256  # with fewer places of an image the images of a block go into one product
+
+
+def dilate(own: Convolution, image: Any) -> Any:
+    """The image with its holes in it."""
+    config = [(0, 0, 0)] * image.ndim
+    for axis, holes in zip(own.numbers.lhs_spec[2:], own.holes, strict=True):
+        config[axis] = (0, 0, holes - 1)
+    return jax.lax.pad(image, jnp.zeros((), image.dtype), config)
+
+
+def canonical(own: Convolution, image: Any, kernel: Any) -> Any:
+    """A convolution in the layout that is fast everywhere: (N, *lengths, C), (*taps, I, O)."""
+    last = image.ndim - 1
+    lengths = tuple(range(1, last))
+    taps = tuple(range(last - 1))
+    made = jax.lax.conv_general_dilated(
+        in_order(image, own.numbers.lhs_spec, (0, last, *lengths)),
+        in_order(kernel, own.numbers.rhs_spec, (last, last - 1, *taps)),
+        own.stride,
+        own.padding,
+        own.holes,
+        own.dilation,
+        jax.lax.ConvDimensionNumbers((0, last, *lengths), (last, last - 1, *taps), (0, last, *lengths)),
+        own.feature_groups,
+        own.batch_groups,
+        own.precision,
+    )
+    return in_order(made, (0, last, *lengths), own.numbers.out_spec)
+
+
+def gathered(own: Convolution, image: Any, kernel: Any) -> Any:
+    """Windows of images, as columns, times the kernel: a convolution of an image without holes."""
+    spec, groups = own.numbers.lhs_spec, own.feature_groups
+    layout = Layout.of(spec, spec[1])
+    images = layout.split(image, spec[0], spec[1], spec[2:], groups)
+    low = tuple(low for low, _high in own.padding)
+    windows = Windows(low, own.taps, own.dilation, own.places, own.stride)
+
+    def of(images: Any) -> list[Any]:
+        """The windows, in the order of the kernel's taps."""
+        found = windows.of(images, layout.lengths)
+        return found[::-1] if own.is_reversed else found
+
+    if own.num_channels == groups > 1:
+        made = sum(
+            window * weights
+            for window, weights in zip(of(_widen(images)), _by_tap(own, kernel, layout), strict=True)
+        )
+        return layout.join(made, own.numbers.out_spec)
+    # The columns are in the order in which kernels usually lie beside such images, and need not be moved:
+    # tap by tap the channels if these are last, else channel by channel the taps.
+    weights = _split_kernel(own, kernel, "OTI" if layout.is_last else "OIT")
+    weights = weights.reshape(*weights.shape[:2], -1)
+    is_plain = own.num_taps == 1 and not layout.is_last and own.num_places >= _FEW_PLACES
+
+    def product(images: Any) -> Any:
+        columns = _stack(layout, of(images))
+        return _multiply(own, layout, weights, 2, columns, is_plain)
+
+    num_bytes = own.num_taps * own.num_places * own.num_channels * image.dtype.itemsize
+    if is_plain:
+        made = product(images)
+    else:
+        made = _map_blocks(product, images, _block_size(images.shape[0], num_bytes))
+    return layout.join(made, own.numbers.out_spec)
+
+
+def scattered(own: Convolution, image: Any, kernel: Any) -> Any:
+    """Each element of an image times all taps, added where the products belong: one without strides."""
+    spec, groups = own.numbers.lhs_spec, own.feature_groups
+    layout = Layout.of(spec, spec[1])
+    images = layout.split(image, spec[0], spec[1], spec[2:], groups)
+    is_plain = not layout.is_last and math.prod(own.lengths) >= _FEW_PLACES
+
+    def place(parts: Sequence[Any]) -> Any:
+        """The sum of what each tap gives, each where it belongs."""
+        total = None
+        taps = list(itertools.product(*map(range, own.taps)))
+        for tap, part in zip(taps[::-1] if own.is_reversed else taps, parts, strict=True):
+            config = [(0, 0, 0)] * part.ndim
+            for i, axis in enumerate(range(layout.lengths, layout.lengths + layout.num_axes)):
+                low = own.padding[i][0] - tap[i] * own.dilation[i]
+                length = (part.shape[axis] - 1) * own.holes[i] + 1
+                config[axis] = (low, own.places[i] - low - length, own.holes[i] - 1)
+            placed = jax.lax.pad(part, jnp.zeros((), part.dtype), config)
+            total = placed if total is None else total + placed
+        return total
+
+    if own.num_channels == groups > 1:
+        made = place([_widen(images) * weights for weights in _by_tap(own, kernel, layout)])
+        return layout.join(made, own.numbers.out_spec)
+    # The order is that of the kernels of forwards, whose gradients have their inputs for outputs.
+    weights = _split_kernel(own, kernel, "TOI" if layout.is_last else "IOT")
+    shape = list(weights.shape)
+    channels, tap_axis = (2, 0) if layout.is_last else (1, 1)
+    flat = (
+        weights.reshape(groups, -1, shape[3]) if layout.is_last else weights.reshape(groups, shape[1], -1)
+    )
+    parted = shape[1:3] if layout.is_last else shape[2:]
+
+    def product(images: Any) -> Any:
+        made = _multiply(own, layout, flat, channels, images, is_plain)
+        inner = layout.groups + 1
+        made = made.reshape(*made.shape[:inner], *parted, *made.shape[inner + 1 :])
+        taps = range(own.num_taps)
+        parts = [jax.lax.index_in_dim(made, tap, inner + tap_axis, keepdims=False) for tap in taps]
+        return place(parts)
+
+    num_bytes = own.num_taps * own.num_outputs * math.prod(own.lengths) * image.dtype.itemsize
+    made = _map_blocks(product, images, _block_size(images.shape[0], num_bytes))
+    return layout.join(made, own.numbers.out_spec)
+
+
+def correlated(own: Convolution, image: Any, kernel: Any) -> Any:
+    """The kernel, as columns, times windows of images: one with few places, or with groups of the batch."""
+    (batch, channels, *lengths), (outputs, inputs, *taps) = own.numbers.lhs_spec, own.numbers.rhs_spec
+    groups = own.batch_groups
+    layout = Layout.of(own.numbers.lhs_spec, batch)
+    images = layout.split(image, channels, batch, lengths, groups)
+    kernels = layout.split(kernel, inputs, outputs, taps, groups)
+    low = tuple(low for low, _high in own.padding)
+    if max(own.holes) > 1:
+        # By windows of the kernel, which has no holes: place * stride + tap - low = index * holes, so
+        # tap = (places - 1 - place) * stride + index * holes - ((places - 1) * stride - low), in reverse.
+        low = tuple((n - 1) * s - p for n, s, p in zip(own.places, own.stride, low, strict=True))
+        windows = Windows(low, own.places, own.stride, own.lengths, own.holes)
+        made = _correlate(own, layout, windows, kernels, images)
+        made = jnp.flip(made, range(3, made.ndim)).swapaxes(1, 2)
+    else:
+        windows = Windows(low, own.places, own.stride, own.taps, own.dilation)
+        made = _correlate(own, layout, windows, images, kernels)
+    made = made.swapaxes(0, 1)  # (batch, groups, outputs, *places)
+    return Layout(False, layout.num_axes).join(made, own.numbers.out_spec)
+
+
+def _correlate(own: Convolution, layout: Layout, windows: Windows, images: Any, kernels: Any) -> Any:
+    """Products summed over outer axes and lengths: (groups, inner of images, of kernels, *windows)."""
+    inner = layout.groups + 1
+    summed = (0, *range(layout.lengths, layout.lengths + layout.num_axes))
+    num_groups, num_images, num_kernels = images.shape[inner - 1], images.shape[inner], kernels.shape[inner]
+    wide = _sum_dtype(images.dtype)
+    if num_images == 1 and num_groups > 1:
+        images, kernels = _widen(images), _widen(kernels)
+        # XLA's sums are over one element after another; its products with vectors are vectorized.
+        ones = jnp.ones([kernels.shape[axis] for axis in summed], wide)
+        numbers = ((summed, tuple(range(ones.ndim))), ((), ()))
+        parts = [
+            jax.lax.dot_general(window * kernels, ones, numbers)
+            for window in windows.of(images, layout.lengths)
+        ]
+        return jnp.stack(parts, -1).reshape(num_groups, 1, num_kernels, *windows.num)
+
+    def product(images: Any, kernels: Any) -> Any:
+        columns = _stack(layout, windows.of(images, layout.lengths))
+        numbers = ((summed, summed), ((layout.groups,), (layout.groups,)))
+        pair = (columns, kernels) if layout.is_last else (kernels, columns)
+        return jax.lax.dot_general(*pair, numbers, own.precision, preferred_element_type=wide)
+
+    num_bytes = math.prod((*windows.num, *windows.size, num_groups, num_images)) * images.dtype.itemsize
+    size = _block_size(images.shape[0], num_bytes)
+    if size == images.shape[0]:
+        made = product(images, kernels)
+    else:
+        blocks = [_cut(array, size) for array in (images, kernels)]
+        zeros = jnp.zeros(jax.eval_shape(product, *(block[0] for block in blocks)).shape, wide)
+        made, _nothing = jax.lax.scan(
+            lambda total, given: (total + product(*given), None), zeros, tuple(blocks)
+        )
+    if layout.is_last:
+        made = made.reshape(num_groups, *windows.num, num_images, num_kernels)
+        return jnp.moveaxis(made, (-2, -1), (1, 2))
+    return made.reshape(num_groups, num_kernels, num_images, *windows.num).swapaxes(1, 2)
+
+
+def _split_kernel(own: Convolution, kernel: Any, order: str) -> Any:
+    """(groups, *order): outputs O and channels I of a group, and taps T."""
+    outputs, channels, *taps = own.numbers.rhs_spec
+    groups = own.feature_groups
+    axes: dict[str, Sequence[int]] = {"O": (outputs,), "I": (channels,), "T": taps}
+    sizes = {"O": own.num_outputs // groups, "I": own.num_channels // groups, "T": own.num_taps}
+    moved = kernel.transpose([axis for letter in order for axis in axes[letter]])
+    before = [sizes[letter] for letter in order[: order.index("O")]]
+    behind = [sizes[letter] for letter in order[order.index("O") :]]
+    return jnp.moveaxis(moved.reshape(*before, groups, *behind), len(before), 0)
+
+
+def _by_tap(own: Convolution, kernel: Any, layout: Layout) -> list[Any]:
+    """The weights of each tap, of a kernel with one channel, for multiplication by an image."""
+    weights = _widen(_split_kernel(own, kernel, "TOI")[..., 0])
+    spread = weights if layout.is_last else weights.reshape(*weights.shape, *(1,) * layout.num_axes)
+    return [spread[:, tap] for tap in range(own.num_taps)]
+
+
+def _stack(layout: Layout, windows: Sequence[Any]) -> Any:
+    """Windows, their inner axes as one: window by window where that is the last, else windows inside."""
+    axis = layout.groups + 1
+    if len(windows) == 1:
+        return windows[0]
+    if layout.is_last:
+        return jax.lax.concatenate(windows, axis)
+    stacked = jnp.stack(windows, axis + 1)
+    return stacked.reshape(*stacked.shape[:axis], -1, *stacked.shape[axis + 2 :])
+
+
+def _multiply(
+    own: Convolution, layout: Layout, weights: Any, axis: int, columns: Any, is_plain: bool
+) -> Any:
+    """Columns times weights: the outputs in the place of the channels.
+
+    Args:
+      own: the convolution.
+      layout: of the columns and of the result.
+      weights: (groups, outputs, channels), or the last two the other way round.
+      axis: that of the weights' channels.
+      columns: the inner axis has the channels.
+      is_plain: whether each image is a product of its own.
+
+    Returns:
+      The outputs, of the dtype of sums.
+    """
+    wide = _sum_dtype(columns.dtype)
+    inner = layout.groups + 1
+    if layout.is_last:
+        made = jax.lax.dot_general(
+            columns,
+            weights,
+            (((inner,), (axis,)), ((inner - 1,), (0,))),
+            own.precision,
+            preferred_element_type=wide,
+        )
+        return jnp.moveaxis(made, 0, -2)
+    if is_plain:
+        weights = jnp.broadcast_to(weights, (columns.shape[0], *weights.shape))
+        numbers = (((axis + 1,), (2,)), ((0, 1), (0, 1)))
+        return jax.lax.dot_general(weights, columns, numbers, own.precision, preferred_element_type=wide)
+    made = jax.lax.dot_general(
+        weights, columns, (((axis,), (2,)), ((0,), (1,))), own.precision, preferred_element_type=wide
+    )
+    return jnp.moveaxis(made, 2, 0)
+
+
+def _sum_dtype(dtype: Any) -> Any:
+    """Of sums of products: those of narrow floats are wide, and rounded once."""
+    return jnp.float32 if dtype.itemsize < 4 else dtype
+
+
+def _widen(array: Any) -> Any:
+    return array.astype(_sum_dtype(array.dtype))
+
+
+def _concatenate(parts: Sequence[Any], axis: int) -> Any:
+    return parts[0] if len(parts) == 1 else jax.lax.concatenate(parts, axis)
+
+
+def _block_size(number: int, num_bytes: int) -> int:
+    """How many of `number` images, each of so many bytes as columns, go into a product."""
+    fitting = max(1, _BLOCK_BYTES // num_bytes)
+    return max(size for size in range(1, number + 1) if number % size == 0 and size <= fitting)
+
+
+def _map_blocks(product: Callable[[Any], Any], images: Any, size: int) -> Any:
+    """The product of all images, made of so many at a time."""
+    if size == images.shape[0]:
+        return product(images)
+    made = jax.lax.map(product, _cut(images, size))
+    return made.reshape(-1, *made.shape[2:])
+
+
+def _cut(array: Any, size: int) -> Any:
+    return array.reshape(-1, size, *array.shape[1:])

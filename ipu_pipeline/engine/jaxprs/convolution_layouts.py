@@ -1,0 +1,187 @@
+"""What a convolution is, and how its arrays lie.
+
+`convolutions` reads these from programs, and `convolution_forms` computes them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+__all__ = ["Convolution", "Layout", "Windows", "in_order"]
+
+_MAX_TAPS = 64  # a window is so many equations; one of more taps stays a convolution
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """A convolution of images (batch, channels, *lengths) or (batch, *lengths, channels).
+
+    result[n, o, p] = sum over taps k and channels c of image[n, c, p * stride + k * dilation - low] *
+    kernel[k, c, o], where the image has `holes` - 1 zeros between elements, and zeros around.
+
+    Attributes:
+      numbers: which axis of images, kernel and result is what.
+      stride: by axis of the lengths, as all that follows.
+      padding: low and high; negative where the image is cut.
+      holes: the image's dilation.
+      dilation: the kernel's.
+      lengths: of the image.
+      taps: lengths of the kernel.
+      places: lengths of the result.
+      num_channels: of the image.
+      num_outputs: channels of the result.
+      feature_groups: channels and outputs are in so many groups, of which each goes with one.
+      batch_groups: the batch and the outputs are, and the groups' results are beside each other.
+      precision: of products.
+      is_reversed: whether the kernel that is given has its taps in reverse.
+    """
+
+    numbers: jax.lax.ConvDimensionNumbers
+    stride: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]
+    holes: tuple[int, ...]
+    dilation: tuple[int, ...]
+    lengths: tuple[int, ...]
+    taps: tuple[int, ...]
+    places: tuple[int, ...]
+    num_channels: int
+    num_outputs: int
+    feature_groups: int
+    batch_groups: int
+    precision: Any
+    is_reversed: bool = False
+
+    @property
+    def num_taps(self) -> int:
+        """Of the kernel, over all axes."""
+        return math.prod(self.taps)
+
+    @property
+    def num_places(self) -> int:
+        """Of the result, over all axes."""
+        return math.prod(self.places)
+
+    @property
+    def is_correlation(self) -> bool:
+        """Whether there are fewer places than taps, as in the gradient of a kernel."""
+        return self.batch_groups > 1 or (self.feature_groups == 1 and self.num_places < self.num_taps)
+
+    @property
+    def has_many_windows(self) -> bool:
+        """Whether it stays a convolution, as so many windows would make too large a program."""
+        return (self.num_places if self.is_correlation else self.num_taps) > _MAX_TAPS
+
+    def can_reverse(self, axes: Sequence[int]) -> bool:
+        """Whether it can take a kernel that is not yet reversed along these axes."""
+        is_all = set(axes) == set(self.numbers.rhs_spec[2:])
+        return is_all and not self.is_correlation and not self.has_many_windows
+
+    def without_holes(self) -> Convolution:
+        """That of the image that `dilate` gives."""
+        lengths = ((n - 1) * holes + 1 for n, holes in zip(self.lengths, self.holes, strict=True))
+        return dataclasses.replace(self, lengths=tuple(lengths), holes=(1,) * len(self.holes))
+
+    def is_better_scattered(self, image: Any, kernel: Any) -> bool:
+        """Whether products of each element take less time than windows, where both are possible.
+
+        What counts is how much larger than the image columns and products are; and that windows go with a
+        transposed kernel if that is reversed, which takes long in the first layout. Limits are measured.
+        """
+        products = self.num_outputs * math.prod(self.lengths)
+        columns = self.num_channels * self.num_places
+        if not self.is_reversed:
+            return 2 * products <= columns
+        is_last = Layout.of(self.numbers.lhs_spec, self.numbers.lhs_spec[1]).is_last
+        return products <= 2 * columns and not (is_last and kernel.size > image.size)
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Equal windows of an array, by axis.
+
+    Attributes:
+      low: zeros before the array.
+      num: how many windows there are.
+      apart: from one window's beginning to the next one's.
+      size: how many elements a window has.
+      step: from one of them to the next one.
+    """
+
+    low: tuple[int, ...]
+    num: tuple[int, ...]
+    apart: tuple[int, ...]
+    size: tuple[int, ...]
+    step: tuple[int, ...]
+
+    def of(self, array: Any, first_axis: int) -> list[Any]:
+        """The windows in order, along as many axes from `first_axis` on."""
+        config = [(0, 0, 0)] * array.ndim
+        axes = range(len(self.num))
+        spans = [(self.size[i] - 1) * self.step[i] + 1 for i in axes]
+        for i in axes:
+            length = (self.num[i] - 1) * self.apart[i] + spans[i]
+            config[first_axis + i] = (self.low[i], length - self.low[i] - array.shape[first_axis + i], 0)
+        padded = jax.lax.pad(array, jnp.zeros((), array.dtype), config)
+        found = []
+        for place in itertools.product(*map(range, self.num)):
+            starts, limits, steps = [0] * array.ndim, list(padded.shape), [1] * array.ndim
+            for i in axes:
+                starts[first_axis + i] = place[i] * self.apart[i]
+                limits[first_axis + i] = starts[first_axis + i] + spans[i]
+                steps[first_axis + i] = self.step[i]
+            found.append(jax.lax.slice(padded, starts, limits, steps))
+        return found
+
+
+class Layout(NamedTuple):
+    """How arrays of (outer, groups, inner, *lengths) lie: so, or as (outer, *lengths, groups, inner)."""
+
+    is_last: bool
+    num_axes: int
+
+    @classmethod
+    def of(cls, spec: Sequence[int], inner: int) -> Layout:
+        """That in which an array is transposed least, of which an axis is to be the inner one."""
+        return cls(inner > min(spec[2:]), len(spec) - 2)
+
+    @property
+    def lengths(self) -> int:
+        """The first axis of the lengths."""
+        return 1 if self.is_last else 3
+
+    @property
+    def groups(self) -> int:
+        """The axis of the groups; the inner one is behind it."""
+        return 1 + self.num_axes if self.is_last else 1
+
+    def split(self, array: Any, outer: int, inner: int, lengths: Sequence[int], num_groups: int) -> Any:
+        """An array in this layout, from axes of one that has groups and inner together."""
+        order = (outer, *lengths, inner) if self.is_last else (outer, inner, *lengths)
+        array = array.transpose(order)
+        axis = self.groups
+        grouped = (num_groups, array.shape[axis] // num_groups)
+        return array.reshape(*array.shape[:axis], *grouped, *array.shape[axis + 1 :])
+
+    def join(self, array: Any, spec: Sequence[int]) -> Any:
+        """The inverse, where a spec says in which order outer, groups with inner, and lengths are."""
+        axis = self.groups
+        joined = array.reshape(*array.shape[:axis], -1, *array.shape[axis + 2 :])
+        last = joined.ndim - 1
+        own = (0, last, *range(1, last)) if self.is_last else tuple(range(joined.ndim))
+        return in_order(joined, own, spec)
+
+
+def in_order(array: Any, spec: Sequence[int], wanted: Sequence[int]) -> Any:
+    """An array transposed so that what `spec` says of its axes holds of those of `wanted`."""
+    order = [0] * array.ndim
+    for source, target in zip(spec, wanted, strict=True):
+        order[target] = source
+    return array.transpose(order)
