@@ -501,9 +501,9 @@ def test_a_changed_input_is_told(caplog, monkeypatch):
 
 
 def test_a_region_without_gradients_gives_on_what_it_was_given():
-    """torch's `float` of float32 and its broadcast of equal shapes are the tensor itself, with its gradient.
+    """torch's `float` of float32 and its broadcast of equal shapes are the tensor itself, with a gradient.
 
-    Export takes them for new ones, so that the loss of a model that measures something before had no gradient.
+    Export takes them for new ones, so that the loss of a model that measures something first had none.
     """
 
     def forward(self, x):
@@ -538,8 +538,7 @@ class Wrong(torch.nn.Module):
 
     def forward(self, x):
         found = torch.nn.functional.mse_loss(self.linear(x), x)
-        found = self.compute(found, self.linear.weight)  # at fault
-        return found
+        return self.compute(found, self.linear.weight)  # at fault
 
 
 def changed_by_another_name(found, _weight):
@@ -567,7 +566,7 @@ def test_what_is_computed_from_a_loss_and_returned_is_no_loss(compute):
         poptorch.trainingModel(seeded(lambda: Wrong(compute)), make_options())(x)
     for part in (
         "The model returns a value that is computed from a loss",
-        "found = self.compute(found, self.linear.weight)  # at fault",
+        "return self.compute(found, self.linear.weight)  # at fault",
         "found = torch.nn.functional.mse_loss(self.linear(x), x)",
         "wrap it in poptorch.identity_loss(loss, reduction='mean')",
     ):
@@ -595,8 +594,11 @@ def test_losses_that_cannot_be_found():
             r"The loss must be a floating-point scalar; that of .* is torch.float32 of shape \(4, 3\)",
         ),
         (focal, "computed from a loss.*cross_entropy_loss"),
-        (lambda self, x: two_losses(self, x) and self.linear(x), "does not return its loss. The loss, mse_loss"),
-        (lambda self, x: (2 * mse(self, x)).detach(), "only values that are computed from it without a way"),
+        (
+            lambda self, x: (mse(self, x), self.linear(x))[1],
+            "does not return its loss. The loss, mse",
+        ),
+        (lambda self, x: (2 * mse(self, x)).detach(), "only values that are computed from it without"),
         (lambda self, x: 2 * loss(mse(self, x)), "identity_loss marks, but only what is computed from it"),
         (lambda self, x: (loss(self.linear(x)), mse(self, x))[1], "identity_loss marks, but other values"),
         (hidden, "within a branch, a loop or another region"),
@@ -621,7 +623,8 @@ def test_what_is_returned_beside_a_loss():
         metric = torch.nn.functional.l1_loss(self.linear(x).detach(), x)
         two_losses(self, x)  # which nothing uses
         copies = [found.detach(), found.float(), found * 1.0, 0 + found, found.mean(), found.unsqueeze(0)]
-        return {"found": (found, copies), "metrics": [metric, found.detach().exp(), 3 * self.linear(x).sum()]}
+        metrics = [metric, found.detach().exp(), 3 * self.linear(x).sum()]
+        return {"found": (found, copies), "metrics": metrics}
 
     weights, made = trained(forward)
     expected, alone = trained(mse)
@@ -633,7 +636,8 @@ def test_what_is_returned_beside_a_loss():
 def test_a_mark_counts_whatever_else_is_computed():
     def forward(self, x):
         first, second = two_losses(self, x)
-        marked = poptorch.identity_loss(2 * first + 0.1 * self.linear.weight.square().sum(), reduction="sum")
+        penalty = self.linear.weight.square().sum()
+        marked = poptorch.identity_loss(2 * first + 0.1 * penalty, reduction="sum")
         return marked, 2 * marked, second, first.exp()
 
     weights, _made = trained(forward)
@@ -643,7 +647,7 @@ def test_a_mark_counts_whatever_else_is_computed():
 
 
 def test_the_result_that_several_losses_go_into_is_minimized():
-    """As a model for question answering of transformers has it: half the sum of two. Parts may be returned."""
+    """As question answering of transformers has it: half the sum of two. Parts may be returned."""
 
     def forward(self, x):
         first, second = two_losses(self, x)

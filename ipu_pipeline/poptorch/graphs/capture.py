@@ -181,14 +181,14 @@ def _mark_regions_of_graph(graph: torch.fx.Graph) -> None:
 def _find_given(region: torch.fx.Node, number: Any) -> torch.fx.Node | None:
     """The operand that a region gives as one of its results: the same tensor, with its way for gradients.
 
-    Operations without anything to do return what they were given, as `float` of a float32 tensor. Export takes
-    their results for new ones, which were made without gradients.
+    Operations without anything to do return what they were given, as `float` of a float32 tensor. Export
+    takes their results for new ones, which were made without gradients.
     """
     module = getattr(region.graph.owning_module, str(region.args[1].target))  # type: ignore[union-attr]
-    node = module.graph.output_node().args[0][number]
+    node: Any = module.graph.output_node().args[0][number]
     while isinstance(node, torch.fx.Node) and node.op == "call_function":
         is_one_of_several = node.target is operator.getitem
-        made = node.args[0] if is_one_of_several else node
+        made: Any = node.args[0] if is_one_of_several else node
         if not isinstance(made.target, torch._ops.OpOverload) or made.target._schema.is_mutable:  # noqa: SLF001
             return None
         args, kwargs = torch.fx.map_arg((made.args, made.kwargs), lambda one: one.meta["val"])

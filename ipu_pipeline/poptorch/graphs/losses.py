@@ -1,11 +1,11 @@
 """The loss of a model: a value that forward returns, and nothing else.
 
-What `identity_loss` marks wins. Elsewhere it is the one of torch's losses, if that is what is returned. A value
-that is computed from it and returned may be meant instead, so that it is an error. Where there are several
-losses, it is the one scalar result that gradients lead from to all of them, as the half of a sum of two.
+What `identity_loss` marks wins. Elsewhere it is the one of torch's losses, if that is what is returned. A
+value that is computed from it and returned may be meant instead, so that it is an error. Where there are
+several losses, it is the one scalar result from which gradients lead to all, as half the sum of two.
 
 Losses are found before the graph is decomposed, while they are single operations, and get a mark. Which one
-counts is decided when the graph is functional: only there an operation in place is no other name of its operand.
+counts is decided when the graph is functional: only there an operation in place makes a node of its own.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _COPIES = frozenset(
 )
 _COPIES_OF_ONE_ELEMENT = frozenset(("mean", "sum"))
 _NEUTRAL = {"add": 0, "sub": 0, "mul": 1, "div": 1}  # a second operand that changes nothing
-_MEND = "wrap it in poptorch.identity_loss(loss, reduction='mean'), and return that from the model's forward."
+_MEND = "wrap it in poptorch.identity_loss(loss, reduction='mean'), and return that from forward."
 
 
 def mark_losses(graph: torch.fx.Graph) -> None:
@@ -99,7 +99,7 @@ def mark_losses(graph: torch.fx.Graph) -> None:
         with graph.inserting_after(reduced):
             marked = graph.call_function(markers.mark_found_loss(), (reduced, str(_operation(loss))))
         marked.meta = dict(reduced.meta)
-        reduced.replace_all_uses_with(marked, delete_user_cb=lambda user, marked=marked: user is not marked)
+        _put_behind(reduced, marked)
 
 
 def choose_loss(program: torch.export.ExportedProgram, trainable: Set[torch.fx.Node]) -> None:
@@ -110,7 +110,7 @@ def choose_loss(program: torch.export.ExportedProgram, trainable: Set[torch.fx.N
       trainable: the placeholders of parameters that require gradients.
 
     Raises:
-      Error: no value that is returned is the loss; or more than one may be; or it is no floating-point scalar.
+      Error: no value that is returned is the loss; or more than one may be; or it is no scalar of floats.
     """
     graph = program.graph_module.graph
     found = [node for node in graph.nodes if node.target is markers.mark_found_loss()]
@@ -130,7 +130,7 @@ def choose_loss(program: torch.export.ExportedProgram, trainable: Set[torch.fx.N
     with graph.inserting_after(loss):
         final = graph.call_function(markers.mark_final_loss(), (loss,))
     final.meta = dict(loss.meta)
-    loss.replace_all_uses_with(final, delete_user_cb=lambda user: user is not final)
+    _put_behind(loss, final)
     program.graph_signature.replace_all_uses(loss.name, final.name)
     for mark in found:
         (inner,) = mark.all_input_nodes
@@ -156,7 +156,7 @@ def _choose(
             _complain_of_unused(trained[0], results)
     final = [node for node in used if not any(node in ways[other] for other in used if other is not node)]
     if len(final) > 1:
-        return _joined(final, ways, results)
+        return _joined(final, results)
     (loss,) = final
     after = [n for n in results if loss in ways[n] and _original(n) is not loss]
     if after and not is_ours:
@@ -172,10 +172,10 @@ def _choose(
 
 def _complain_of_followers(loss: torch.fx.Node, follower: torch.fx.Node) -> NoReturn:
     raise Error(
-        "The model returns a value that is computed from a loss, and it is not clear which of the two is to be "
-        f"minimized. The value is from {describe_place(follower)} ; the loss, {_name_of(loss)}, from "
-        f"{describe_place(loss)} . If it is the value: {_MEND} If it is the loss: return value.detach() for "
-        "what is only to be looked at."
+        "The model returns a value that is computed from a loss, and it is not clear which is to "
+        f"be minimized. The value is from {describe_place(follower)} ; the loss, {_name_of(loss)}, from "
+        f"{describe_place(loss)} . If it is the value: {_MEND} If it is the loss: return value.detach() "
+        "in place of the value."
     )
 
 
@@ -183,24 +183,20 @@ def _complain_of_unused(loss: torch.fx.Node, results: Sequence[torch.fx.Node]) -
     place = f"The loss, {_name_of(loss)}, is from {describe_place(loss)} ."
     if any(loss in _ancestors(node) for node in results):
         raise Error(
-            "The model does not return its loss, but only values that are computed from it without a way for "
-            f"gradients (as after detach, or in integers). {place} Return it, too; or, if another value is "
-            f"the loss: {_MEND}"
+            "The model does not return its loss, but only values that are computed from it without a way "
+            f"for gradients (as after detach, or in integers). {place} Return it; or, if another value "
+            f"is the loss: {_MEND}"
         )
     raise Error(
         f"The model does not return its loss. {place} Return it; or, if another value is the loss: {_MEND}"
     )
 
 
-def _joined(
-    losses: Sequence[torch.fx.Node],
-    ways: dict[torch.fx.Node, Set[torch.fx.Node]],
-    results: Iterable[torch.fx.Node],
-) -> torch.fx.Node:
+def _joined(losses: Sequence[torch.fx.Node], results: Iterable[torch.fx.Node]) -> torch.fx.Node:
     """The one scalar result that gradients lead from to several losses."""
-    scalars = dict.fromkeys(_original(node) for node in results if _is_floating_scalar(node))
-    made_of_all = [node for node in scalars if set(losses) <= ways_of_gradients(node)]
-    if len(made_of_all) == 1 and _is_floating_scalar(made_of_all[0]):
+    scalars = {_original(node): node for node in results if _is_floating_scalar(node)}
+    made_of_all = [node for node in scalars.values() if set(losses) <= ways_of_gradients(node)]
+    if len(made_of_all) == 1:
         return made_of_all[0]
     places = "; ".join(f"{_name_of(node)} in {describe_place(node)}" for node in losses)
     raise Error(
@@ -270,7 +266,7 @@ def _is_copy(node: torch.fx.Node) -> bool:
         return False
     if operation in _NEUTRAL:
         alone = node.args[0] is node.all_input_nodes[0] and not node.kwargs
-        return alone and len(node.args) == 2 and node.args[1] == _NEUTRAL[operation]
+        return alone and len(node.args) == 2 and bool(node.args[1] == _NEUTRAL[operation])
     return operation in _COPIES or (operation in _COPIES_OF_ONE_ELEMENT and given.numel() == 1)
 
 
@@ -295,6 +291,11 @@ def _with_batch_mean(loss: torch.fx.Node) -> torch.fx.Node:
         return loss
     shape = loss.args[0].meta["val"].shape  # type: ignore[union-attr]  # it is a node
     return users[0] if users[0].args == (loss, *shape[:1]) else loss
+
+
+def _put_behind(node: torch.fx.Node, mark: torch.fx.Node) -> None:
+    """Has a mark used wherever its operand was."""
+    node.replace_all_uses_with(mark, delete_user_cb=lambda user: user is not mark)
 
 
 def _name_of(mark: torch.fx.Node) -> str:
