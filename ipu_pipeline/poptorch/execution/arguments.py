@@ -20,6 +20,7 @@ __all__ = [
     "Batching",
     "Signature",
     "check_batches",
+    "check_integers",
     "check_like_first",
     "first_micro_batch",
     "split",
@@ -219,6 +220,17 @@ def check_batches(arguments: Arguments, batching: Batching) -> None:
             "it is used to calculate the batch size which will be executed on the device in any given "
             "iteration."
         )
+
+
+def check_integers(arguments: Arguments) -> None:
+    """Checks, before anything is compiled for them, that integers fit the dtype that JAX computes in.
+
+    Raises:
+      ValueError: one does not fit.
+    """
+    for name, tensor in zip(arguments.names, arguments.tensors, strict=True):
+        if tensor.dtype is torch.int64:
+            to_numpy(tensor, f"Input {name}")
 
 
 def split(arguments: Arguments, batching: Batching) -> tuple[list[Any], int]:

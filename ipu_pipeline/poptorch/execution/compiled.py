@@ -17,6 +17,7 @@ from ipu_pipeline.engine import peers
 from ipu_pipeline.engine.state import Collected, PipelineState
 from ipu_pipeline.poptorch.dtypes import to_torch
 from ipu_pipeline.poptorch.errors import Error
+from ipu_pipeline.poptorch.execution.host_changes import writing
 from ipu_pipeline.poptorch.execution.together import ALONE, Processes, compare_arrays
 from ipu_pipeline.poptorch.execution.weights import on_host
 from ipu_pipeline.poptorch.graphs.capture import Captured
@@ -243,7 +244,9 @@ class CompiledModel:
         with on_host():
             for name, value in values.items():
                 rows = self.stages.group_rows.get(name)
-                self.stages.tensors[name].copy_(to_torch(value if rows is None else rows.to_host(value)))
+                tensor = self.stages.tensors[name]
+                with writing(tensor):
+                    tensor.copy_(to_torch(value if rows is None else rows.to_host(value)))
 
     def current_values(self) -> dict[int, torch.Tensor]:
         """Copies of the parameters and buffers on the devices, by the `id` of the user's tensor."""
