@@ -7,7 +7,7 @@ import torch
 
 import ipu_pipeline.poptorch as poptorch
 from ipu_pipeline.poptorch import logs
-from ipu_pipeline.poptorch.execution.host_changes import HostChanges
+from ipu_pipeline.poptorch.execution.host_changes import HostChanges, OptimizerChanges
 from tests.poptorch_front import assert_close, make_options, seeded
 
 WEIGHTS = "call copyWeightsToDevice()"
@@ -56,8 +56,9 @@ def shared():
 @pytest.fixture
 def wrapped(shared):
     """With all that was changed before on the devices, and nothing said."""
-    shared.training._changes = HostChanges(shared.model, shared.optimizer)
-    shared.inference._changes = HostChanges(shared.model, None)
+    for executor in (shared.training, shared.inference):
+        executor._compiled._changes = HostChanges(shared.model)
+    shared.training._training._changes = OptimizerChanges(shared.optimizer)
     shared.training.copyWeightsToDevice()
     shared.call()
     logs._said.clear()

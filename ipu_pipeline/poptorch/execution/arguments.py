@@ -20,7 +20,6 @@ __all__ = [
     "Batching",
     "Signature",
     "check_batches",
-    "check_integers",
     "check_like_first",
     "first_micro_batch",
     "split",
@@ -222,17 +221,6 @@ def check_batches(arguments: Arguments, batching: Batching) -> None:
         )
 
 
-def check_integers(arguments: Arguments) -> None:
-    """Checks, before anything is compiled for them, that integers fit the dtype that JAX computes in.
-
-    Raises:
-      ValueError: one does not fit.
-    """
-    for name, tensor in zip(arguments.names, arguments.tensors, strict=True):
-        if tensor.dtype is torch.int64:
-            to_numpy(tensor, f"Input {name}")
-
-
 def split(arguments: Arguments, batching: Batching) -> tuple[list[Any], int]:
     """The micro-batches of a call, in the order in which they run.
 
@@ -269,8 +257,16 @@ def split(arguments: Arguments, batching: Batching) -> tuple[list[Any], int]:
 
 
 def first_micro_batch(arguments: Arguments, batching: Batching) -> list[torch.Tensor]:
-    """The tensors of the first micro-batch."""
+    """The tensors of the first micro-batch, for which a model is compiled.
+
+    Raises:
+      AssertionError: see `check_batches`.
+      ValueError: an integer of the call does not fit.
+    """
     check_batches(arguments, batching)
+    for name, tensor in zip(arguments.names, arguments.tensors, strict=True):
+        if tensor.dtype is torch.int64:
+            to_numpy(tensor, f"Input {name}")
     number = batching.num_micro_batches
     with torch.inference_mode(False):
         # Those that were made in inference mode cannot be captured; copies can.

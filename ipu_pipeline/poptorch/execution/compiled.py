@@ -17,7 +17,7 @@ from ipu_pipeline.engine import peers
 from ipu_pipeline.engine.state import Collected, PipelineState
 from ipu_pipeline.poptorch.dtypes import to_torch
 from ipu_pipeline.poptorch.errors import Error
-from ipu_pipeline.poptorch.execution.host_changes import writing
+from ipu_pipeline.poptorch.execution.host_changes import HostChanges, writing
 from ipu_pipeline.poptorch.execution.together import ALONE, Processes, compare_arrays
 from ipu_pipeline.poptorch.execution.weights import on_host
 from ipu_pipeline.poptorch.graphs.capture import Captured
@@ -79,6 +79,7 @@ class CompiledModel:
         self.captured = captured
         self.outputs = captured.outputs
         self.pipeline = pipeline
+        self._changes = HostChanges(model)
         self._held = _find_held(model, stages.tensors.values())
         held = {id(value) for _where, _name, value in self._held}
         for full, tensor in stages.tensors.items():
@@ -130,6 +131,7 @@ class CompiledModel:
         every = self._num_taken
         self.check_not_lost()
         assert self.state is not None
+        self._changes.tell(self.stages.tensors)
         total = len(micro_batches) * self._processes.count // every
         runner = pipeline.prepare()
         left = self._deal(micro_batches)
@@ -264,6 +266,7 @@ class CompiledModel:
         """
         self.check_same_tensors()
         self.replace(variables=self._host_values(self.stages.tensors))
+        self._changes.note(self.stages.tensors)
 
     def check_same_tensors(self) -> None:
         """Looks for what the user's model held when it was compiled, and has been replaced since then.
@@ -302,6 +305,7 @@ class CompiledModel:
         wanted = {id(buffers[name]) for name in names}
         tensors = {name: t for name, t in self.stages.tensors.items() if id(t) in wanted}
         self.replace(variables={**self.state.variables, **self._host_values(tensors)})
+        self._changes.note(tensors)
 
     def _host_values(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         with on_host(*tensors.values()):
@@ -344,6 +348,7 @@ class CompiledModel:
         variables = self._host_values(self.stages.tensors)
         with interrupts.deferred():
             self.state = self.pipeline.place(PipelineState(variables=variables, **kept))
+        self._changes.note(self.stages.tensors)
 
 
 def _find_held(

@@ -14,19 +14,12 @@ from ipu_pipeline.poptorch.annotations import module_repr
 from ipu_pipeline.poptorch.enums import ConnectionType
 from ipu_pipeline.poptorch.errors import Error
 from ipu_pipeline.poptorch.execution.anchored import Anchored, AnchoredValues
-from ipu_pipeline.poptorch.execution.arguments import (
-    Arguments,
-    Signature,
-    check_integers,
-    check_like_first,
-    split,
-)
+from ipu_pipeline.poptorch.execution.arguments import Arguments, Signature, check_like_first, split
 from ipu_pipeline.poptorch.execution.building import Wrapped, batching_of, compile_model, output_mode_of
 from ipu_pipeline.poptorch.execution.compiled import CompiledModel
 from ipu_pipeline.poptorch.execution.exporting import NOT_COMPILED, Exported
 from ipu_pipeline.poptorch.execution.grouped import Grouped
 from ipu_pipeline.poptorch.execution.hooks import after_compiling, before_compiling
-from ipu_pipeline.poptorch.execution.host_changes import HostChanges
 from ipu_pipeline.poptorch.execution.jax_errors import translating
 from ipu_pipeline.poptorch.execution.measured import Measured
 from ipu_pipeline.poptorch.execution.outputs import join_outputs
@@ -73,7 +66,6 @@ class PoplarExecutor(Exported, Anchored, Grouped, Refused, Measured):
         self._training: ModelOptimizer | None = None
         self._detached: Mapping[str, Any] | None = None
         self._has_run = False
-        self._changes: HostChanges | None = None
         self._hook: RemovableHandle | None = None  # of an optimizer of torch's
         self._first: Arguments | None = None
         self._shapes: list[torch.Size] = []
@@ -120,7 +112,7 @@ class PoplarExecutor(Exported, Anchored, Grouped, Refused, Measured):
             micro_batches, number = split(arguments, batching_of(self.options))
             times.begin(begin / 1e9, number)
             if self._training is not None:
-                self._training.tell_of_frozen()
+                self._training.tell_of_changes(self._optimizer)
                 # For torch's schedulers of rates, which warn of an optimizer that has not been used.
                 vars(self._optimizer)["_opt_called"] = True
                 self._host.mark_stale(self, self._read_back)  # before the run, which an interrupt may end
@@ -148,7 +140,6 @@ class PoplarExecutor(Exported, Anchored, Grouped, Refused, Measured):
             self._compiled.check_same_tensors()
             return self._compiled
         self._check_like_graph(arguments)
-        check_integers(arguments)
         before_compiling.call(self)
         wrapped = self._wrapped
         register(self, wrapped.model, wrapped.trains)
@@ -173,7 +164,6 @@ class PoplarExecutor(Exported, Anchored, Grouped, Refused, Measured):
             progress.end()
         finally:
             progress.close()
-        self._changes = HostChanges(wrapped.model, self._optimizer if wrapped.trains else None)
         self._compiled, self._training, self._progress = compiled, training, progress
         self._detached = None
         # Later calls are compared with it; its tensors are not kept.
@@ -195,9 +185,8 @@ class PoplarExecutor(Exported, Anchored, Grouped, Refused, Measured):
             self._host.refresh()
             # Before the first call weights may have changed since the model was compiled.
             if self._seen_version != self._host.version or not self._has_run:
-                self._read_from_host()
-        assert self._changes is not None
-        self._changes.tell(self._compiled.stages.tensors, self._optimizer if self._wrapped.trains else None)
+                self._compiled.read_from_host()
+                self._seen_version = self._host.version
         if isinstance(self._optimizer, Optimizer):
             loaded = self._optimizer.device_state.take_loaded()
             if loaded is not None:
@@ -235,8 +224,6 @@ class PoplarExecutor(Exported, Anchored, Grouped, Refused, Measured):
                 self._disconnect()
                 self._optimizer = optimizer
                 self._connect()
-            if self._changes is not None:
-                self._changes.note_optimizer(optimizer)
 
     def _connect(self) -> None:
         if self._training is None or self._optimizer is None:
@@ -311,7 +298,7 @@ class PoplarExecutor(Exported, Anchored, Grouped, Refused, Measured):
         """
         with self._host.lock:
             self._host.refresh()
-            self._read_from_host()
+            self._attached().read_from_host()
             if self._wrapped.trains:
                 self._host.version += 1
             self._seen_version = self._host.version
@@ -330,12 +317,6 @@ class PoplarExecutor(Exported, Anchored, Grouped, Refused, Measured):
                 raise Error("No named buffers marked as updatable via updatableNamedBuffers option")
             compiled = self._attached()
             compiled.read_buffers_from_host(self._wrapped.model, names)
-            if self._changes is not None:
-                copied = {
-                    id(buffer) for name, buffer in self._wrapped.model.named_buffers() if name in names
-                }
-                tensors = compiled.stages.tensors
-                self._changes.note_weights({n: t for n, t in tensors.items() if id(t) in copied})
 
     @translating
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
@@ -352,13 +333,6 @@ class PoplarExecutor(Exported, Anchored, Grouped, Refused, Measured):
             elif self._wrapped.trains:  # which gets them when it is compiled or attached
                 self._host.version += 1
             return loaded
-
-    def _read_from_host(self) -> None:
-        compiled = self._attached()
-        compiled.read_from_host()
-        self._seen_version = self._host.version
-        if self._changes is not None:
-            self._changes.note_weights(compiled.stages.tensors)
 
     def _write_to_host(self) -> None:
         if self._compiled is not None and self._compiled.state is not None:
@@ -413,8 +387,6 @@ class PoplarExecutor(Exported, Anchored, Grouped, Refused, Measured):
                 self._compiled.attach(self._detached)
                 self._detached = None
             self._seen_version = self._host.version
-            if self._changes is not None:
-                self._changes.note_weights(self._compiled.stages.tensors)
 
     @translating
     def detachFromDevice(self) -> None:
@@ -447,7 +419,6 @@ class PoplarExecutor(Exported, Anchored, Grouped, Refused, Measured):
                 if self._wrapped.trains:
                     self._disconnect()
                 self._compiled = self._training = self._detached = self._first = None
-                self._changes = None
                 self._host.release(self)
                 self._host.unregister(self, self._wrapped.model)
 

@@ -19,7 +19,7 @@ import torch
 
 from ipu_pipeline.poptorch.logs import logger, warn_once
 
-__all__ = ["HostChanges", "note_data", "tell_of_clipping", "writing"]
+__all__ = ["HostChanges", "OptimizerChanges", "note_data", "tell_of_clipping", "writing"]
 
 _MOST_ALIASES = 8  # of a tensor that are looked at; older ones were written to long ago, or never
 _MOST_NAMES = 5
@@ -115,95 +115,96 @@ class _OfModule(NamedTuple):
 
 
 class HostChanges:
-    """What a model and its optimizer were when the devices got it."""
+    """What a model was when the devices got it: its weights, and what is compiled in."""
 
-    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        """Notes what a compiled model has compiled in.
-
-        Args:
-          model: the user's.
-          optimizer: of a model that trains.
-        """
+    def __init__(self, model: torch.nn.Module) -> None:
+        """Notes the attributes of a user's model that are compiled in."""
         self._weights: dict[str, tuple[int, int]] = {}
         self._attributes = [
             found
             for path, module in model.named_modules()
             if (found := _read_attributes(path, module)) is not None
         ]
-        self._optimizer: list[Any] = []
-        self._state: Any = None
         self._told: set[str] = set()
-        if optimizer is not None:
-            self.note_optimizer(optimizer)
 
-    def note_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def note(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Notes that the devices have what these tensors have now; by the names of their variables."""
         with _plainly():
             self._weights |= {name: _state(tensor) for name, tensor in tensors.items()}
 
-    def note_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Notes that the devices have an optimizer's values as they are now."""
-        self._optimizer, self._state = _read_optimizer(optimizer), optimizer.state
+    def tell(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Warns of what has changed since then, once of weights and once of attributes.
 
-    def tell(self, tensors: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer | None) -> None:
-        """Warns of what has changed since then, once of each kind."""
+        Args:
+          tensors: the user's parameters and buffers, by the names of their variables.
+        """
         with _plainly():
             states = {name: _state(tensor) for name, tensor in tensors.items()}
-        weights = [
-            name.partition("/")[2]
-            for name, state in states.items()
-            if self._weights.get(name, state) != state
-        ]
-        if weights:
-            self._warn(
+        if weights := [n for n, state in states.items() if self._weights.get(n, state) != state]:
+            _warn(
+                self._told,
                 "weights",
-                f"{_join(weights)} of the model changed on the host (by load_state_dict, by hand, or by a "
-                "run of the plain model). The devices have other values, with which the model runs on. To "
-                "use the host's, call copyWeightsToDevice() of the wrapped model after each change; "
-                "load_state_dict of the wrapped model does that itself.",
+                f"{_join([n.partition('/')[2] for n in weights])} of the model changed on the host (by "
+                "load_state_dict, by hand, or by a run of the plain model). The devices have others, with "
+                "which the model runs on. To use the host's, call copyWeightsToDevice() of the wrapped "
+                "model after each change; load_state_dict of the wrapped model does that itself.",
             )
         self._weights |= states
-        if optimizer is not None:
-            self._tell_of_optimizer(optimizer)
         if changed := [name for part in self._attributes for name in _find_changed(part)]:
-            self._warn(
+            _warn(
+                self._told,
                 "attributes",
                 f"{_join(changed)} of the model changed since it was compiled. If forward reads that, it "
                 "still has the value of then. Call destroy() on the model and wrap it again; or make it an "
                 "input, or a buffer (register_buffer), which copyWeightsToDevice() copies.",
             )
 
-    def _tell_of_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+
+class OptimizerChanges:
+    """What an optimizer was when the devices got it."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        """Notes its values."""
+        self._told: set[str] = set()
+        self.note(optimizer)
+
+    def note(self, optimizer: torch.optim.Optimizer) -> None:
+        """Notes that the devices have an optimizer's values as they are now."""
+        self._values, self._state = _read_optimizer(optimizer), optimizer.state
+
+    def tell(self, optimizer: torch.optim.Optimizer) -> None:
+        """Warns of what has changed since then, once of values and once of a state."""
         now = _read_optimizer(optimizer)
-        if now != self._optimizer:
-            names = [
-                name
-                for part, was in zip(now, self._optimizer, strict=False)
-                for name, value in part.items()
-                if was.get(name, value) != value
-            ]
-            if len(now) != len(self._optimizer):
-                names = [f"the number of groups, {len(now) - 1},"]
-            if names:
-                self._warn(
-                    "optimizer",
-                    f"{_join(names)} of the optimizer changed since the devices got it. They go on with "
-                    "what it was. After each change, also that of a scheduler of rates, call "
-                    "setOptimizer(optimizer) of the wrapped model.",
-                )
-            self._optimizer = now
-        if optimizer.state is not self._state:
-            self._state = optimizer.state
-            self._warn(
+        names = [
+            name
+            for part, was in zip(now, self._values, strict=False)
+            for name, value in part.items()
+            if was.get(name, value) != value
+        ]
+        if len(now) != len(self._values):
+            names = [f"The number of groups, {len(now) - 1},"]
+        if names:
+            _warn(
+                self._told,
+                "values",
+                f"{_join(names)} of the optimizer changed since the devices got it. They go on with what "
+                "it was. After each change, also that of a scheduler, call setOptimizer(optimizer) of "
+                "the wrapped model.",
+            )
+        if optimizer.state is not self._state and not hasattr(optimizer, "device_state"):
+            _warn(
+                self._told,
                 "state",
                 "The optimizer has loaded a state since the model was compiled. The devices go on with "
                 "their own. Call destroy() on the model, load the state, and wrap it again.",
             )
+        self._values, self._state = now, optimizer.state
 
-    def _warn(self, kind: str, message: str) -> None:
-        if kind not in self._told:
-            self._told.add(kind)
-            logger.warning(message)
+
+def _warn(told: set[str], kind: str, message: str) -> None:
+    if kind not in told:
+        told.add(kind)
+        logger.warning(message)
 
 
 def _version(tensor: torch.Tensor) -> int:
