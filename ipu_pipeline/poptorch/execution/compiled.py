@@ -125,13 +125,16 @@ class CompiledModel:
           What the last stage gave, in their order.
 
         Raises:
-          Error: an error took the state with it before.
+          Error: an error took the state with it before; or an index is out of range, where that is checked.
         """
         pipeline = self.pipeline
         every = self._num_taken
         self.check_not_lost()
         assert self.state is not None
         self._changes.tell(self.stages.tensors)
+        checks = self.stages.index_checks
+        if checks is not None:
+            checks.take()  # of a call that was interrupted
         total = len(micro_batches) * self._processes.count // every
         runner = pipeline.prepare()
         left = self._deal(micro_batches)
@@ -164,6 +167,8 @@ class CompiledModel:
                     state, made = progress.state.pipeline, progress.collected
                     if self._checks_numbers:
                         _check_numbers(state, made)
+                    if checks is not None and (wrong := checks.take()) is not None:
+                        raise Error(f"{wrong} The weights and buffers are those of before this step.")
                     num_done = state.execution_count - self.state.execution_count
                     done += num_done
                     self.state = state
