@@ -497,45 +497,166 @@ def test_a_changed_input_is_told(caplog, monkeypatch):
     assert "The model changes an input in place" in caplog.text
 
 
+# Gradients of what a region without gradients only looks at.
+
+
+def test_a_region_without_gradients_gives_on_what_it_was_given():
+    """torch's `float` of float32 and its broadcast of equal shapes are the tensor itself, with a gradient.
+
+    Export takes them for new ones, so that the loss of a model that measures something first had none.
+    """
+
+    def forward(self, x):
+        y = self.linear(x)
+        with torch.no_grad():
+            y.float().contiguous()
+            torch.nn.functional.l1_loss(y, x)
+            doubled = 2 * y
+        return loss((y - doubled) ** 2)
+
+    train_as_torch(forward)
+
+
 # Losses.
+
+
+def mse(self, x):
+    return torch.nn.functional.mse_loss(self.linear(x), x)
+
+
+def two_losses(self, x):
+    return mse(self, x), torch.nn.functional.l1_loss(self.linear(x), x)
+
+
+class Wrong(torch.nn.Module):
+    """Computes a loss and something of it, each on a line of its own."""
+
+    def __init__(self, compute):
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 3)
+        self.compute = compute
+
+    def forward(self, x):
+        found = torch.nn.functional.mse_loss(self.linear(x), x)
+        return self.compute(found, self.linear.weight)  # at fault
+
+
+def changed_by_another_name(found, _weight):
+    found.view(1).mul_(2)
+    return found
+
+
+def scaled_in_place(found, weight):
+    found += weight.abs().sum()
+    return found
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda found, _weight: 2 * found,
+        lambda found, weight: found + 0.1 * weight.square().sum(),
+        lambda found, _weight: (found, found.exp()),
+        scaled_in_place,
+        changed_by_another_name,
+    ],
+)
+def test_what_is_computed_from_a_loss_and_returned_is_no_loss(compute):
+    with pytest.raises(poptorch.Error) as raised:
+        poptorch.trainingModel(seeded(lambda: Wrong(compute)), make_options())(x)
+    for part in (
+        "The model returns a value that is computed from a loss",
+        "return self.compute(found, self.linear.weight)  # at fault",
+        "found = torch.nn.functional.mse_loss(self.linear(x), x)",
+        "wrap it in poptorch.identity_loss(loss, reduction='mean')",
+    ):
+        assert part in str(raised.value), part
+
+
+def focal(self, x):
+    losses = torch.nn.functional.cross_entropy(self.linear(x), x.argmax(1), reduction="none")
+    return ((1 - torch.exp(-losses)) ** 2 * losses).mean()
+
+
+def hidden(self, x):
+    y = self.linear(x)
+    made = torch.cond(y.sum() > 0, lambda y: torch.nn.functional.mse_loss(y, y + 1), lambda y: y.sum(), [y])
+    return made, torch.nn.functional.l1_loss(y, x)
 
 
 def test_losses_that_cannot_be_found():
     for forward, message in [
         (lambda self, x: self.linear(x).sum(), "Couldn't find a loss in graph!"),
         (two_losses, "Multiple independent losses found in graph. Graph must have one final loss"),
+        (lambda self, x: tuple(map(loss, two_losses(self, x))), "Multiple independent losses"),
         (
             lambda self, x: torch.nn.functional.mse_loss(self.linear(x), x, reduction="none"),
             r"The loss must be a floating-point scalar; that of .* is torch.float32 of shape \(4, 3\)",
         ),
+        (focal, "computed from a loss.*cross_entropy_loss"),
+        (
+            lambda self, x: (mse(self, x), self.linear(x))[1],
+            "does not return its loss. The loss, mse",
+        ),
+        (lambda self, x: (2 * mse(self, x)).detach(), "only values that are computed from it without"),
+        (lambda self, x: 2 * loss(mse(self, x)), "identity_loss marks, but only what is computed from it"),
+        (lambda self, x: (loss(self.linear(x)), mse(self, x))[1], "identity_loss marks, but other values"),
+        (hidden, "within a branch, a loop or another region"),
     ]:
         with pytest.raises(poptorch.Error, match=message):
             poptorch.trainingModel(model_of(forward), make_options())(x)
     assert len(infer(two_losses, x)) == 2
 
 
-def test_one_loss_of_two():
+def trained(forward):
+    """The weights after an update, and what the model returned."""
+    model = model_of(forward)
+    made = poptorch.trainingModel(model, make_options())(x)
+    return list(model.state_dict().values()), made
+
+
+def test_what_is_returned_beside_a_loss():
+    """Copies of it, values without gradients, metrics; the loss is what alone has a way for gradients."""
+
     def forward(self, x):
-        y = self.linear(x)
-        first, second = torch.nn.functional.mse_loss(y, x), torch.nn.functional.l1_loss(y, x)
-        return poptorch.identity_loss(first + 3 * second, reduction="sum")
+        found = mse(self, x)
+        metric = torch.nn.functional.l1_loss(self.linear(x).detach(), x)
+        two_losses(self, x)  # which nothing uses
+        copies = [found.detach(), found.float(), found * 1.0, 0 + found, found.mean(), found.unsqueeze(0)]
+        metrics = [metric, found.detach().exp(), 3 * self.linear(x).sum()]
+        return {"found": (found, copies), "metrics": metrics}
 
-    train_as_torch(forward)
+    weights, made = trained(forward)
+    expected, alone = trained(mse)
+    assert_close(weights, expected)
+    assert_close([*made["found"][1], made["found"][0]], 7 * [alone])
+    assert_close(made["metrics"][1:2], [alone.exp()])
 
 
-def two_losses(self, x):
-    y = self.linear(x)
-    return torch.nn.functional.mse_loss(y, x), torch.nn.functional.l1_loss(y, x)
+def test_a_mark_counts_whatever_else_is_computed():
+    def forward(self, x):
+        first, second = two_losses(self, x)
+        penalty = self.linear.weight.square().sum()
+        marked = poptorch.identity_loss(2 * first + 0.1 * penalty, reduction="sum")
+        return marked, 2 * marked, second, first.exp()
+
+    weights, _made = trained(forward)
+    plain = model_of(forward)
+    (2 * mse(plain, x) + 0.1 * plain.linear.weight.square().sum()).backward()
+    assert_close(weights, [p.detach() - 0.01 * p.grad for p in plain.parameters()])
 
 
-def test_the_result_that_two_losses_go_into_is_minimized():
-    """As a model for question answering of transformers has it: half the sum of two."""
+def test_the_result_that_several_losses_go_into_is_minimized():
+    """As question answering of transformers has it: half the sum of two. Parts may be returned."""
 
     def forward(self, x):
         first, second = two_losses(self, x)
-        return (first + 3 * second) / 2
+        return (first + 3 * second) / 2, first, second
 
-    train_as_torch(forward)
+    weights, _made = trained(forward)
+    plain = model_of(forward)
+    forward(plain, x)[0].backward()
+    assert_close(weights, [p.detach() - 0.01 * p.grad for p in plain.parameters()])
 
 
 def test_several_results_that_losses_go_into():
@@ -552,18 +673,6 @@ def test_a_loss_of_ones_own(reduction):
     train_as_torch(
         lambda self, x: poptorch.identity_loss(5 * (self.linear(x) - x) ** 2, reduction=reduction)
     )
-
-
-def test_a_loss_that_is_not_returned():
-    def forward(self, x):
-        y = self.linear(x)
-        torch.nn.functional.mse_loss(y, x)
-        return y
-
-    model = model_of(forward)
-    before = model.linear.weight.detach().clone()
-    poptorch.trainingModel(model, make_options())(x)
-    assert not torch.equal(before, model.linear.weight)
 
 
 def test_wrong_reduction():

@@ -57,6 +57,7 @@ DEFAULTS = {
         "stable_norm": False,
         "updatable_named_buffers": [],
         "relax_optimizer_attributes_checks": False,
+        "index_checks": False,
         "log_cycle_count": False,
         "profiling": False,
         "profile_dir": None,
@@ -119,6 +120,7 @@ SETTERS = [
     ("enableStableNorm", (True,), {"stable_norm": True}),
     ("updatableNamedBuffers", (["a", "b"],), {"updatable_named_buffers": ["a", "b"]}),
     ("relaxOptimizerAttributesChecks", (), {"relax_optimizer_attributes_checks": True}),
+    ("checkIndices", (), {"index_checks": True}),
     ("replicationFactor", (8,), {"replication_factor": 8}),
     (
         "inputReplicaGrouping",
@@ -448,6 +450,7 @@ def test_processes_by_other_variables(monkeypatch):
         ("updatableNamedBuffers", ("ab",), AssertionError, "must be a list of strings; got 'ab'"),
         ("updatableNamedBuffers", (["a", 1],), AssertionError, "must be a list of strings"),
         ("relaxOptimizerAttributesChecks", (0,), AssertionError, "must be True or False; got 0"),
+        ("checkIndices", (1,), AssertionError, "index_checks must be True or False; got 1"),
         ("replicationFactor", (2.0,), AssertionError, "must be an integer; got 2.0"),
         ("replicationFactor", (0,), ValueError, "must be at least 1; got 0"),
         ("inputReplicaGrouping", (1, CommGroupType.All), ValueError, "must not be .*CommGroupType.All"),

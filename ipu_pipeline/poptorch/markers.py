@@ -35,6 +35,7 @@ __all__ = [
     "keep_inputs",
     "keep_operation",
     "mark_final_loss",
+    "mark_found_loss",
     "read_multi_conv",
     "read_scope",
     "reduce_loss",
@@ -199,6 +200,12 @@ def mark_final_loss() -> torch._ops.OpOverload:
     return operation
 
 
+def mark_found_loss() -> torch._ops.OpOverload:
+    """The operation that marks a loss, by the name of its operation, and returns it."""
+    operation: torch._ops.OpOverload = _OPERATIONS.found_loss.default
+    return operation
+
+
 def _do_nothing(*values: Any) -> None:
     del values
 
@@ -219,6 +226,8 @@ _library.define("identity_loss(Tensor value, str reduction) -> Tensor")
 _library.impl("identity_loss", _reduce, "CompositeImplicitAutograd")
 _library.define("final_loss(Tensor value) -> Tensor")
 _library.impl("final_loss", torch.clone, "CompositeExplicitAutograd")
+_library.define("found_loss(Tensor value, str operation) -> Tensor")
+_library.impl("found_loss", lambda value, _operation: value.clone(), "CompositeExplicitAutograd")
 # These are copies, with the gradient of one.
 _library.define("nop(Tensor value) -> Tensor")
 _library.impl("nop", torch.clone, "CompositeImplicitAutograd")
@@ -236,5 +245,5 @@ _PLACE_NAMES = (
 for _name in _PLACE_NAMES:
     _library.impl(_name, _do_nothing, "CompositeExplicitAutograd")
 _PLACES = frozenset(getattr(_OPERATIONS, name).default for name in _PLACE_NAMES)
-for _place in (*_PLACES, mark_final_loss()):
+for _place in (*_PLACES, mark_final_loss(), mark_found_loss()):
     torch.fx.node.has_side_effect(_place)

@@ -257,8 +257,16 @@ def split(arguments: Arguments, batching: Batching) -> tuple[list[Any], int]:
 
 
 def first_micro_batch(arguments: Arguments, batching: Batching) -> list[torch.Tensor]:
-    """The tensors of the first micro-batch."""
+    """The tensors of the first micro-batch, for which a model is compiled.
+
+    Raises:
+      AssertionError: see `check_batches`.
+      ValueError: an integer of the call does not fit.
+    """
     check_batches(arguments, batching)
+    for name, tensor in zip(arguments.names, arguments.tensors, strict=True):
+        if tensor.dtype is torch.int64:
+            to_numpy(tensor, f"Input {name}")
     number = batching.num_micro_batches
     with torch.inference_mode(False):
         # Those that were made in inference mode cannot be captured; copies can.

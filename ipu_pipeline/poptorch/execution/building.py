@@ -36,6 +36,7 @@ from ipu_pipeline.poptorch.graphs.capture import Modes, capture
 from ipu_pipeline.poptorch.graphs.phases import cut_into_phases
 from ipu_pipeline.poptorch.graphs.stages import ModelStages, make_stages
 from ipu_pipeline.poptorch.logs import logger, warn_once
+from ipu_pipeline.poptorch.lowering.index_checks import IndexChecks
 from ipu_pipeline.poptorch.options import Options
 from ipu_pipeline.poptorch.options.phased import PhasedExecution
 from ipu_pipeline.poptorch.options.strategies import ShardedExecution
@@ -139,6 +140,8 @@ def compile_model(
     if not trains:
         _tell_of_training_mode(wrapped.modes)
     anchored = options.anchored_tensors.values()
+    if options.index_checks:
+        check_alone(options, "Options.checkIndices")
     stages = make_stages(
         captured,
         wrapped.model,
@@ -147,6 +150,7 @@ def compile_model(
         [anchor.long_name for anchor in anchored],
         options.module_namescope,
         group_rows,
+        IndexChecks() if options.index_checks else None,
     )
     _check_buffers(stages, options)
     _tell_of_idle_stages(stages, batching, options)
@@ -171,8 +175,9 @@ def compile_model(
         schedule=_schedule(options),
         device_mapping=[[section.ipu for section in level] for level in stages.levels],
         execution_phases=_find_phases(stages, options, trains),
-        # With a value that is not finite a run ends after it has begun: the state of before must be there.
-        donate=not checks,
+        # With a number that is not finite, or an index that there is not, a run ends after it has begun:
+        # the state of before must be there.
+        donate=not checks and not options.index_checks,
         collect_outputs=_all_but_last if trains else True,
         sum_collected=output_mode_of(options, trains) is OutputMode.Sum and not anchored,
         sum_dtype=_sum_dtype,

@@ -17,6 +17,7 @@ from ipu_pipeline.engine import peers
 from ipu_pipeline.engine.state import Collected, PipelineState
 from ipu_pipeline.poptorch.dtypes import to_torch
 from ipu_pipeline.poptorch.errors import Error
+from ipu_pipeline.poptorch.execution.host_changes import HostChanges, writing
 from ipu_pipeline.poptorch.execution.together import ALONE, Processes, compare_arrays
 from ipu_pipeline.poptorch.execution.weights import on_host
 from ipu_pipeline.poptorch.graphs.capture import Captured
@@ -78,6 +79,7 @@ class CompiledModel:
         self.captured = captured
         self.outputs = captured.outputs
         self.pipeline = pipeline
+        self._changes = HostChanges(model)
         self._held = _find_held(model, stages.tensors.values())
         held = {id(value) for _where, _name, value in self._held}
         for full, tensor in stages.tensors.items():
@@ -123,12 +125,16 @@ class CompiledModel:
           What the last stage gave, in their order.
 
         Raises:
-          Error: an error took the state with it before.
+          Error: an error took the state with it before; or an index is out of range, where that is checked.
         """
         pipeline = self.pipeline
         every = self._num_taken
         self.check_not_lost()
         assert self.state is not None
+        self._changes.tell(self.stages.tensors)
+        checks = self.stages.index_checks
+        if checks is not None:
+            checks.take()  # of a call that was interrupted
         total = len(micro_batches) * self._processes.count // every
         runner = pipeline.prepare()
         left = self._deal(micro_batches)
@@ -161,6 +167,8 @@ class CompiledModel:
                     state, made = progress.state.pipeline, progress.collected
                     if self._checks_numbers:
                         _check_numbers(state, made)
+                    if checks is not None and (wrong := checks.take()) is not None:
+                        raise Error(f"{wrong} The weights and buffers are those of before this step.")
                     num_done = state.execution_count - self.state.execution_count
                     done += num_done
                     self.state = state
@@ -243,7 +251,9 @@ class CompiledModel:
         with on_host():
             for name, value in values.items():
                 rows = self.stages.group_rows.get(name)
-                self.stages.tensors[name].copy_(to_torch(value if rows is None else rows.to_host(value)))
+                tensor = self.stages.tensors[name]
+                with writing(tensor):
+                    tensor.copy_(to_torch(value if rows is None else rows.to_host(value)))
 
     def current_values(self) -> dict[int, torch.Tensor]:
         """Copies of the parameters and buffers on the devices, by the `id` of the user's tensor."""
@@ -261,6 +271,7 @@ class CompiledModel:
         """
         self.check_same_tensors()
         self.replace(variables=self._host_values(self.stages.tensors))
+        self._changes.note(self.stages.tensors)
 
     def check_same_tensors(self) -> None:
         """Looks for what the user's model held when it was compiled, and has been replaced since then.
@@ -299,6 +310,7 @@ class CompiledModel:
         wanted = {id(buffers[name]) for name in names}
         tensors = {name: t for name, t in self.stages.tensors.items() if id(t) in wanted}
         self.replace(variables={**self.state.variables, **self._host_values(tensors)})
+        self._changes.note(tensors)
 
     def _host_values(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         with on_host(*tensors.values()):
@@ -341,6 +353,7 @@ class CompiledModel:
         variables = self._host_values(self.stages.tensors)
         with interrupts.deferred():
             self.state = self.pipeline.place(PipelineState(variables=variables, **kept))
+        self._changes.note(self.stages.tensors)
 
 
 def _find_held(

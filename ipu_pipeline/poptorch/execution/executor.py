@@ -112,7 +112,7 @@ class PoplarExecutor(Exported, Anchored, Grouped, Refused, Measured):
             micro_batches, number = split(arguments, batching_of(self.options))
             times.begin(begin / 1e9, number)
             if self._training is not None:
-                self._training.tell_of_frozen()
+                self._training.tell_of_changes(self._optimizer)
                 # For torch's schedulers of rates, which warn of an optimizer that has not been used.
                 vars(self._optimizer)["_opt_called"] = True
                 self._host.mark_stale(self, self._read_back)  # before the run, which an interrupt may end

@@ -14,6 +14,7 @@ from ipu_pipeline.poptorch import optim
 from ipu_pipeline.poptorch.dtypes import to_numpy, to_torch
 from ipu_pipeline.poptorch.enums import MeanReductionStrategy, ReductionType
 from ipu_pipeline.poptorch.errors import Error
+from ipu_pipeline.poptorch.execution.host_changes import OptimizerChanges
 from ipu_pipeline.poptorch.execution.together import agree
 from ipu_pipeline.poptorch.execution.weights import on_host
 from ipu_pipeline.poptorch.logs import warn_once
@@ -89,6 +90,7 @@ class ModelOptimizer:
                 "model.parameters()."
             )
         self._agree(self.spec)
+        self._changes = OptimizerChanges(optimizer)
 
     @property
     def reduction(self) -> Reduction:
@@ -114,8 +116,14 @@ class ModelOptimizer:
             "accumulator_dtype": self.spec.accumulator_dtype,
         }
 
-    def tell_of_frozen(self) -> None:
-        """Warns of parameters that were frozen, or are no longer, since the model was compiled."""
+    def tell_of_changes(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Warns of what has no effect on the devices.
+
+        That is what has changed in the optimizer in use, and parameters that were frozen, or are no longer,
+        since the model was compiled.
+        """
+        assert optimizer is not None
+        self._changes.tell(optimizer)
         with on_host():
             changed = [name for name, tensor, was in self._required if tensor.requires_grad is not was]
         if changed:
@@ -136,6 +144,7 @@ class ModelOptimizer:
         check_same_groups(self.group_of, assign_groups(optimizer, self._tensors))
         self._agree(compatible)
         self.spec = compatible
+        self._changes.note(optimizer)
 
     def _agree(self, spec: OptimizerSpec) -> None:
         """Sees that all processes have the same optimizer."""

@@ -18,6 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ipu_pipeline.poptorch.enums import CommGroupType, VariableRetrievalMode
 from ipu_pipeline.poptorch.errors import Error
+from ipu_pipeline.poptorch.execution.host_changes import note_data, tell_of_clipping
 from ipu_pipeline.poptorch.logs import warn_once
 
 __all__ = ["HostWeights", "host_weights_of", "on_host", "register"]
@@ -36,6 +37,10 @@ _WITHOUT_VALUES = {
     for name in ("dtype", "device", "is_leaf", "layout", "ndim", "requires_grad", "shape")
 } | {torch.Tensor.dim, torch.Tensor.is_floating_point, torch.Tensor.numel, torch.Tensor.size}
 
+# What is watched for changes that would be passed over.
+_DATA, _GRADIENT = (getattr(torch.Tensor, name).__get__ for name in ("data", "grad"))
+_TOLD = {_DATA, _GRADIENT}
+
 
 def _call(function: Any, args: Any, kwargs: Any) -> Any:
     kwargs = kwargs or {}
@@ -46,7 +51,13 @@ def _call(function: Any, args: Any, kwargs: Any) -> Any:
             if owner is not None:
                 owner.refresh()
     with _plain():
-        return function(*args, **kwargs)
+        made = function(*args, **kwargs)
+        if function in _TOLD and not getattr(_inside, "copies", False):
+            if function == _DATA:
+                note_data(args[0], made)
+            elif args[0].requires_grad:
+                tell_of_clipping(made)
+    return made
 
 
 def _find_tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import operator
 import re
 import unittest.mock
 import warnings
@@ -18,11 +19,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.export.graph_signature import InputKind
 
 from ipu_pipeline.poptorch import markers
 from ipu_pipeline.poptorch.graphs import refusals
 from ipu_pipeline.poptorch.graphs.checkpoints import keep_inputs_of_checkpoints, marking_checkpoints
-from ipu_pipeline.poptorch.graphs.losses import mark_loss
+from ipu_pipeline.poptorch.graphs.losses import choose_loss, mark_losses
 from ipu_pipeline.poptorch.graphs.multi_convs import check_multi_convs
 from ipu_pipeline.poptorch.lowering.registry import kept_operations
 from ipu_pipeline.poptorch.lowering.substitutes import exportable
@@ -133,7 +135,7 @@ def capture(
                 # Its regions become a part of the graph, with the casts, and losses stay single operations.
                 with refusals.explained(model):
                     program = program.run_decompositions({})
-            mark_loss(program.graph_module.graph)
+            mark_losses(program.graph_module.graph)
         table = torch.export.default_decompositions()
         for operation in kept_operations():
             table.pop(operation, None)
@@ -142,7 +144,10 @@ def capture(
         refusals.check_functional(program)
         check_multi_convs(program.graph)
     _name_modules(program)
-    return Captured(program, noted[-1], _find_tensors(flat, program), tuple(capturing.held))
+    held = _find_tensors(flat, program)
+    if trains:
+        choose_loss(program, _find_trainable(program, held))
+    return Captured(program, noted[-1], held, tuple(capturing.held))
 
 
 def _mark_regions_without_gradients(module: torch.fx.GraphModule) -> None:
@@ -163,10 +168,38 @@ def _mark_regions_of_graph(graph: torch.fx.Graph) -> None:
         if node.args[0] is not False:
             continue
         for item in list(node.users):
+            given = _find_given(node, item.args[1])
+            if given is not None:
+                item.replace_all_uses_with(given)
+                continue
             with graph.inserting_after(item):
                 stop = graph.call_function(torch.ops.aten.detach.default, (item,))
             stop.meta = dict(item.meta)
             item.replace_all_uses_with(stop, delete_user_cb=lambda user, stop=stop: user is not stop)
+
+
+def _find_given(region: torch.fx.Node, number: Any) -> torch.fx.Node | None:
+    """The operand that a region gives as one of its results: the same tensor, with its way for gradients.
+
+    Operations without anything to do return what they were given, as `float` of a float32 tensor. Export
+    takes their results for new ones, which were made without gradients.
+    """
+    module = getattr(region.graph.owning_module, str(region.args[1].target))  # type: ignore[union-attr]
+    node: Any = module.graph.output_node().args[0][number]
+    while isinstance(node, torch.fx.Node) and node.op == "call_function":
+        is_one_of_several = node.target is operator.getitem
+        made: Any = node.args[0] if is_one_of_several else node
+        if not isinstance(made.target, torch._ops.OpOverload) or made.target._schema.is_mutable:  # noqa: SLF001
+            return None
+        args, kwargs = torch.fx.map_arg((made.args, made.kwargs), lambda one: one.meta["val"])
+        value = made.target(*args, **kwargs)
+        value = value[node.args[1]] if is_one_of_several else value
+        node = next((one for one in made.all_input_nodes if one.meta["val"] is value), None)
+    if not isinstance(node, torch.fx.Node) or node.op != "placeholder":
+        return None
+    operands = region.args[2:]
+    given = operands[[one for one in module.graph.nodes if one.op == "placeholder"].index(node)]
+    return given if isinstance(given, torch.fx.Node) else None
 
 
 @contextlib.contextmanager
@@ -319,3 +352,16 @@ def _find_tensors(flat: _Flat, program: torch.export.ExportedProgram) -> dict[st
     found |= dict(flat.named_parameters(remove_duplicate=False))
     found |= dict(flat.named_buffers(remove_duplicate=False))
     return found
+
+
+def _find_trainable(
+    program: torch.export.ExportedProgram, tensors: Mapping[str, torch.Tensor]
+) -> set[torch.fx.Node]:
+    """The placeholders of parameters that require gradients."""
+    placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
+    specs = zip(placeholders, program.graph_signature.input_specs, strict=True)
+    return {
+        node
+        for node, spec in specs
+        if spec.kind is InputKind.PARAMETER and tensors[str(spec.target)].requires_grad
+    }

@@ -1,20 +1,29 @@
-"""The loss of a model: the one operation among torch's losses that no other loss is made of.
+"""The loss of a model: a value that forward returns, and nothing else.
 
-Where there are several, it is the result of forward that all of them go into, as the half of a sum of two.
+What `identity_loss` marks wins. Elsewhere it is the one of torch's losses, if that is what is returned. A
+value that is computed from it and returned may be meant instead, so that it is an error. Where there are
+several losses, it is the one scalar result from which gradients lead to all, as half the sum of two.
+
+Losses are found before the graph is decomposed, while they are single operations, and get a mark. Which one
+counts is decided when the graph is functional: only there an operation in place makes a node of its own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence, Set
+from typing import NoReturn
+
 import torch
+from torch.export.graph_signature import OutputKind
 
 from ipu_pipeline.poptorch import markers
 from ipu_pipeline.poptorch.errors import Error
-from ipu_pipeline.poptorch.logs import warn_once
 from ipu_pipeline.poptorch.lowering.unsupported import describe_place
 
-__all__ = ["find_marked_loss", "mark_loss"]
+__all__ = ["choose_loss", "find_marked_loss", "mark_losses", "ways_of_gradients"]
 
-# What torch.nn's losses, and identity_loss, are in a graph before it is decomposed.
+_OURS = "identity_loss"
+# What torch.nn's losses are in a graph before it is decomposed.
 _LOSSES = frozenset(
     (
         "binary_cross_entropy",
@@ -24,7 +33,6 @@ _LOSSES = frozenset(
         "ctc_loss",
         "hinge_embedding_loss",
         "huber_loss",
-        "identity_loss",
         "kl_div",
         "l1_loss",
         "linear_cross_entropy",
@@ -41,63 +49,156 @@ _LOSSES = frozenset(
         "triplet_margin_loss",
     )
 )
-_HOW_TO = (
-    "Wrap what is to be minimized in poptorch.identity_loss(value, reduction='mean'), and return it from "
-    "the model's forward."
+# Operations whose result is their operand again, in another shape or floating-point type.
+_COPIES = frozenset(
+    (
+        "_to_copy",
+        "_unsafe_view",
+        "alias",
+        "clone",
+        "expand",
+        "nop",
+        "print_tensor",
+        "recomputation_checkpoint",
+        "reshape",
+        "squeeze",
+        "unsqueeze",
+        "view",
+    )
 )
+_COPIES_OF_ONE_ELEMENT = frozenset(("mean", "sum"))
+_NEUTRAL = {"add": 0, "sub": 0, "mul": 1, "div": 1}  # a second operand that changes nothing
+_MEND = "wrap it in poptorch.identity_loss(loss, reduction='mean'), and return that from forward."
 
 
-def mark_loss(graph: torch.fx.Graph) -> None:
-    """Puts the marker of the final loss behind the loss.
+def mark_losses(graph: torch.fx.Graph) -> None:
+    """Puts a mark behind each loss.
 
     Args:
       graph: of `torch.export`, not decomposed.
 
     Raises:
-      Error: there is none; or more than one that no other depends on, and not just one scalar result that
-        is made of them all; or it is no floating-point scalar.
+      Error: there is none, or one in a region where it cannot be marked.
     """
-    losses = [node for node in graph.nodes if _is_loss(node)]
+    found = [node for node in graph.nodes if _operation(node) == _OURS]
+    losses = found or [node for node in graph.nodes if _operation(node) in _LOSSES]
+    hidden = _find_hidden(graph, even_without_gradients=not losses)
+    if hidden and not found:
+        raise Error(
+            f"The loss is computed in {describe_place(hidden[0])}, within a branch, a loop "
+            "or another region of its own, where it cannot be told from the rest. Compute it after the "
+            "region; or pass what the region gives through poptorch.identity_loss behind it."
+        )
     if not losses:
-        whole = graph.owning_module
-        parts = [] if whole is None else [m for m in whole.modules() if isinstance(m, torch.fx.GraphModule)]
-        hidden = [node for part in parts for node in part.graph.nodes if _is_loss(node)]
-        if hidden:
-            raise Error(
-                f"The loss is computed in {describe_place(hidden[0])}, within a branch, a loop "
-                "or another region of its own, where it cannot be told from the rest. Compute it after the "
-                "region; or pass what the region gives through poptorch.identity_loss behind it."
-            )
-        raise Error(f"Couldn't find a loss in graph! {_HOW_TO}")
-    inner: set[torch.fx.Node] = set()
+        raise Error(
+            "Couldn't find a loss in graph! What is to be minimized is one of torch's losses that forward "
+            f"returns; or {_MEND}"
+        )
     for loss in losses:
-        inner |= _ancestors(loss)
-    final = [loss for loss in losses if loss not in inner]
-    loss = _with_batch_mean(final[0]) if len(final) == 1 else _joined(graph, final)
+        reduced = _with_batch_mean(loss)
+        with graph.inserting_after(reduced):
+            marked = graph.call_function(markers.mark_found_loss(), (reduced, str(_operation(loss))))
+        marked.meta = dict(reduced.meta)
+        _put_behind(reduced, marked)
+
+
+def choose_loss(program: torch.export.ExportedProgram, trainable: Set[torch.fx.Node]) -> None:
+    """Leaves, of the marks of all losses, one behind what is minimized: that of the final loss.
+
+    Args:
+      program: decomposed, after `mark_losses`.
+      trainable: the placeholders of parameters that require gradients.
+
+    Raises:
+      Error: no value that is returned is the loss; or more than one may be; or it is no scalar of floats.
+    """
+    graph = program.graph_module.graph
+    found = [node for node in graph.nodes if node.target is markers.mark_found_loss()]
+    (output,) = (node for node in graph.nodes if node.op == "output")
+    results = [
+        node
+        for node, spec in zip(output.args[0], program.graph_signature.output_specs, strict=True)
+        if spec.kind is OutputKind.USER_OUTPUT and isinstance(node, torch.fx.Node)
+    ]
+    loss = _choose(found, results, trainable)
     value = loss.meta["val"]
     if value.dim() != 0 or not value.dtype.is_floating_point:
         raise Error(
             f"The loss must be a floating-point scalar; that of {describe_place(loss)} is {value.dtype} of "
-            f"shape {tuple(value.shape)}. {_HOW_TO}"
-        )
-    if followers := [user for user in loss.users if user.op == "call_function"]:
-        warn_once(
-            f"The loss is what {describe_place(loss)} computes. What {describe_place(followers[0])} makes "
-            f"of it is returned, but not minimized. {_HOW_TO}"
+            f"shape {tuple(value.shape)}. To minimize its mean, {_MEND}"
         )
     with graph.inserting_after(loss):
-        marked = graph.call_function(markers.mark_final_loss(), (loss,))
-    marked.meta = dict(loss.meta)
-    loss.replace_all_uses_with(marked, delete_user_cb=lambda user: user is not marked)
+        final = graph.call_function(markers.mark_final_loss(), (loss,))
+    final.meta = dict(loss.meta)
+    _put_behind(loss, final)
+    program.graph_signature.replace_all_uses(loss.name, final.name)
+    for mark in found:
+        (inner,) = mark.all_input_nodes
+        mark.replace_all_uses_with(inner)
+        program.graph_signature.replace_all_uses(mark.name, inner.name)
+        graph.erase_node(mark)
+    program.graph_module.recompile()
 
 
-def _joined(graph: torch.fx.Graph, losses: list[torch.fx.Node]) -> torch.fx.Node:
-    """The one scalar result of a graph that several losses all go into."""
-    results = {node for node in graph.output_node().all_input_nodes if _is_floating_scalar(node)}
-    made_of_all = [node for node in results if set(losses) <= _ancestors(node)]
+def _choose(
+    found: Sequence[torch.fx.Node], results: Sequence[torch.fx.Node], trainable: Set[torch.fx.Node]
+) -> torch.fx.Node:
+    """The loss among those that were found, or the result that they go into."""
+    ways = {node: ways_of_gradients(node) for node in {*found, *results}}
+    returned = {_original(node, even_detached=True) for node in results}
+    is_ours = _name_of(found[0]) == _OURS
+    used = list(found)
+    if not is_ours:
+        trained = [node for node in found if ways[node] & trainable] or used
+        reached = set().union(*(ways[node] for node in results))
+        used = [node for node in trained if node in reached] or [n for n in trained if n in returned]
+        if not used:
+            _complain_of_unused(trained[0], results)
+    final = [node for node in used if not any(node in ways[other] for other in used if other is not node)]
+    if len(final) > 1:
+        return _joined(final, results)
+    (loss,) = final
+    after = [n for n in results if loss in ways[n] and _original(n) is not loss]
+    if after and not is_ours:
+        _complain_of_followers(loss, after[0])
+    if loss not in returned:
+        raise Error(
+            "The model does not return what poptorch.identity_loss marks, but "
+            f"{'only what is computed from it' if after else 'other values'}. It marks a value in "
+            f"{describe_place(loss)} . Return that value; or, if another one is the loss, mark that one."
+        )
+    return loss
+
+
+def _complain_of_followers(loss: torch.fx.Node, follower: torch.fx.Node) -> NoReturn:
+    raise Error(
+        "The model returns a value that is computed from a loss, and it is not clear which is to "
+        f"be minimized. The value is from {describe_place(follower)} ; the loss, {_name_of(loss)}, from "
+        f"{describe_place(loss)} . If it is the value: {_MEND} If it is the loss: return value.detach() "
+        "in place of the value."
+    )
+
+
+def _complain_of_unused(loss: torch.fx.Node, results: Sequence[torch.fx.Node]) -> NoReturn:
+    place = f"The loss, {_name_of(loss)}, is from {describe_place(loss)} ."
+    if any(loss in _ancestors(node) for node in results):
+        raise Error(
+            "The model does not return its loss, but only values that are computed from it without a way "
+            f"for gradients (as after detach, or in integers). {place} Return it; or, if another value "
+            f"is the loss: {_MEND}"
+        )
+    raise Error(
+        f"The model does not return its loss. {place} Return it; or, if another value is the loss: {_MEND}"
+    )
+
+
+def _joined(losses: Sequence[torch.fx.Node], results: Iterable[torch.fx.Node]) -> torch.fx.Node:
+    """The one scalar result that gradients lead from to several losses."""
+    scalars = {_original(node): node for node in results if _is_floating_scalar(node)}
+    made_of_all = [node for node in scalars.values() if set(losses) <= ways_of_gradients(node)]
     if len(made_of_all) == 1:
         return made_of_all[0]
-    places = "; ".join(f"{node.target} in {describe_place(node)}" for node in losses)
+    places = "; ".join(f"{_name_of(node)} in {describe_place(node)}" for node in losses)
     raise Error(
         "Multiple independent losses found in graph. Graph must have one final loss. "
         "Wrap final graph loss in poptorch.identity_loss. (It is found without that where one scalar that "
@@ -111,14 +212,76 @@ def _is_floating_scalar(node: torch.fx.Node) -> bool:
 
 
 def find_marked_loss(graph: torch.fx.Graph) -> torch.fx.Node:
-    """The final loss in a graph that was decomposed after `mark_loss`."""
+    """The final loss in a graph, after `choose_loss`."""
     (marked,) = (node for node in graph.nodes if node.target is markers.mark_final_loss())
     found: torch.fx.Node = marked
     return found
 
 
-def _is_loss(node: torch.fx.Node) -> bool:
-    return _operation(node) in _LOSSES
+def ways_of_gradients(loss: torch.fx.Node) -> set[torch.fx.Node]:
+    """The nodes of a functional graph that a gradient of one gets to, that one included."""
+    found: set[torch.fx.Node] = set()
+    left = [loss]
+    while left:
+        node = left.pop()
+        if node in found or node.target is torch.ops.aten.detach.default:
+            continue
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and not value.dtype.is_floating_point:
+            continue
+        found.add(node)
+        left += node.all_input_nodes
+    return found
+
+
+def _ancestors(node: torch.fx.Node) -> set[torch.fx.Node]:
+    found: set[torch.fx.Node] = set()
+    left = [node]
+    while left:
+        one = left.pop()
+        if one not in found:
+            found.add(one)
+            left += one.all_input_nodes
+    return found
+
+
+def _original(node: torch.fx.Node, even_detached: bool = False) -> torch.fx.Node:
+    """What a node is a copy of; itself if of nothing.
+
+    Args:
+      node: of a functional graph.
+      even_detached: whether a copy without a way for gradients counts.
+    """
+    while _is_copy(node) or (even_detached and node.target is torch.ops.aten.detach.default):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _is_copy(node: torch.fx.Node) -> bool:
+    operation, value = _operation(node), node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or not value.dtype.is_floating_point or not node.all_input_nodes:
+        return False
+    given = node.all_input_nodes[0].meta.get("val")
+    if not isinstance(given, torch.Tensor) or given.numel() != value.numel():
+        return False
+    if operation in _NEUTRAL:
+        alone = node.args[0] is node.all_input_nodes[0] and not node.kwargs
+        return alone and len(node.args) == 2 and bool(node.args[1] == _NEUTRAL[operation])
+    return operation in _COPIES or (operation in _COPIES_OF_ONE_ELEMENT and given.numel() == 1)
+
+
+def _find_hidden(graph: torch.fx.Graph, even_without_gradients: bool) -> list[torch.fx.Node]:
+    """The losses in regions that are graphs of their own."""
+    whole = graph.owning_module
+    parts = [] if whole is None else [m for m in whole.modules() if isinstance(m, torch.fx.GraphModule)]
+    left_out = {whole}
+    if not even_without_gradients:
+        for node in (node for part in parts for node in part.graph.nodes):
+            if "wrap_with_set_grad_enabled" in str(node.target) and node.args[0] is False:
+                region = node.args[1]
+                left_out.add(getattr(node.graph.owning_module, str(region.target)))
+    hidden = [part for part in parts if part not in left_out]
+    return [n for part in hidden for n in part.graph.nodes if _operation(n) in {*_LOSSES, _OURS}]
 
 
 def _with_batch_mean(loss: torch.fx.Node) -> torch.fx.Node:
@@ -130,17 +293,16 @@ def _with_batch_mean(loss: torch.fx.Node) -> torch.fx.Node:
     return users[0] if users[0].args == (loss, *shape[:1]) else loss
 
 
+def _put_behind(node: torch.fx.Node, mark: torch.fx.Node) -> None:
+    """Has a mark used wherever its operand was."""
+    node.replace_all_uses_with(mark, delete_user_cb=lambda user: user is not mark)
+
+
+def _name_of(mark: torch.fx.Node) -> str:
+    """The operation of a loss that was found."""
+    return str(mark.args[1])
+
+
 def _operation(node: torch.fx.Node) -> str | None:
     schema = getattr(node.target, "_schema", None)
     return None if schema is None else str(schema.name).split("::")[-1]
-
-
-def _ancestors(node: torch.fx.Node) -> set[torch.fx.Node]:
-    found: set[torch.fx.Node] = set()
-    left = list(node.all_input_nodes)
-    while left:
-        one = left.pop()
-        if one not in found:
-            found.add(one)
-            left += one.all_input_nodes
-    return found

@@ -5,6 +5,7 @@ Parameters and buffers are variables by torch's names; what forward writes to a 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,8 +22,9 @@ from ipu_pipeline.poptorch.dtypes import jax_dtype, to_numpy
 from ipu_pipeline.poptorch.errors import Error
 from ipu_pipeline.poptorch.graphs.blocks import Section, is_check
 from ipu_pipeline.poptorch.graphs.capture import Captured
-from ipu_pipeline.poptorch.graphs.losses import find_marked_loss
+from ipu_pipeline.poptorch.graphs.losses import find_marked_loss, ways_of_gradients
 from ipu_pipeline.poptorch.graphs.values import find_values, name_values
+from ipu_pipeline.poptorch.lowering.index_checks import IndexChecks
 from ipu_pipeline.poptorch.lowering.interpreter import run_node
 from ipu_pipeline.poptorch.lowering.unsupported import describe_unsupported, find_unsupported
 from ipu_pipeline.poptorch.replica_groups import GroupRows
@@ -49,6 +51,7 @@ class ModelStages:
       has_checkpoints: whether the model says what its backward keeps, by `recomputationCheckpoint`.
       prints: whether the model prints tensors.
       group_rows: by the variables' full names, those of which groups of replicas have values of their own.
+      index_checks: where a run notes indices that are out of range, if they are checked.
     """
 
     functions: tuple[tuple[Callable[..., tuple[Any, ...]], ...], ...]
@@ -61,6 +64,7 @@ class ModelStages:
     has_checkpoints: bool
     prints: bool
     group_rows: Mapping[str, GroupRows]
+    index_checks: IndexChecks | None
 
     @property
     def sections(self) -> list[Section]:
@@ -117,6 +121,7 @@ def make_stages(
     anchors: Sequence[str] = (),
     has_module_names: bool = True,
     group_rows: Mapping[int, GroupRows] | None = None,
+    checks: IndexChecks | None = None,
 ) -> ModelStages:
     """Cuts a captured model into stages.
 
@@ -128,6 +133,7 @@ def make_stages(
       anchors: names of values to return behind the outputs, see `name_values`.
       has_module_names: see `name_values`.
       group_rows: by the ids of the user's parameters, of which each stage sees one row.
+      checks: where indices that are out of range are noted while the model runs; None: nowhere.
 
     Raises:
       Error: an operation has no lowering; or there is no value that is to be anchored; or a buffer is read
@@ -145,7 +151,7 @@ def make_stages(
         parts.results.append(loss)
     levels = cut(graph)
     writers = _find_writers(levels, parts)
-    reaching = set() if loss is None else _differentiable_ancestors(loss)
+    reaching = set() if loss is None else ways_of_gradients(loss)
     trained = {
         f"{SCOPE}/{name}"
         for node, name in parts.variables.items()
@@ -153,7 +159,7 @@ def make_stages(
     }
     results = parts.results if loss is None else parts.results[:-1]
     return ModelStages(
-        functions=tuple(_make_functions(levels, parts, writers)),
+        functions=tuple(_make_functions(levels, parts, writers, checks)),
         levels=tuple(map(tuple, levels)),
         tensors={f"{SCOPE}/{name}": tensor for name, tensor in parts.tensors.items()},
         trained=frozenset(trained),
@@ -167,6 +173,7 @@ def make_stages(
             for node in getattr(part, "graph", graph).nodes
         ),
         group_rows={f"{SCOPE}/{name}": rows for name, rows in parts.group_rows.items()},
+        index_checks=checks,
     )
 
 
@@ -208,7 +215,10 @@ def _find_parts(captured: Captured, model: torch.nn.Module, group_rows: Mapping[
 
 
 def _make_functions(
-    levels: Sequence[Sequence[Section]], parts: _Parts, writers: Mapping[str, Section]
+    levels: Sequence[Sequence[Section]],
+    parts: _Parts,
+    writers: Mapping[str, Section],
+    checks: IndexChecks | None,
 ) -> list[tuple[Callable[..., tuple[Any, ...]], ...]]:
     number_of = _number(levels)
     # What a buffer had before it is written comes from the stage that writes it.
@@ -242,7 +252,7 @@ def _make_functions(
             others = set().union(*made_here[:place], *made_here[place + 1 :]) if place == 0 else None
             own = [n for n in wanted if (n in made_here[place] if others is None else n not in others)]
             returned = parts.results if number == last else own
-            stages.append(_make_function(section, parts, writers, taken, list(returned)))
+            stages.append(_make_function(section, parts, writers, taken, list(returned), checks))
             given += returned
         functions.append(tuple(stages))
     return functions
@@ -254,6 +264,7 @@ def _make_function(
     writers: Mapping[str, Section],
     taken: Sequence[torch.fx.Node],
     given: Sequence[torch.fx.Node],
+    checks: IndexChecks | None,
 ) -> Callable[..., tuple[Any, ...]]:
     read_here = {node for inner in section.nodes for node in inner.all_input_nodes} | set(given)
     written = [
@@ -279,8 +290,9 @@ def _make_function(
                     known[node] = jnp.asarray(to_numpy(parts.constants[node]))
             return known[node]
 
-        for node in section.nodes:
-            known[node] = _pass_on(node, read) if markers.is_marker(node) else run_node(node, read)
+        with contextlib.nullcontext() if checks is None else checks.made():
+            for node in section.nodes:
+                known[node] = _pass_on(node, read) if markers.is_marker(node) else run_node(node, read)
         for node, name in written:
             engine.assign(f"{SCOPE}/{name}", read(node))
         return tuple(read(node) for node in given)
@@ -345,19 +357,3 @@ def _find_writers(levels: Sequence[Sequence[Section]], parts: _Parts) -> dict[st
 
 def _number(levels: Sequence[Sequence[Section]]) -> dict[Section, int]:
     return {section: number for number, level in enumerate(levels) for section in level}
-
-
-def _differentiable_ancestors(loss: torch.fx.Node) -> set[torch.fx.Node]:
-    """What the loss depends on by paths that gradients take."""
-    found: set[torch.fx.Node] = set()
-    left = [loss]
-    while left:
-        node = left.pop()
-        if node in found or node.target is torch.ops.aten.detach.default:
-            continue
-        value = node.meta.get("val")
-        if isinstance(value, torch.Tensor) and not value.dtype.is_floating_point:
-            continue
-        found.add(node)
-        left += node.all_input_nodes
-    return found

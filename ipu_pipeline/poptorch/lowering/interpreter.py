@@ -17,6 +17,7 @@ import torch
 from ipu_pipeline.poptorch.dtypes import jax_dtype
 from ipu_pipeline.poptorch.lowering.arrays import cast
 from ipu_pipeline.poptorch.lowering.control_flow import CONTROL_FLOW
+from ipu_pipeline.poptorch.lowering.index_checks import check_node
 from ipu_pipeline.poptorch.lowering.registry import Lowering, find_lowering
 from ipu_pipeline.poptorch.lowering.unsupported import (
     describe_place,
@@ -70,6 +71,7 @@ def run_node(node: torch.fx.Node, read: Read) -> Any:
                 for name, value in node.kwargs.items()
                 if name not in _DROPPED
             }
+            check_node(node, args)
             return _fit(lowering.function(*args, **kwargs), node.meta.get("val"), node, lowering)
         except Exception as error:
             if not getattr(error, "__notes__", None):

@@ -91,6 +91,7 @@ class Options(DeviceOptions, DiagnosticOptions):
       stable_norm: without effect.
       updatable_named_buffers: buffers that `copyNamedBuffersToDevice` copies.
       relax_optimizer_attributes_checks: whether no warning is given of unexpected ones.
+      index_checks: whether an index that a tensor does not have is an error.
       log_dir: where files are written.
       max_repeat_logs: without effect.
       anchored_tensors: values to keep, by their short names.
@@ -120,6 +121,7 @@ class Options(DeviceOptions, DiagnosticOptions):
     stable_norm: bool
     updatable_named_buffers: list[str]
     relax_optimizer_attributes_checks: bool
+    index_checks: bool
 
     groups: ClassVar[Mapping[str, type[OptionGroup]]] = {
         "Training": TrainingOptions,
@@ -145,6 +147,7 @@ class Options(DeviceOptions, DiagnosticOptions):
         ),
         "updatable_named_buffers": Setting(checks.list_of_strings, []),
         "relax_optimizer_attributes_checks": Setting(checks.boolean, False),
+        "index_checks": Setting(checks.boolean, False),
         **DeviceOptions.settings,
         **DiagnosticOptions.settings,
     }
@@ -282,6 +285,20 @@ class Options(DeviceOptions, DiagnosticOptions):
           AssertionError: it is no boolean.
         """
         return self.set(relax_optimizer_attributes_checks=relax)
+
+    @configurable
+    def checkIndices(self, enabled: bool = True) -> Self:
+        """Whether an index that a tensor does not have is an error, for debugging. Ours, not PopTorch's.
+
+        Without it reading there gives NaN (of integers the least one), and nothing is written there. With
+        it the host looks at the indices of each embedding, gather, scatter, index_select and advanced
+        index, and at the classes of losses, which takes time; and the weights are there twice while they
+        are updated. It is for one process.
+
+        Raises:
+          AssertionError: it is no boolean.
+        """
+        return self.set(index_checks=enabled)
 
     def loadFromFile(self, filepath: str | os.PathLike[str]) -> Self:
         """Sets options from a file with a call on each line, as `deviceIterations(4)`.
