@@ -767,7 +767,9 @@ class Pipeline:
             raise ValueError("compile: the optimizer's state depends on the first step, which compiles.")
         runner = self.prepare()
         state = self.place(state)
-        accumulators = runner.make_accumulators(self.built.accumulator_dtypes)
+        accumulators = self._accumulators
+        if accumulators is None:
+            accumulators = runner.make_accumulators(self.built.accumulator_dtypes)
         inputs = [np.zeros(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(self.traced.inputs)]
         total = num_updates * every
         runner.compile(RunState(state, accumulators), Request(inputs, every, limit=total, total=total))
@@ -841,6 +843,22 @@ class Pipeline:
                 )
         self._check_optimizer_state(state)
         return self.prepare().place_state(state)
+
+    def take_accumulators(self, other: Pipeline) -> None:
+        """Takes over the accumulators of another pipeline: zeros, between two steps.
+
+        So pipelines that have the same state in turn, each for its shape of micro-batches, need them once.
+        Where they are others, both pipelines make their own again in their next steps.
+
+        Args:
+          other: with the same variables on the same devices.
+        """
+        found = other._accumulators
+        other._accumulators = None
+        dtypes = self.built.accumulator_dtypes
+        keys = {*dtypes, *self.plan_accumulators().extra}
+        if found is not None and dtypes == other.built.accumulator_dtypes and found.keys() == keys:
+            self._accumulators = self.prepare().place_accumulators(found)
 
     def check_element(self, element: Any, number: int) -> list[Any]:
         """The leaves of a micro-batch, checked against the first one.
