@@ -848,17 +848,22 @@ class Pipeline:
         """Takes over the accumulators of another pipeline: zeros, between two steps.
 
         So pipelines that have the same state in turn, each for its shape of micro-batches, need them once.
-        Where they are others, both pipelines make their own again in their next steps.
+        Where they do not fit, both pipelines make their own again in their next steps.
 
         Args:
-          other: with the same variables on the same devices.
+          other: traced, and with the same options.
         """
-        found = other._accumulators
-        other._accumulators = None
+        found, other._accumulators = other._accumulators, None
+        if found is not None and self._find_accumulators() == other._find_accumulators():
+            self._accumulators = found
+
+    def _find_accumulators(self) -> Any:
+        """What says which accumulators there are, and where."""
+        extra, ipus, owners = self.plan_accumulators().extra, self.device_mapping, self.traced.owners
         dtypes = self.built.accumulator_dtypes
-        keys = {*dtypes, *self.plan_accumulators().extra}
-        if found is not None and dtypes == other.built.accumulator_dtypes and found.keys() == keys:
-            self._accumulators = self.prepare().place_accumulators(found)
+        homes = {name: ipus[owners[name]] for name in dtypes}
+        homes |= {key: ipus[accumulator.stage] for key, accumulator in extra.items()}
+        return dtypes, homes, self._devices, self._num_replicas, self._offload
 
     def check_element(self, element: Any, number: int) -> list[Any]:
         """The leaves of a micro-batch, checked against the first one.

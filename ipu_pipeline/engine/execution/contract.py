@@ -149,10 +149,6 @@ class Runner(abc.ABC, Generic[PendingT]):
         """Accumulators as `RunState` has them; see `Residence.make_accumulators`."""
         return self.residence.make_accumulators(dtypes, known)
 
-    def place_accumulators(self, accumulators: Mapping[str, Any]) -> dict[str, Any]:
-        """Accumulators of `make_accumulators`, of another runner too, each on its row."""
-        return self.residence.place_accumulators(accumulators)
-
     @abc.abstractmethod
     def compile(self, state: RunState, request: Request) -> None:
         """Compiles what `fetch` and `run` will call for a request. It runs nothing.

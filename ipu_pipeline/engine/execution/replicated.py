@@ -294,14 +294,6 @@ class Replicated(Runner[PendingReplicas]):
         made = [column.make_accumulators(dtypes) for column in self.columns]
         return {key: tuple(own[key] for own in made) for key in made[0]}
 
-    def place_accumulators(self, accumulators: Mapping[str, Any]) -> dict[str, Any]:
-        """Each replica's on its devices."""
-        made = [
-            column.place_accumulators({key: parts[replica] for key, parts in accumulators.items()})
-            for replica, column in enumerate(self.columns)
-        ]
-        return {key: tuple(own[key] for own in made) for key in accumulators}
-
     def _gather(self, arrays: Sequence[Any], stage: int) -> list[list[Any]]:
         """Variables of a stage, of which the replicas have parts, whole for each replica."""
         whole = gather_replicas(arrays, self.residence.rows[stage])
