@@ -287,7 +287,8 @@ class Options(DeviceOptions, DiagnosticOptions):
           AssertionError: an argument is of a wrong type.
           ValueError: `max_shapes` is below 1.
         """
-        return self.set(allow_new_shapes=allow, max_shapes=max_shapes)
+        number = checks.integer(1)(f"{self.path}.max_shapes", max_shapes)
+        return self.set(allow_new_shapes=allow, max_shapes=number)
 
     @configurable
     def updatableNamedBuffers(self, buffers: list[str]) -> Self:
