@@ -10,7 +10,6 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from ipu_pipeline.engine import PipelineState
-from ipu_pipeline.poptorch.annotations import module_repr
 from ipu_pipeline.poptorch.enums import ConnectionType
 from ipu_pipeline.poptorch.errors import Error
 from ipu_pipeline.poptorch.execution.anchored import Anchored, AnchoredValues
@@ -24,6 +23,7 @@ from ipu_pipeline.poptorch.execution.building import (
     output_mode_of,
 )
 from ipu_pipeline.poptorch.execution.compiled import CompiledModel
+from ipu_pipeline.poptorch.execution.described import Described
 from ipu_pipeline.poptorch.execution.exporting import NOT_COMPILED, Exported
 from ipu_pipeline.poptorch.execution.grouped import Grouped
 from ipu_pipeline.poptorch.execution.hooks import after_compiling, before_compiling
@@ -36,7 +36,7 @@ from ipu_pipeline.poptorch.execution.refused import Refused
 from ipu_pipeline.poptorch.execution.shapes import tell_shapes, use_program
 from ipu_pipeline.poptorch.execution.together import compare_state
 from ipu_pipeline.poptorch.execution.training import ModelOptimizer, call_before_saving
-from ipu_pipeline.poptorch.execution.weights import HostWeights, host_weights_of, on_host, register
+from ipu_pipeline.poptorch.execution.weights import HostWeights, host_weights_of, register
 from ipu_pipeline.poptorch.logs import logger
 from ipu_pipeline.poptorch.optim import Optimizer
 from ipu_pipeline.poptorch.optim.describing import describe
@@ -47,7 +47,7 @@ from ipu_pipeline.processes import interrupts
 __all__ = ["PoplarExecutor"]
 
 
-class PoplarExecutor(Exported, Anchored, Grouped, Refused, Measured):
+class PoplarExecutor(Exported, Anchored, Described, Grouped, Refused, Measured):
     """What `trainingModel` and `inferenceModel` return.
 
     Attributes and methods that are not here are those of the user's model.
@@ -442,10 +442,6 @@ class PoplarExecutor(Exported, Anchored, Grouped, Refused, Measured):
             if isinstance(parameter, torch.nn.Parameter):
                 self._host.ask(self, self._wrapped.model, parameter)
         return value
-
-    def __repr__(self) -> str:
-        with on_host():
-            return f"{type(self).__name__}({module_repr(self._wrapped.model)})"
 
 
 def _put_saved(compiled: CompiledModel, training: ModelOptimizer, saved: SavedState) -> None:
