@@ -7,6 +7,7 @@ import ipu_pipeline.poptorch as poptorch
 from ipu_pipeline import engine
 from ipu_pipeline.poptorch.graphs.modules import find_modules, find_spread, name_parts
 from tests.poptorch_front import make_batch, make_options, seeded
+from tests.programs import ROOT
 
 
 class Net(torch.nn.Module):
@@ -40,13 +41,16 @@ Net: 2 stages on 2 IPUs, schedule grouped, 2 micro-batches per weight update
   a call has 4 micro-batches: 2 weight updates of 2
   48 parameters, 192 B, all trained
   stage  IPU  modules                   parameters   size     forward    backward
-  0      0    block body:                       36  144 B  1.70 kflop  2.44 kflop
+  0      0    block body:                       36  144 B  1.75 kflop  1.35 kflop
                 layers.{0..2} (Linear)          36  144 B
                 act (ReLU)
-  1      1    block head:                       12   48 B  1.84 kflop
-                head (Linear)                   12   48 B
+  1      1    block head:                       12   48 B  1.33 kflop
                 Net itself
-"""
+                head (Linear)                   12   48 B
+  forward, backward: estimated operations; the last stage does both in its forward
+  bubble: IPUs wait for 28.6% of a step, by these operations (33.3% if all actions took equally
+    long)
+  IPU 0 has most to do: 70% of all operations"""
 
 
 def test_of_a_small_model(monkeypatch):
@@ -63,11 +67,10 @@ def test_of_a_small_model(monkeypatch):
     executor.compile(*make_batch(16))
     told = executor.summary()
     text = str(told)
-    assert text.startswith(AFTER)
-    assert "the last stage does both in its forward\n  bubble: IPUs wait for " in text
+    assert text == AFTER
+    assert AFTER in (ROOT / "docs" / "poptorch.md").read_text()
     assert repr(executor) == f"{printed}\n{text}"
     assert told.pipeline.num_parameters == sum(p.numel() for p in model.parameters()) == 48
-    assert [stage.num_forward_flop for stage in told.pipeline.stages][0] >= 3 * 2 * 4 * 3 * 3
 
     lines = executor.summary(lines=True).lines
     expected = {
@@ -76,17 +79,20 @@ def test_of_a_small_model(monkeypatch):
     }
     known = {line.text: (line.stages, dict(line.operations)) for line in lines}
     assert {key: known[key] for key in expected} == expected
-    (first, *_others) = lines
-    assert first.file == __file__
-    assert first.num_flop >= 3 * 2 * 4 * 3 * 3
-    # A product, the bias broadcast and added; and a maximum.
-    assert first.num_primitives == 3 * (3 + 1)
+    assert lines[0].file == __file__
+    assert lines[0].num_flop >= 3 * 2 * 4 * 3 * 3
+    traced = executor._compiled.pipeline.traced.stages
+    for number, stage in enumerate(traced):
+        own = [line.num_primitives for line in lines if line.stages == (number,)]
+        assert sum(own) == len(stage.flat.equations)
     shown = str(executor.summary(lines=True)).partition("\n\n")[2]
     assert "test_poptorch_summary.py:" in shown
     assert "3 linear, 3 relu" in shown
 
-    places = [stage.place for stage in executor._compiled.pipeline.traced.stages]
-    assert places == ["stage 0 (layers.{0..2}, act)", "stage 1 (head)"]  # what reports and their page say
+    assert [stage.place for stage in traced] == [
+        "stage 0 (layers.{0..2}, act)",
+        "stage 1 (head)",
+    ]  # what reports and their page say
 
 
 def test_of_inference_without_blocks(monkeypatch):

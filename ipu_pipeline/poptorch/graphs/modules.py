@@ -125,7 +125,15 @@ class _Module:
     def parts(self) -> list[_Module]:
         """What it consists of: what it does itself, if that is anything, and the modules within it."""
         own = _Module(self.path, self.class_name, {}, self.operations, self.sizes, is_rest=True)
-        return [*[own] * bool(self.operations or self.sizes), *self.children.values()]
+        firsts: dict[str, int] = {}  # those of a list stand together, also if others are called in between
+        for path in self.children:
+            firsts.setdefault(self._list_of(path), len(firsts))
+        ordered = sorted(self.children, key=lambda path: firsts[self._list_of(path)])
+        return [*[own] * bool(self.operations or self.sizes), *map(self.children.__getitem__, ordered)]
+
+    def _list_of(self, path: str) -> str:
+        before = path.rpartition(".")[0]
+        return path if before == self.path else before
 
 
 def modules_of_nodes(nodes: Iterable[torch.fx.Node]) -> list[tuple[Stack, str]]:
