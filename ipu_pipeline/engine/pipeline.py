@@ -767,7 +767,9 @@ class Pipeline:
             raise ValueError("compile: the optimizer's state depends on the first step, which compiles.")
         runner = self.prepare()
         state = self.place(state)
-        accumulators = runner.make_accumulators(self.built.accumulator_dtypes)
+        accumulators = self._accumulators
+        if accumulators is None:
+            accumulators = runner.make_accumulators(self.built.accumulator_dtypes)
         inputs = [np.zeros(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(self.traced.inputs)]
         total = num_updates * every
         runner.compile(RunState(state, accumulators), Request(inputs, every, limit=total, total=total))
@@ -841,6 +843,27 @@ class Pipeline:
                 )
         self._check_optimizer_state(state)
         return self.prepare().place_state(state)
+
+    def take_accumulators(self, other: Pipeline) -> None:
+        """Takes over the accumulators of another pipeline: zeros, between two steps.
+
+        So pipelines that have the same state in turn, each for its shape of micro-batches, need them once.
+        Where they do not fit, both pipelines make their own again in their next steps.
+
+        Args:
+          other: traced, and with the same options.
+        """
+        found, other._accumulators = other._accumulators, None
+        if found is not None and self._find_accumulators() == other._find_accumulators():
+            self._accumulators = found
+
+    def _find_accumulators(self) -> Any:
+        """What says which accumulators there are, and where."""
+        extra, ipus, owners = self.plan_accumulators().extra, self.device_mapping, self.traced.owners
+        dtypes = self.built.accumulator_dtypes
+        homes = {name: ipus[owners[name]] for name in dtypes}
+        homes |= {key: ipus[accumulator.stage] for key, accumulator in extra.items()}
+        return dtypes, homes, self._devices, self._num_replicas, self._offload
 
     def check_element(self, element: Any, number: int) -> list[Any]:
         """The leaves of a micro-batch, checked against the first one.

@@ -17,7 +17,7 @@ from typing import Any
 
 from jax.extend import core as jex_core
 
-__all__ = ["count_equations", "count_operations", "find_uncounted"]
+__all__ = ["count_equations", "count_operations", "count_primitives", "find_uncounted"]
 
 # A product of matrices does many operations per element that it reads; anything else is bound by memory,
 # where an element takes about as long as so many operations of a product.
@@ -66,6 +66,20 @@ def count_operations(jaxpr: Any) -> float:
 def count_equations(equations: Iterable[Any]) -> float:
     """Likewise, of the equations of a jaxpr."""
     return sum((_count(equation) for equation in equations), 0.0)
+
+
+def count_primitives(jaxpr: Any) -> int:
+    """How many equations there are in a jaxpr and in those within it; what only wraps one is not counted.
+
+    Args:
+      jaxpr: a `Jaxpr`.
+    """
+    number = 0
+    for equation in jaxpr.eqns:
+        inner = _inner(equation)
+        number += sum(count_primitives(getattr(one, "jaxpr", one)) for one in inner)
+        number += not inner or equation.primitive.name in ("cond", "scan", "while")
+    return number
 
 
 def find_uncounted(jaxpr: Any) -> frozenset[str]:

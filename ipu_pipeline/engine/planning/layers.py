@@ -16,7 +16,7 @@ from typing import Any
 from ipu_pipeline.engine.jaxprs.shapes import num_bytes
 from ipu_pipeline.engine.tracing.specs import VariableSpec
 
-__all__ = ["Layer", "find_layers", "select_layers"]
+__all__ = ["Layer", "find_layers", "fold_names", "select_layers"]
 
 _NUMBER = re.compile(r"[0-9]+")
 _PART = re.compile(r"[^/.]+[/.]?|[/.]")
@@ -148,24 +148,38 @@ def _describe(name: str, count: int, specs: Sequence[VariableSpec]) -> Layer:
 
 def _fold(children: dict[str, _Node]) -> list[tuple[str, int, _Node]]:
     """The children in order, equal neighbours as one: the name, how many, and the first of them."""
-    found: list[tuple[str, int, _Node]] = []
-    entries = list(children.items())
-    signatures = [child.signature() for _name, child in entries]
+    nodes = list(children.values())
+    folded = fold_names(list(children), [child.signature() for child in nodes])
+    return [(name, count, nodes[first]) for name, count, first in folded]
+
+
+def fold_names(names: Sequence[str], signatures: Sequence[Any]) -> list[tuple[str, int, int]]:
+    """Equal neighbours as one.
+
+    Args:
+      names: of some things.
+      signatures: of the same; equal for what is the same inside.
+
+    Returns:
+      A name, with `{3..5}` in place of the number in which equal ones differ, how many there are, and the
+      place of the first of them.
+    """
+    found: list[tuple[str, int, int]] = []
     begin = 0
-    while begin < len(entries):
-        name, child = entries[begin]
+    while begin < len(names):
+        name = names[begin]
         best, best_name = begin + 1, name
         for match in _NUMBER.finditer(name):
             before, after, width = name[: match.start()], name[match.end() :], len(match[0])
             end = begin + 1
-            while end < len(entries) and signatures[end] == signatures[begin]:
+            while end < len(names) and signatures[end] == signatures[begin]:
                 last = f"{int(match[0]) + end - begin:0{width}}"
-                if entries[end][0] != f"{before}{last}{after}":
+                if names[end] != f"{before}{last}{after}":
                     break
                 end += 1
             if end > best:
                 last = f"{int(match[0]) + end - begin - 1:0{width}}"
                 best, best_name = end, f"{before}{{{match[0]}..{last}}}{after}"
-        found.append((best_name, best - begin, child))
+        found.append((best_name, best - begin, begin))
         begin = best
     return found

@@ -16,7 +16,7 @@ from ipu_pipeline.engine.planning.layers import Layer, find_layers, select_layer
 from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.tables import align, describe_bytes, describe_flop, printable, shorten
 
-__all__ = ["Bubble", "PipelineSummary", "SharedVariables", "StageSummary"]
+__all__ = ["Bubble", "PipelineSummary", "SharedVariables", "StageSummary", "describe_numbers"]
 
 _MAX_LINES = 40
 _MAX_LAYERS = 6  # lines of a stage
@@ -184,9 +184,10 @@ class PipelineSummary:
         ]
         table = [[row[number] for number in columns] for row in (_HEADINGS, *rows)]
         numbers = [place for place, number in enumerate(columns) if number in _NUMBERS]
-        return "\n".join([self._describe_run(), self._describe_total(), *align(table, numbers), *ending])
+        return "\n".join([self.describe_run(), self.describe_total(), *align(table, numbers), *ending])
 
-    def _describe_run(self) -> str:
+    def describe_run(self) -> str:
+        """How it runs: stages, IPUs, the schedule, and how many micro-batches there are."""
         stages = _counted(len(self.stages), "stage" if self.unit == "micro-batch" else "part")
         each = f" of {self.num_devices_per_ipu} devices" if self.num_devices_per_ipu > 1 else ""
         parts = [f"{stages} on {_counted(self.num_ipus, 'IPU')}{each}"]
@@ -210,7 +211,8 @@ class PipelineSummary:
                 parts.append(f"{self.chunk_size} per program")
         return f"{printable(self.name)}: {', '.join(parts)}"
 
-    def _describe_total(self) -> str:
+    def describe_total(self) -> str:
+        """How many parameters there are, and what they take."""
         total, trained = self.num_parameters, self.num_trained
         text = f"  {_counted(total, 'parameter')}, {describe_bytes(self.num_parameter_bytes)}"
         if not self.trains:
@@ -225,7 +227,7 @@ class PipelineSummary:
             if len(shared.variables) > 1:
                 what = _name_layers(find_layers(shared.variables), 60)
                 size = f"{len(shared.variables)} variables, {size}"
-            lines.append(f"shared: {what} ({size}) by stages {_describe_numbers(shared.stages)}")
+            lines.append(f"shared: {what} ({size}) by stages {describe_numbers(shared.stages)}")
         rest = self.shared[_MAX_SHARED:]
         if rest:
             others = _counted(sum(len(shared.variables) for shared in rest), "other variable")
@@ -236,7 +238,7 @@ class PipelineSummary:
         lines = []
         levels = [stage.level for stage in self.stages]
         parallel = [
-            _describe_numbers([stage.index for stage in self.stages if stage.level == level])
+            describe_numbers([stage.index for stage in self.stages if stage.level == level])
             for level in dict.fromkeys(levels)
             if levels.count(level) > 1
         ]
@@ -254,13 +256,25 @@ class PipelineSummary:
         if moved[-1][1]:
             most = "" if self.num_micro_batches is not None else " at most"
             explained.append(f"keeps: what it holds of all {_plural(self.unit)} in flight{most}")
-        if any(stage.num_backward_flop for stage in self.stages):
-            explained.append("forward, backward: estimated operations")
-            if not self.stages[-1].num_backward_flop:
-                explained.append("the last stage does both in its forward")
-        elif any(stage.num_flop for stage in self.stages):
-            explained.append("forward: estimated operations")
+        explained += self.explain_work()
         lines += ["; ".join(explained)] if explained else []
+        lines += self.describe_waiting()
+        if self.dispatch:
+            lines.append(f"dispatch: {self.dispatch}")
+        return lines
+
+    def explain_work(self) -> list[str]:
+        """What the operations of stages are, in parts of a line."""
+        if any(stage.num_backward_flop for stage in self.stages):
+            ending = "the last stage does both in its forward"
+            is_fused = not self.stages[-1].num_backward_flop
+            return ["forward, backward: estimated operations", *[ending] * is_fused]
+        has_work = any(stage.num_flop for stage in self.stages)
+        return ["forward: estimated operations"] * has_work
+
+    def describe_waiting(self) -> list[str]:
+        """How long IPUs wait for each other, and what that does not count; in lines."""
+        lines = []
         uncounted = sorted(frozenset[str]().union(*(stage.uncounted for stage in self.stages)))
         if uncounted:
             lines.append(f"operations of {shorten(printable(', '.join(uncounted)), 80)} are not counted")
@@ -268,8 +282,6 @@ class PipelineSummary:
         if self.bubble is not None and self.bubble.longest_share is not None:
             share = f"{self.bubble.longest_share:.0%} of all operations"
             lines.append(f"IPU {self.bubble.longest_ipu} has most to do: {share}")
-        if self.dispatch:
-            lines.append(f"dispatch: {self.dispatch}")
         return lines
 
     def _describe_bubble(self) -> str:
@@ -308,7 +320,7 @@ def _describe_run(stages: Sequence[StageSummary], num_layers: int) -> list[tuple
     """The rows of stages that are told together, which look the same."""
     first, last = stages[0], stages[-1]
     number = str(first.index) if first is last else f"{first.index}..{last.index}"
-    ipus = _describe_numbers(list(dict.fromkeys(stage.ipu for stage in stages)))
+    ipus = describe_numbers(list(dict.fromkeys(stage.ipu for stage in stages)))
     layers = first.layers if first is last else find_layers(v for stage in stages for v in stage.variables)
     selected = select_layers(layers, num_layers)
     if len(selected) > num_layers or len(selected) == 1:
@@ -366,7 +378,7 @@ def _shown(name: str, width: int) -> str:
     return shorten(printable(name), width)
 
 
-def _describe_numbers(numbers: Sequence[int]) -> str:
+def describe_numbers(numbers: Sequence[int]) -> str:
     """Ascending numbers, those that follow each other as one: `0, 2..5`."""
     runs: list[list[int]] = []
     for number in numbers:

@@ -16,12 +16,16 @@ from ipu_pipeline.poptorch.structures import Structure, compare, flatten
 
 __all__ = [
     "OF_FILE",
+    "OTHER_THAN_SHAPES",
     "Arguments",
     "Batching",
     "Signature",
     "check_batches",
     "check_like_first",
+    "check_shapes",
+    "describe_shapes",
     "first_micro_batch",
+    "shapes_of",
     "split",
 ]
 
@@ -30,9 +34,15 @@ OF_FILE = (
     " The file has the model as it was captured for such inputs, and no other: export the model again, for "
     "these."
 )
-_MEND = (
-    " The model was compiled for other inputs: wrap it again in a new trainingModel or inferenceModel, or "
-    "call destroy() on this one first."
+_WRAP = "wrap it again in a new trainingModel or inferenceModel, or call destroy() on this one first."
+_MEND = f" The model was compiled for other inputs: {_WRAP}"
+OTHER_THAN_SHAPES = (
+    f"{_MEND} Options.allowNewShapes(True) allows other shapes of tensors, but no other dtypes, structures "
+    "or values that are no tensors."
+)
+_MEND_SHAPES = (
+    " The model was compiled for other inputs: Options.allowNewShapes(True) has it compiled for these, "
+    f"too; or {_WRAP}"
 )
 
 
@@ -168,20 +178,13 @@ class Signature:
         return None
 
 
-def check_like_first(
-    signature: Signature,
-    first: Arguments,
-    given: Arguments,
-    shapes: Sequence[torch.Size],
-    mend: str = _MEND,
-) -> None:
-    """Checks the arguments of a call against those that the model was compiled for.
+def check_like_first(signature: Signature, first: Arguments, given: Arguments, mend: str = _MEND) -> None:
+    """Checks the arguments of a call, besides shapes, against those that the model was compiled for.
 
     Args:
       signature: of the model's forward.
       first: what it was compiled for.
       given: those of the call.
-      shapes: of the first call's tensors, all micro-batches together.
       mend: what can be done, for the error.
 
     Raises:
@@ -190,11 +193,36 @@ def check_like_first(
     difference = signature.compare(first.structure, given.structure)
     if difference is not None:
         raise Error(f"{difference}.{mend}")
-    for name, old, shape, new in zip(given.names, first.tensors, shapes, given.tensors, strict=True):
+    for name, old, new in zip(given.names, first.tensors, given.tensors, strict=True):
         if new.dtype != old.dtype:
             raise Error(f"Data type mismatch for {name}: expected {old.dtype} but got {new.dtype}.{mend}")
-        if new.shape != shape:
-            raise Error(f"Shape mismatch for {name}: expected {shape} but got {new.shape}.{mend}")
+
+
+def shapes_of(arguments: Arguments) -> tuple[torch.Size, ...]:
+    """The shapes of a call's tensors, all micro-batches together."""
+    return tuple(tensor.shape for tensor in arguments.tensors)
+
+
+def describe_shapes(names: Sequence[str], shapes: Sequence[torch.Size]) -> str:
+    """Shapes by the names of their arguments, for people."""
+    named = zip(names, shapes, strict=True)
+    return ", ".join(f"{name} {list(shape)}" for name, shape in named) or "no tensors"
+
+
+def check_shapes(given: Arguments, expected: Sequence[torch.Size], mend: str = _MEND_SHAPES) -> None:
+    """Checks the shapes of a call's tensors against those that the model was compiled for.
+
+    Args:
+      given: the arguments of the call.
+      expected: the shapes.
+      mend: what can be done, for the error.
+
+    Raises:
+      Error: one differs.
+    """
+    for name, shape, tensor in zip(given.names, expected, given.tensors, strict=True):
+        if tensor.shape != shape:
+            raise Error(f"Shape mismatch for {name}: expected {shape} but got {tensor.shape}.{mend}")
 
 
 def check_batches(arguments: Arguments, batching: Batching) -> None:
@@ -217,8 +245,15 @@ def check_batches(arguments: Arguments, batching: Batching) -> None:
             f"Options.inputReplicaGrouping({len(batching.input_groups) // batching.num_groups})) * "
             f"Options.Training.gradientAccumulation({batching.gradient_accumulation}) = {number} because "
             "it is used to calculate the batch size which will be executed on the device in any given "
-            "iteration."
+            f"iteration. {_describe_fitting(size, number)}"
         )
+
+
+def _describe_fitting(size: int, number: int) -> str:
+    """Which numbers of rows near one that does not fit could be cut."""
+    below, above = size // number * number, (size // number + 1) * number
+    fitting = f"{below} rows would fit, or {above}" if below else f"{above} rows would fit"
+    return f"{fitting}: all micro-batches of a call have as many."
 
 
 def split(arguments: Arguments, batching: Batching) -> tuple[list[Any], int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +15,15 @@ from ipu_pipeline.engine import peers, schedules
 from ipu_pipeline.poptorch.dtypes import jax_dtype, to_numpy
 from ipu_pipeline.poptorch.enums import Liveness, OutputMode
 from ipu_pipeline.poptorch.errors import Error
-from ipu_pipeline.poptorch.execution.arguments import Arguments, Batching, first_micro_batch
+from ipu_pipeline.poptorch.execution.arguments import (
+    Arguments,
+    Batching,
+    first_micro_batch,
+)
 from ipu_pipeline.poptorch.execution.compiled import CompiledModel
 from ipu_pipeline.poptorch.execution.devices import select_devices
 from ipu_pipeline.poptorch.execution.grouped import check_groupings, one_row_each
+from ipu_pipeline.poptorch.execution.programs import Program
 from ipu_pipeline.poptorch.execution.progress import CompileProgress
 from ipu_pipeline.poptorch.execution.recalled import bind
 from ipu_pipeline.poptorch.execution.together import (
@@ -42,7 +47,14 @@ from ipu_pipeline.poptorch.options.phased import PhasedExecution
 from ipu_pipeline.poptorch.options.strategies import ShardedExecution
 from ipu_pipeline.poptorch.replica_groups import find_groups
 
-__all__ = ["Wrapped", "batching_of", "compile_model", "output_mode_of"]
+__all__ = [
+    "Wrapped",
+    "batching_of",
+    "compile_model",
+    "compile_shapes",
+    "num_compiled",
+    "output_mode_of",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,10 +111,80 @@ def compile_model(
         that of another model.
       Others: what the model raises, and what `engine.Pipeline` does.
     """
+    options = wrapped.options
+    seed = _find_seed(options)
+
+    def begin(stages: ModelStages) -> ModelOptimizer:
+        assert optimizer is not None
+        tensors, trained, rows = stages.tensors, stages.trained, stages.group_rows
+        return ModelOptimizer(optimizer, tensors, trained, options, wrapped.model, rows)
+
+    program, training = _make_program(wrapped, arguments, begin, progress, groupings, graph)
+    devices = select_devices(program.pipeline.num_ipus * options.replication_factor, options)
+    key = jax.random.fold_in(jax.random.key(seed % 2**32), seed >> 32 & 2**32 - 1)
+    checks = options.Precision.floating_point_exceptions
+    compiled = CompiledModel(wrapped.model, program, devices, key, checks, Processes.of(options))
+    progress.done("trace")
+    _tell_of_sections(program.stages)
+    return compiled, training
+
+
+@peers.one_thread("compiling a PopTorch model")
+def compile_shapes(
+    wrapped: Wrapped,
+    arguments: Arguments,
+    compiled: CompiledModel,
+    training: ModelOptimizer | None,
+    progress: CompileProgress,
+    groupings: Mapping[str, Any],
+) -> None:
+    """Compiles a model for arguments of other shapes too, whose program goes on with the state as it is.
+
+    Args:
+      wrapped: as for `compile_model`.
+      arguments: of a call.
+      compiled: the model, on its devices. What is raised leaves it as it was.
+      training: its optimizer, if it trains.
+      progress: is told of each part.
+      groupings: as for `compile_model`, and the same as there.
+
+    Raises:
+      Error: as for `compile_model`; or what the model trains, or where it has it, depends on shapes.
+      Others: as for `compile_model`.
+    """
+
+    def go_on(_stages: ModelStages) -> ModelOptimizer:
+        assert training is not None
+        training.check_same_frozen()
+        return training
+
+    program, _training = _make_program(wrapped, arguments, go_on, progress, groupings)
+    progress.done("trace")
+    with progress.compiling():
+        compiled.add(program, num_compiled(wrapped))
+    _tell_of_sections(program.stages)
+
+
+def num_compiled(wrapped: Wrapped) -> int:
+    """How many weight updates a call has, which programs are compiled for; without training 1."""
+    return batching_of(wrapped.options).device_iterations if wrapped.trains else 1
+
+
+def _find_seed(options: Options) -> int:
+    return options.random_seed if options.is_set("random_seed") else torch.initial_seed()
+
+
+def _make_program(
+    wrapped: Wrapped,
+    arguments: Arguments,
+    find_optimizer: Callable[[ModelStages], ModelOptimizer],
+    progress: CompileProgress,
+    groupings: Mapping[str, Any],
+    graph: SavedGraph | None = None,
+) -> tuple[Program, ModelOptimizer | None]:
+    """A program that has not been traced yet, and what trains it; arguments and errors as above."""
     options, trains = wrapped.options, wrapped.trains
-    processes = Processes.of(options)
-    num_replicas = options.replication_factor * processes.count
-    seed = options.random_seed if options.is_set("random_seed") else torch.initial_seed()
+    num_replicas = options.replication_factor * Processes.of(options).count
     batching = batching_of(options)
     tensors = first_micro_batch(arguments, batching)
     if made := [name for name, p in wrapped.model.named_parameters() if p.is_inference()]:
@@ -110,7 +192,7 @@ def compile_model(
             f"Parameter {made[0]} was made within torch.inference_mode, and cannot be captured. Make the "
             "model outside of it."
         )
-    _see_that_all_agree(wrapped, arguments, seed)
+    _see_that_all_agree(wrapped, arguments, _find_seed(options))
     if groupings:
         check_alone(options, "replicaGrouping")
     group_rows = check_groupings(wrapped.model, groupings, options.replication_factor)
@@ -158,17 +240,13 @@ def compile_model(
     training = None
     pipeline_options: dict[str, Any] = {}
     if trains:
-        assert optimizer is not None
-        training = ModelOptimizer(
-            optimizer, stages.tensors, stages.trained, options, wrapped.model, stages.group_rows
-        )
+        training = find_optimizer(stages)
         pipeline_options = {**training.pipeline_options(), "loss": _last, "collect_losses": False}
         if stages.has_checkpoints:
             pipeline_options["recompute"] = "auto"
     if options.executable_cache_path is not None:
         config.enable_executable_cache(options.executable_cache_path)
     checks = options.Precision.floating_point_exceptions
-    num_ipus = max(stages.ipus) + 1
     pipeline = engine.Pipeline(
         stages.functions,
         num_micro_batches=batching.gradient_accumulation if trains else batching.device_iterations,
@@ -191,15 +269,12 @@ def compile_model(
     micro_batch = tuple(
         to_numpy(tensor, f"Input {name}") for name, tensor in zip(arguments.names, tensors, strict=True)
     )
-    devices = select_devices(num_ipus * options.replication_factor, options)
-    key = jax.random.fold_in(jax.random.key(seed % 2**32), seed >> 32 & 2**32 - 1)
-    compiled = CompiledModel(
-        wrapped.model, stages, captured, pipeline, devices, micro_batch, key, checks, processes
-    )
-    progress.done("trace")
+    return Program(arguments, captured, stages, pipeline, micro_batch), training
+
+
+def _tell_of_sections(stages: ModelStages) -> None:
     for section, ipu in zip(stages.sections, stages.ipus, strict=True):
         logger.info("IPU %d: %s, %d operations", ipu, section.name, len(section.nodes))
-    return compiled, training
 
 
 def _see_that_all_agree(wrapped: Wrapped, arguments: Arguments, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""A model compiled for its devices: the engine's pipeline, its state, and its runs."""
+"""A model compiled for its devices: its state, the programs that change it, and their runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 import torch
 
 from ipu_pipeline import engine
@@ -18,9 +17,9 @@ from ipu_pipeline.engine.state import Collected, PipelineState
 from ipu_pipeline.poptorch.dtypes import to_torch
 from ipu_pipeline.poptorch.errors import Error
 from ipu_pipeline.poptorch.execution.host_changes import HostChanges, writing
+from ipu_pipeline.poptorch.execution.programs import Holding, Program
 from ipu_pipeline.poptorch.execution.together import ALONE, Processes, compare_arrays
 from ipu_pipeline.poptorch.execution.weights import on_host
-from ipu_pipeline.poptorch.graphs.capture import Captured
 from ipu_pipeline.poptorch.graphs.stages import ModelStages
 from ipu_pipeline.poptorch.logs import logger
 from ipu_pipeline.processes import announcing, interrupts
@@ -30,14 +29,13 @@ __all__ = ["CompiledModel"]
 
 
 class CompiledModel:
-    """A pipeline of a model's stages, with its state on the devices or, while detached, nowhere.
+    """A model's state on the devices or, while detached, nowhere; and the programs that run with it.
 
     Attributes:
-      stages: the model's.
-      captured: the model as a graph.
-      pipeline: the engine's.
-      outputs: structure of what the model returns.
-      state: on the devices; None while detached.
+      program: the one in use.
+      programs: all of them, by the shapes that they are for.
+      tensors: the user's parameters and buffers that they use, by the variables' full names.
+      state: on the devices, of the program in use; None while detached.
       is_lost: whether an error took the state with it.
     """
 
@@ -49,24 +47,18 @@ class CompiledModel:
     def __init__(
         self,
         model: torch.nn.Module,
-        stages: ModelStages,
-        captured: Captured,
-        pipeline: engine.Pipeline,
+        program: Program,
         devices: Sequence[Any],
-        micro_batch: tuple[Any, ...],
         key: Any,
         checks_numbers: bool = False,
         processes: Processes = ALONE,
     ) -> None:
-        """Traces the pipeline, and puts the host's weights on the devices.
+        """Traces a program's pipeline, and puts the host's weights on the devices.
 
         Args:
           model: the user's.
-          stages: the model's.
-          captured: the model as a graph.
-          pipeline: made of the stages.
+          program: the first one.
           devices: of the IPUs.
-          micro_batch: an example.
           key: a random key.
           checks_numbers: whether a result or a weight that is not finite is an error. The pipeline then
             does not donate its state.
@@ -75,33 +67,98 @@ class CompiledModel:
         Raises:
           Error: another thread has replaced a tensor of the model since it was captured.
         """
-        self.stages = stages
-        self.captured = captured
-        self.outputs = captured.outputs
-        self.pipeline = pipeline
+        self.program = program
+        self.programs = {program.shapes: program}
+        self.tensors = dict(program.stages.tensors)
+        self._model = model
         self._changes = HostChanges(model)
-        self._held = _find_held(model, stages.tensors.values())
-        held = {id(value) for _where, _name, value in self._held}
-        for full, tensor in stages.tensors.items():
-            if id(tensor) not in held:
-                raise Error(
-                    f"{full.partition('/')[2]} of the model was replaced in another thread while the model "
-                    "was compiled. Change tensors in place (copy_, load_state_dict without assign), or "
-                    "call again."
-                )
+        self._holding = Holding(model, self.tensors)
         self._name, self._devices = type(model).__name__, list(devices)
         self._checks_numbers, self._processes = checks_numbers, processes
         own = set() if processes.keep_buffers else {id(buffer) for buffer in model.buffers()}
-        own |= {id(parameter) for parameter in model.parameters()}
-        self._compared = {name for name, tensor in stages.tensors.items() if id(tensor) in own}
+        self._alike = own | {id(parameter) for parameter in model.parameters()}  # in all processes
+        self._unused: dict[str, Any] = {}  # variables of other programs than the one in use
         self.is_lost = False
         start_automatic_report()
-        self._synthetic: list[Any] | None = None
-        self._elsewhere: tuple[Any, ...] | None = None
-        pipeline.trace(micro_batch)
-        pipeline.prepare(devices)
-        with on_host(*stages.tensors.values()), interrupts.deferred():
-            self.state: PipelineState | None = pipeline.init(key, micro_batch)
+        program.pipeline.trace(program.micro_batch)
+        program.pipeline.prepare(devices)
+        with on_host(*self.tensors.values()), interrupts.deferred():
+            self.state: PipelineState | None = program.pipeline.init(key, program.micro_batch)
+
+    @property
+    def stages(self) -> ModelStages:
+        """Those of the program in use."""
+        return self.program.stages
+
+    @property
+    def pipeline(self) -> engine.Pipeline:
+        """That of the program in use."""
+        return self.program.pipeline
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """All variables on the devices, by full name."""
+        assert self.state is not None
+        return {**self._unused, **self.state.variables}
+
+    def add(self, program: Program, num_updates: int) -> None:
+        """Compiles a program for other shapes, and uses it from now on. The state goes on as it is.
+
+        What is raised leaves everything as it was.
+
+        Args:
+          program: of the same model.
+          num_updates: as for `compile`.
+
+        Raises:
+          Error: the state was lost; or the program cannot have the same state, see `Program.check_trained`.
+        """
+        self.check_not_lost()
+        program.check_trained(self.program)
+        pipeline = program.pipeline
+        pipeline.trace(program.micro_batch)
+        program.check_homes(self.program)
+        pipeline.prepare(self._devices)
+        tensors = {**self.tensors, **program.stages.tensors}
+        holding = Holding(self._model, tensors)
+        new = {name: value for name, value in tensors.items() if name not in self.tensors}
+        variables = {**self.variables, **self._read_host(program, new)}
+        assert self.state is not None
+        pipeline.take_accumulators(self.pipeline)
+        try:
+            pipeline.compile(dataclasses.replace(self.state, variables=variables), num_updates)
+            with interrupts.deferred():
+                self._use(program, variables)
+                self.tensors, self._holding = tensors, holding
+                self.programs[program.shapes] = program
+        finally:
+            if self.program is not program:
+                self.pipeline.take_accumulators(pipeline)
+
+    def use(self, shapes: tuple[torch.Size, ...]) -> bool:
+        """Uses the program for some shapes from now on, if there is one; says whether there is."""
+        program = self.programs.get(shapes)
+        if program is None:
+            return False
+        if program is not self.program:
+            with interrupts.deferred():
+                if self.state is None:
+                    self.program = program
+                else:
+                    program.pipeline.take_accumulators(self.pipeline)
+                    self._use(program, self.variables)
+        return True
+
+    def _use(self, program: Program, variables: Mapping[str, Any]) -> None:
+        """Nothing is copied: each variable is on the same devices for all programs."""
+        assert self.state is not None
+        state = program.pipeline.place(dataclasses.replace(self.state, variables=dict(variables)))
+        self.program, self.state = program, state
+        self._note_unused(variables)
+
+    def _note_unused(self, variables: Mapping[str, Any]) -> None:
+        used = self.pipeline.variables
+        self._unused = {name: value for name, value in variables.items() if name not in used}
 
     @peers.one_thread("a call of a PopTorch model")
     def run(
@@ -128,10 +185,10 @@ class CompiledModel:
           Error: an error took the state with it before; or an index is out of range, where that is checked.
         """
         pipeline = self.pipeline
-        every = self._num_taken
+        every = self.program.num_taken
         self.check_not_lost()
         assert self.state is not None
-        self._changes.tell(self.stages.tensors)
+        self._changes.tell(self.tensors)
         checks = self.stages.index_checks
         if checks is not None:
             checks.take()  # of a call that was interrupted
@@ -139,7 +196,7 @@ class CompiledModel:
         runner = pipeline.prepare()
         left = self._deal(micro_batches)
         has_feed = bool(micro_batches[0])
-        synthetic = self._make_synthetic() if is_synthetic and has_feed else None
+        synthetic = self.program.synthetic if is_synthetic and has_feed else None
 
         def take(wanted: int) -> list[Any]:
             if synthetic is not None:
@@ -149,7 +206,7 @@ class CompiledModel:
             placed = []
             for leaves in itertools.islice(left, wanted):
                 placed.append(runner.place_element(leaves))
-                if leaves is not self._elsewhere:
+                if self._processes.count == 1 or leaves is not self.program.elsewhere:
                     note_placed()
             return placed
 
@@ -193,16 +250,14 @@ class CompiledModel:
         if processes.count == 1:
             yield from micro_batches
             return
-        if self._elsewhere is None:  # arrays of JAX, which nobody copies
-            element = self.pipeline.traced.element
-            self._elsewhere = tuple(jax.numpy.zeros(leaf.shape, leaf.dtype) for leaf in element)
+        elsewhere = self.program.elsewhere
         number = self.pipeline.num_replicas // processes.count
         before = processes.index * number
         after = self.pipeline.num_replicas - number - before
         for first in range(0, len(micro_batches), number):
-            yield from itertools.repeat(self._elsewhere, before)
+            yield from itertools.repeat(elsewhere, before)
             yield from micro_batches[first : first + number]
-            yield from itertools.repeat(self._elsewhere, after)
+            yield from itertools.repeat(elsewhere, after)
 
     def note_loss(self) -> bool:
         """After an error of JAX: finds out whether it took the state with it. A weight update does."""
@@ -226,42 +281,27 @@ class CompiledModel:
         assert self.state is not None
         self.pipeline.compile(self.state, num_updates)
 
-    @property
-    def _num_taken(self) -> int:
-        """How many micro-batches a weight update takes, those of all replicas."""
-        assert self.pipeline.num_micro_batches is not None
-        return self.pipeline.num_micro_batches * self.pipeline.num_replicas
-
-    def _make_synthetic(self) -> list[Any]:
-        if self._synthetic is None:
-            every = self._num_taken
-            runner, element = self.pipeline.prepare(), self.pipeline.traced.element
-            zeros = tuple(np.zeros(leaf.shape, leaf.dtype) for leaf in element)
-            self._synthetic = runner.place_ahead([runner.place_element(zeros) for _number in range(every)])
-        return self._synthetic
-
     def write_to_host(self) -> None:
         """Copies the variables that runs change to the user's parameters and buffers, if there are any."""
         if self.is_lost:
             logger.warning("The weights on the devices were lost by an error: the host's stay as they are.")
             return
-        assert self.state is not None
-        changing = self.stages.trained | self.stages.assigned
-        values = jax.device_get({name: self.state.variables[name] for name in changing})
+        variables = self.variables
+        changing: set[str] = set().union(
+            *(p.stages.trained | p.stages.assigned for p in self.programs.values())
+        )
+        values = jax.device_get({name: variables[name] for name in changing})
         with on_host():
             for name, value in values.items():
-                rows = self.stages.group_rows.get(name)
-                tensor = self.stages.tensors[name]
+                rows = self.stages.group_rows.get(name)  # of what is trained, which all programs have
+                tensor = self.tensors[name]
                 with writing(tensor):
                     tensor.copy_(to_torch(value if rows is None else rows.to_host(value)))
 
     def current_values(self) -> dict[int, torch.Tensor]:
         """Copies of the parameters and buffers on the devices, by the `id` of the user's tensor."""
-        assert self.state is not None
-        values = jax.device_get(self.state.variables)
-        return {
-            id(tensor): to_torch(values[name], tensor.dtype) for name, tensor in self.stages.tensors.items()
-        }
+        values = jax.device_get(self.variables)
+        return {id(tensor): to_torch(values[name], tensor.dtype) for name, tensor in self.tensors.items()}
 
     def read_from_host(self) -> None:
         """Copies the user's parameters and buffers to the devices.
@@ -270,8 +310,8 @@ class CompiledModel:
           Error: one of its tensors is another object than when it was compiled.
         """
         self.check_same_tensors()
-        self.replace(variables=self._host_values(self.stages.tensors))
-        self._changes.note(self.stages.tensors)
+        self.replace(variables=self._host_values(self.tensors))
+        self._changes.note(self.tensors)
 
     def check_same_tensors(self) -> None:
         """Looks for what the user's model held when it was compiled, and has been replaced since then.
@@ -279,16 +319,7 @@ class CompiledModel:
         Raises:
           Error: a parameter, buffer or module is another one now.
         """
-        for held, name, value in self._held:
-            if held.get(name) is not value:
-                kind = "module" if isinstance(value, torch.nn.Module) else "tensor"
-                known = {id(tensor): full for full, tensor in self.stages.tensors.items()}
-                full = known.get(id(value), f"model/{name}").partition("/")[2]
-                raise Error(
-                    f"{full} of the model is another {kind} than when the model was compiled. Change "
-                    "tensors in place (copy_, load_state_dict without assign), or call destroy() on the "
-                    "model and wrap it again."
-                )
+        self._holding.check()
 
     def read_buffers_from_host(self, model: torch.nn.Module, names: Sequence[str]) -> None:
         """Copies some of the user's buffers to the devices.
@@ -300,7 +331,6 @@ class CompiledModel:
         Raises:
           Error: it has no such buffer.
         """
-        assert self.state is not None
         buffers = dict(model.named_buffers(remove_duplicate=False))
         if unknown := [name for name in names if name not in buffers]:
             raise Error(
@@ -308,15 +338,28 @@ class CompiledModel:
                 f"buffers are {sorted(buffers)}."
             )
         wanted = {id(buffers[name]) for name in names}
-        tensors = {name: t for name, t in self.stages.tensors.items() if id(t) in wanted}
-        self.replace(variables={**self.state.variables, **self._host_values(tensors)})
+        tensors = {name: t for name, t in self.tensors.items() if id(t) in wanted}
+        self.replace(variables={**self.variables, **self._host_values(tensors)})
         self._changes.note(tensors)
 
-    def _host_values(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    def _host_values(self, names: Iterable[str]) -> dict[str, Any]:
+        left, found = dict.fromkeys(names), dict[str, Any]()
+        for program in self.programs.values():
+            own = [name for name in left if name in program.stages.tensors]
+            found |= self._read_host(program, own)
+            left = {name: None for name in left if name not in found}
+        return found
+
+    def _read_host(self, program: Program, names: Iterable[str]) -> dict[str, Any]:
+        """What some of a program's variables have on the host."""
+        tensors = {name: program.stages.tensors[name] for name in names}
+        if not tensors:
+            return {}
         with on_host(*tensors.values()):
-            found = {name: self.stages.read_tensor(name).copy() for name in tensors}
-        compare_arrays("The weights", {n: value for n, value in found.items() if n in self._compared})
-        variables = self.pipeline.variables
+            found = {name: program.stages.read_tensor(name).copy() for name in tensors}
+        compared = {name: value for name, value in found.items() if id(tensors[name]) in self._alike}
+        compare_arrays("The weights", compared)
+        variables = program.pipeline.variables
         return {name: jax.numpy.asarray(value, variables[name].dtype) for name, value in found.items()}
 
     def replace(self, **changes: Any) -> None:
@@ -330,6 +373,8 @@ class CompiledModel:
         changed = dataclasses.replace(self.state, **changes)
         with interrupts.deferred():
             self.state = self.pipeline.place(changed)
+            if "variables" in changes:
+                self._note_unused(changes["variables"])
 
     def detach(self) -> Mapping[str, Any]:
         """Takes the state from the devices.
@@ -346,28 +391,16 @@ class CompiledModel:
             "key": self.state.key,
         }
         self.state = None
+        self._unused = {}
         return kept
 
     def attach(self, kept: Mapping[str, Any]) -> None:
         """Puts the host's weights and what `detach` returned on the devices."""
-        variables = self._host_values(self.stages.tensors)
+        variables = self._host_values(self.tensors)
         with interrupts.deferred():
             self.state = self.pipeline.place(PipelineState(variables=variables, **kept))
-        self._changes.note(self.stages.tensors)
-
-
-def _find_held(
-    model: torch.nn.Module, tensors: Iterable[torch.Tensor]
-) -> list[tuple[Mapping[str, Any], str, Any]]:
-    """Where modules hold each other and some tensors: the dict, the key there, and what it has."""
-    wanted = set(map(id, tensors))
-    return [
-        (vars(module)[kind], name, value)
-        for module in model.modules()
-        for kind in ("_modules", "_parameters", "_buffers")
-        for name, value in vars(module)[kind].items()
-        if kind == "_modules" or id(value) in wanted
-    ]
+            self._note_unused(variables)
+        self._changes.note(self.tensors)
 
 
 def _check_numbers(state: PipelineState, collected: Sequence[Collected]) -> None:

@@ -10,27 +10,33 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from ipu_pipeline.engine import PipelineState
-from ipu_pipeline.poptorch.annotations import module_repr
 from ipu_pipeline.poptorch.enums import ConnectionType
 from ipu_pipeline.poptorch.errors import Error
 from ipu_pipeline.poptorch.execution.anchored import Anchored, AnchoredValues
-from ipu_pipeline.poptorch.execution.arguments import Arguments, Signature, check_like_first, split
-from ipu_pipeline.poptorch.execution.building import Wrapped, batching_of, compile_model, output_mode_of
+from ipu_pipeline.poptorch.execution.arguments import Arguments, Signature, split
+from ipu_pipeline.poptorch.execution.building import (
+    Wrapped,
+    batching_of,
+    compile_model,
+    compile_shapes,
+    num_compiled,
+    output_mode_of,
+)
 from ipu_pipeline.poptorch.execution.compiled import CompiledModel
+from ipu_pipeline.poptorch.execution.described import Described
 from ipu_pipeline.poptorch.execution.exporting import NOT_COMPILED, Exported
 from ipu_pipeline.poptorch.execution.grouped import Grouped
 from ipu_pipeline.poptorch.execution.hooks import after_compiling, before_compiling
 from ipu_pipeline.poptorch.execution.jax_errors import translating
-from ipu_pipeline.poptorch.execution.measured import Measured
+from ipu_pipeline.poptorch.execution.measured import CallTimes, Measured, Profile
 from ipu_pipeline.poptorch.execution.outputs import join_outputs
-from ipu_pipeline.poptorch.execution.profiles import Profile
 from ipu_pipeline.poptorch.execution.progress import CompileProgress
 from ipu_pipeline.poptorch.execution.recalled import RestoredModel, signature_of
 from ipu_pipeline.poptorch.execution.refused import Refused
-from ipu_pipeline.poptorch.execution.timing import CallTimes
+from ipu_pipeline.poptorch.execution.shapes import tell_shapes, use_program
 from ipu_pipeline.poptorch.execution.together import compare_state
 from ipu_pipeline.poptorch.execution.training import ModelOptimizer, call_before_saving
-from ipu_pipeline.poptorch.execution.weights import HostWeights, host_weights_of, on_host, register
+from ipu_pipeline.poptorch.execution.weights import HostWeights, host_weights_of, register
 from ipu_pipeline.poptorch.logs import logger
 from ipu_pipeline.poptorch.optim import Optimizer
 from ipu_pipeline.poptorch.optim.describing import describe
@@ -41,7 +47,7 @@ from ipu_pipeline.processes import interrupts
 __all__ = ["PoplarExecutor"]
 
 
-class PoplarExecutor(Exported, Anchored, Grouped, Refused, Measured):
+class PoplarExecutor(Exported, Anchored, Described, Grouped, Refused, Measured):
     """What `trainingModel` and `inferenceModel` return.
 
     Attributes and methods that are not here are those of the user's model.
@@ -67,8 +73,7 @@ class PoplarExecutor(Exported, Anchored, Grouped, Refused, Measured):
         self._detached: Mapping[str, Any] | None = None
         self._has_run = False
         self._hook: RemovableHandle | None = None  # of an optimizer of torch's
-        self._first: Arguments | None = None
-        self._shapes: list[torch.Size] = []
+        self._groupings: Mapping[str, Any] = {}  # those that it was compiled with
         self._seen_version = 0
         self._anchored = AnchoredValues(wrapped.options)
         self.per_replica_params = {}
@@ -91,8 +96,8 @@ class PoplarExecutor(Exported, Anchored, Grouped, Refused, Measured):
         Raises:
           AssertionError: arguments are too many, unknown, given twice, or cannot be cut into micro-batches;
             or the devices are offline (`ConnectionType.Never`).
-          Error: an argument is missing, or differs from those that the model was compiled for; the model is
-            detached; or it cannot be compiled.
+          Error: an argument is missing, or differs from those that the model was compiled for, but in
+            shape, which `Options.allowNewShapes` allows; the model is detached, or cannot be compiled.
           ValueError: an integer does not fit.
         """
         with self._host.lock, interrupts.sent_again_if_ignored():
@@ -120,7 +125,8 @@ class PoplarExecutor(Exported, Anchored, Grouped, Refused, Measured):
                 collected = compiled.run(micro_batches, self.options.synthetic_data, times.note_placed)
             times.wait_for(collected)
             mode = output_mode_of(self.options, self._wrapped.trains)
-            first, dtypes = compiled.outputs.num_tensors, compiled.stages.output_dtypes
+            outputs, dtypes = compiled.program.captured.outputs, compiled.stages.output_dtypes
+            first = outputs.num_tensors
             joined = join_outputs(
                 collected,
                 dtypes[:first],
@@ -130,52 +136,50 @@ class PoplarExecutor(Exported, Anchored, Grouped, Refused, Measured):
             )
             self._anchored.keep(collected, dtypes, first, mode)
             self._call_ns = time.perf_counter_ns() - begin
-            return compiled.outputs.unflatten(joined)
+            return outputs.unflatten(joined)
 
     def _compile(self, arguments: Arguments) -> CompiledModel:
-        if self._compiled is not None:
-            assert self._first is not None
-            self._check_like_graph(arguments)
-            check_like_first(self._signature, self._first, arguments, self._shapes)
-            self._compiled.check_same_tensors()
-            return self._compiled
+        """The model compiled for such arguments. What is raised leaves what was compiled as it was."""
         self._check_like_graph(arguments)
+        wrapped, known = self._wrapped, self._compiled
+        if known is not None and use_program(known, self._signature, arguments, self.options):
+            return known
         before_compiling.call(self)
-        wrapped = self._wrapped
         register(self, wrapped.model, wrapped.trains)
         self._host.watch(self, wrapped.model)
         self._host.refresh()
-        progress = CompileProgress(self.options.show_compilation_progress_bar)
-        try:
-            compiled, training = compile_model(
-                wrapped, arguments, self._optimizer, progress, self.per_replica_params, self._graph
-            )
-            if training is not None:
-                assert self._optimizer is not None
-                saved = training.take_saved(self._optimizer)
-                compare_state(saved)
-                if saved is not None:
-                    assert compiled.state is not None
-                    state = training.put_saved(compiled.state.optimizer_state, saved)
-                    compiled.replace(optimizer_state=state)
-            with progress.compiling():
-                compiled.compile(batching_of(self.options).device_iterations if wrapped.trains else 1)
-            progress.done("compile")
+        told = tell_shapes(known, arguments, self.options)
+        with CompileProgress(self.options.show_compilation_progress_bar, told) as progress:
+            if known is None:
+                compiled = self._compile_first(arguments, progress)
+            else:
+                compile_shapes(wrapped, arguments, known, self._training, progress, self._groupings)
+                compiled = known
             progress.end()
-        finally:
-            progress.close()
-        self._compiled, self._training, self._progress = compiled, training, progress
+        self._progress = progress
+        if known is None and self.options.connection_type is ConnectionType.Never:
+            self._detached = compiled.detach()
+        logger.info("Compiled%s in %s", told, progress.time)
+        after_compiling.call(self)
+        return compiled
+
+    def _compile_first(self, arguments: Arguments, progress: CompileProgress) -> CompiledModel:
+        groupings = dict(self.per_replica_params)
+        compiled, training = compile_model(
+            self._wrapped, arguments, self._optimizer, progress, groupings, self._graph
+        )
+        if training is not None:
+            assert self._optimizer is not None
+            saved = training.take_saved(self._optimizer)
+            compare_state(saved)
+            if saved is not None:
+                _put_saved(compiled, training, saved)
+        with progress.compiling():
+            compiled.compile(num_compiled(self._wrapped))
+        self._compiled, self._training, self._groupings = compiled, training, groupings
         self._detached = None
-        # Later calls are compared with it; its tensors are not kept.
-        self._shapes = [tensor.shape for tensor in arguments.tensors]
-        tensors = [torch.empty(0, dtype=tensor.dtype) for tensor in arguments.tensors]
-        self._first = Arguments(tensors, arguments.structure, arguments.names)
         self._seen_version, self._has_run = self._host.version, False
         self._connect()
-        if self.options.connection_type is ConnectionType.Never:
-            self._detached = compiled.detach()
-        logger.info("Compiled in %s", progress.time)
-        after_compiling.call(self)
         return compiled
 
     def _bring_newer(self) -> None:
@@ -191,7 +195,8 @@ class PoplarExecutor(Exported, Anchored, Grouped, Refused, Measured):
             loaded = self._optimizer.device_state.take_loaded()
             if loaded is not None:
                 compare_state(loaded)
-                self._put_optimizer_state(loaded)
+                assert self._training is not None
+                _put_saved(self._compiled, self._training, loaded)
 
     # The optimizer.
 
@@ -256,13 +261,6 @@ class PoplarExecutor(Exported, Anchored, Grouped, Refused, Measured):
         if self._compiled is None or self._compiled.is_lost:
             return None
         return self._compiled.state if self._detached is None else self._detached
-
-    def _put_optimizer_state(self, saved: SavedState) -> None:
-        assert self._compiled is not None
-        assert self._compiled.state is not None
-        assert self._training is not None
-        state = self._training.put_saved(self._compiled.state.optimizer_state, saved)
-        self._compiled.replace(optimizer_state=state)
 
     # Weights.
 
@@ -418,7 +416,7 @@ class PoplarExecutor(Exported, Anchored, Grouped, Refused, Measured):
             finally:
                 if self._wrapped.trains:
                     self._disconnect()
-                self._compiled = self._training = self._detached = self._first = None
+                self._compiled = self._training = self._detached = None
                 self._host.release(self)
                 self._host.unregister(self, self._wrapped.model)
 
@@ -445,6 +443,7 @@ class PoplarExecutor(Exported, Anchored, Grouped, Refused, Measured):
                 self._host.ask(self, self._wrapped.model, parameter)
         return value
 
-    def __repr__(self) -> str:
-        with on_host():
-            return f"{type(self).__name__}({module_repr(self._wrapped.model)})"
+
+def _put_saved(compiled: CompiledModel, training: ModelOptimizer, saved: SavedState) -> None:
+    assert compiled.state is not None
+    compiled.replace(optimizer_state=training.put_saved(compiled.state.optimizer_state, saved))

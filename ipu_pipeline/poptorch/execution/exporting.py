@@ -11,7 +11,14 @@ import numpy as np
 import torch
 
 from ipu_pipeline.poptorch.errors import Error
-from ipu_pipeline.poptorch.execution.arguments import OF_FILE, Arguments, Signature, check_like_first
+from ipu_pipeline.poptorch.execution.arguments import (
+    OF_FILE,
+    Arguments,
+    Signature,
+    check_like_first,
+    check_shapes,
+    shapes_of,
+)
 from ipu_pipeline.poptorch.execution.building import Wrapped, batching_of
 from ipu_pipeline.poptorch.execution.compiled import CompiledModel
 from ipu_pipeline.poptorch.execution.jax_errors import translating
@@ -41,7 +48,6 @@ class Exported(abc.ABC):
     _graph: SavedGraph | None  # of a file, in place of the model's forward
     _compiled: CompiledModel | None
     _detached: Mapping[str, Any] | None
-    _first: Arguments | None
 
     @property
     @abc.abstractmethod
@@ -109,7 +115,8 @@ class Exported(abc.ABC):
 
         The file has the model as torch.export captured it: its graph, and tensors; no code of its classes,
         and no machine code, which XLA makes when the file is loaded (or takes from
-        `Options.enableExecutableCaching`). docs/poptorch_executables.md says what it has and has not.
+        `Options.enableExecutableCaching`). docs/poptorch_executables.md says what it has and has not. With
+        `Options.allowNewShapes` it has the graph for the shapes that were called or compiled last.
 
         Args:
           filename: where to, in a directory that exists. A file that is there is replaced when the new one
@@ -131,7 +138,7 @@ class Exported(abc.ABC):
         check_alone(self._wrapped.options, "save")
         with self._host.lock:
             compiled, wrapped = self._compiled, self._wrapped
-            if compiled is None or self._first is None:
+            if compiled is None:
                 raise Error(NOT_COMPILED)
             if compiled.stages.group_rows:
                 raise Error(
@@ -143,7 +150,8 @@ class Exported(abc.ABC):
                 self._host.refresh()
             else:
                 self._bring_newer()
-            graph = to_graph(compiled.captured, self._first.structure, wrapped.model, wrapped.trains)
+            program = compiled.program
+            graph = to_graph(program.captured, program.arguments.structure, wrapped.model, wrapped.trains)
             rng_state = self._read_rng_state() if save_rng_state else None
             model = self._save_model() if export_model else None
             contents.write(filename, Contents(graph, model, rng_state))
@@ -204,8 +212,8 @@ class Exported(abc.ABC):
         """
         if self._graph is not None:
             first = make_arguments(self._graph, self._signature, batching_of(self.options))
-            shapes = [tensor.shape for tensor in first.tensors]
-            check_like_first(self._signature, first, arguments, shapes, OF_FILE)
+            check_like_first(self._signature, first, arguments, OF_FILE)
+            check_shapes(arguments, shapes_of(first), OF_FILE)
 
     def _save_model(self) -> SavedModel:
         assert self._compiled is not None

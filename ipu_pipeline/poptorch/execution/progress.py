@@ -24,19 +24,20 @@ class CompileProgress:
       time: how long all of it took; None before its end.
     """
 
-    def __init__(self, shows_bar: bool) -> None:
+    def __init__(self, shows_bar: bool, told: str = "") -> None:
         """Begins.
 
         Args:
           shows_bar: whether a bar is shown on the standard error, unless TQDM_DISABLE is set.
+          told: what is compiled, behind a space.
         """
         self.time: timedelta | None = None
         self._start = time.perf_counter()
         is_disabled = not shows_bar or bool(os.environ.get("TQDM_DISABLE"))
-        self._bar = tqdm.tqdm(total=_ENDS["compile"], desc="Graph compilation", disable=is_disabled)
+        self._bar = tqdm.tqdm(total=_ENDS["compile"], desc=f"Graph compilation{told}", disable=is_disabled)
 
     def done(self, part: str) -> None:
-        """Notes that "capture", "trace" or "compile" is done."""
+        """Notes that "capture" or "trace" is done."""
         self._move_to(_ENDS[part])
 
     @contextlib.contextmanager
@@ -55,10 +56,14 @@ class CompileProgress:
         self._bar.update(max(0, place - self._bar.n))
 
     def end(self) -> None:
-        """Notes the time."""
+        """Notes that all is done, and the time."""
+        self._move_to(_ENDS["compile"])
         self.time = timedelta(seconds=time.perf_counter() - self._start)
-        self._bar.close()
 
-    def close(self) -> None:
+    def __enter__(self) -> CompileProgress:
+        """Shows the bar for a block."""
+        return self
+
+    def __exit__(self, *_error: object) -> None:
         """Ends the bar, also after an error."""
         self._bar.close()

@@ -15,6 +15,8 @@ from ipu_pipeline.poptorch.execution.arguments import (
     Batching,
     Signature,
     check_like_first,
+    check_shapes,
+    shapes_of,
 )
 from ipu_pipeline.poptorch.files.contents import SavedGraph, SavedModel
 from ipu_pipeline.poptorch.graphs.capture import Captured
@@ -176,7 +178,8 @@ class RestoredModel(torch.nn.Module):
         signature = Signature(self.saved_graph.signature)
         given = signature.bind(args, kwargs)
         first = make_arguments(self.saved_graph, signature, Batching(1, 1))
-        check_like_first(signature, first, given, [tensor.shape for tensor in first.tensors], OF_FILE)
+        check_like_first(signature, first, given, OF_FILE)
+        check_shapes(given, shapes_of(first), OF_FILE)
         captured = bind(self.saved_graph, self, self.saved_graph.trains)
         inputs = iter(given.tensors)
         program = captured.program

@@ -124,13 +124,27 @@ class ModelOptimizer:
         """
         assert optimizer is not None
         self._changes.tell(optimizer)
-        with on_host():
-            changed = [name for name, tensor, was in self._required if tensor.requires_grad is not was]
-        if changed:
+        if changed := self._find_changed():
             warn_once(
                 f"requires_grad of {', '.join(changed)} has changed since the model was compiled, which "
                 "has no effect on what is trained. Call destroy() on the model and wrap it again."
             )
+
+    def check_same_frozen(self) -> None:
+        """Sees that what trains is known: for other shapes the model is captured as it is now.
+
+        Raises:
+          Error: parameters were frozen, or are no longer, since the model was compiled.
+        """
+        if changed := self._find_changed():
+            raise Error(
+                f"requires_grad of {', '.join(changed)} has changed since the model was compiled, so that "
+                "it cannot be compiled for other shapes. Call destroy() on the model and wrap it again."
+            )
+
+    def _find_changed(self) -> list[str]:
+        with on_host():
+            return [name for name, tensor, was in self._required if tensor.requires_grad is not was]
 
     def change(self, optimizer: torch.optim.Optimizer) -> None:
         """Takes the values of another optimizer.

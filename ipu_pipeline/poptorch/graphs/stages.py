@@ -23,14 +23,22 @@ from ipu_pipeline.poptorch.errors import Error
 from ipu_pipeline.poptorch.graphs.blocks import Section, is_check
 from ipu_pipeline.poptorch.graphs.capture import Captured
 from ipu_pipeline.poptorch.graphs.losses import find_marked_loss, ways_of_gradients
+from ipu_pipeline.poptorch.graphs.modules import (
+    find_modules,
+    find_spread,
+    modules_of_nodes,
+    name_parts,
+)
 from ipu_pipeline.poptorch.graphs.values import find_values, name_values
 from ipu_pipeline.poptorch.lowering.index_checks import IndexChecks
 from ipu_pipeline.poptorch.lowering.interpreter import run_node
 from ipu_pipeline.poptorch.lowering.unsupported import describe_unsupported, find_unsupported
 from ipu_pipeline.poptorch.replica_groups import GroupRows
+from ipu_pipeline.tables import shorten
 
 __all__ = ["SCOPE", "ModelStages", "make_stages"]
 
+_MAX_NAME = 60  # characters of a stage's name
 SCOPE = "model"  # of all variables: a scope can be opened with reuse=True, as tied weights need
 
 
@@ -221,6 +229,7 @@ def _make_functions(
     checks: IndexChecks | None,
 ) -> list[tuple[Callable[..., tuple[Any, ...]], ...]]:
     number_of = _number(levels)
+    titles = _name_stages(list(number_of))
     # What a buffer had before it is written comes from the stage that writes it.
     old = {node: writers[name] for node, name in parts.variables.items() if name in writers}
     owners = {**{node: section for section in number_of for node in section.nodes}, **old}
@@ -252,7 +261,9 @@ def _make_functions(
             others = set().union(*made_here[:place], *made_here[place + 1 :]) if place == 0 else None
             own = [n for n in wanted if (n in made_here[place] if others is None else n not in others)]
             returned = parts.results if number == last else own
-            stages.append(_make_function(section, parts, writers, taken, list(returned), checks))
+            stage = _make_function(section, parts, writers, taken, list(returned), checks)
+            stage.__name__ = stage.__qualname__ = titles[section]
+            stages.append(stage)
             given += returned
         functions.append(tuple(stages))
     return functions
@@ -297,8 +308,18 @@ def _make_function(
             engine.assign(f"{SCOPE}/{name}", read(node))
         return tuple(read(node) for node in given)
 
-    stage.__name__ = stage.__qualname__ = section.name.replace(" ", "_").replace(",", "")
     return stage
+
+
+def _name_stages(sections: Sequence[Section]) -> dict[Section, str]:
+    """The names of stages, for errors and reports: those of their modules, or else of their blocks."""
+    used = [modules_of_nodes(section.nodes) for section in sections]
+    spread = find_spread(used)
+    names = {}
+    for section, own in zip(sections, used, strict=True):
+        modules = [m for m in find_modules(own, (), "", spread, limit=1) if m.name and not m.is_rest]
+        names[section] = shorten(name_parts(modules) or section.name, _MAX_NAME)
+    return names
 
 
 def _get_variable(name: str, tensor: torch.Tensor, rows: GroupRows | None) -> Any:

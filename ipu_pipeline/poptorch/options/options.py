@@ -89,6 +89,8 @@ class Options(DeviceOptions, DiagnosticOptions):
       executable_cache_path: where compiled programs are kept for later processes; None: nowhere.
       synthetic_data: whether inputs are made up.
       stable_norm: without effect.
+      allow_new_shapes: whether calls may have other shapes than the first, each compiled when it comes.
+      max_shapes: how many there may be.
       updatable_named_buffers: buffers that `copyNamedBuffersToDevice` copies.
       relax_optimizer_attributes_checks: whether no warning is given of unexpected ones.
       index_checks: whether an index that a tensor does not have is an error.
@@ -119,6 +121,8 @@ class Options(DeviceOptions, DiagnosticOptions):
     executable_cache_path: str | None
     synthetic_data: bool
     stable_norm: bool
+    allow_new_shapes: bool
+    max_shapes: int
     updatable_named_buffers: list[str]
     relax_optimizer_attributes_checks: bool
     index_checks: bool
@@ -145,6 +149,8 @@ class Options(DeviceOptions, DiagnosticOptions):
             no_effect="norms are always computed in the stable way: from differences to the mean, and "
             "float16 in float32.",
         ),
+        "allow_new_shapes": Setting(checks.boolean, False),
+        "max_shapes": Setting(checks.integer(1), 8),
         "updatable_named_buffers": Setting(checks.list_of_strings, []),
         "relax_optimizer_attributes_checks": Setting(checks.boolean, False),
         "index_checks": Setting(checks.boolean, False),
@@ -267,6 +273,25 @@ class Options(DeviceOptions, DiagnosticOptions):
           AssertionError: it is no boolean.
         """
         return self.set(synthetic_data=enabled)
+
+    @configurable
+    def allowNewShapes(self, allow: bool = True, max_shapes: int = 8) -> Self:
+        """Lets calls have other shapes than the first. Ours, not PopTorch's.
+
+        The model is compiled for each when it comes. All programs have the same weights, buffers, random
+        numbers and optimizer state: shapes may change from call to call as they do in plain torch. Each
+        call still has the same number of micro-batches, which are of one shape.
+
+        Args:
+          allow: False: another shape is an error, as in PopTorch.
+          max_shapes: how many shapes there may be, with the first; one more is an error.
+
+        Raises:
+          AssertionError: an argument is of a wrong type.
+          ValueError: `max_shapes` is below 1.
+        """
+        number = checks.integer(1)(f"{self.path}.max_shapes", max_shapes)
+        return self.set(allow_new_shapes=allow, max_shapes=number)
 
     @configurable
     def updatableNamedBuffers(self, buffers: list[str]) -> Self:

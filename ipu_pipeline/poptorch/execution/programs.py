@@ -1,0 +1,174 @@
+"""A model compiled for arguments of certain shapes: what of it depends on these.
+
+What does not, as the weights, is of the `CompiledModel`, which has one program or several.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+
+from ipu_pipeline import engine
+from ipu_pipeline.poptorch.errors import Error
+from ipu_pipeline.poptorch.execution.arguments import Arguments, describe_shapes, shapes_of
+from ipu_pipeline.poptorch.graphs.capture import Captured
+from ipu_pipeline.poptorch.graphs.stages import ModelStages
+
+__all__ = ["Holding", "Program"]
+
+
+class Program:
+    """A model for some shapes, as the engine runs it.
+
+    Attributes:
+      arguments: what it was made for; their tensors have a dtype, and no elements.
+      shapes: of these tensors, all micro-batches together.
+      captured: the model as a graph.
+      stages: the graph as stages.
+      pipeline: made of the stages.
+      micro_batch: an example.
+    """
+
+    def __init__(
+        self,
+        arguments: Arguments,
+        captured: Captured,
+        stages: ModelStages,
+        pipeline: engine.Pipeline,
+        micro_batch: tuple[Any, ...],
+    ) -> None:
+        """Takes its parts, and forgets the values of the arguments' tensors."""
+        tensors = [torch.empty(0, dtype=tensor.dtype) for tensor in arguments.tensors]
+        self.arguments = Arguments(tensors, arguments.structure, arguments.names)
+        self.shapes = shapes_of(arguments)
+        self.captured = captured
+        self.stages = stages
+        self.pipeline = pipeline
+        self.micro_batch = micro_batch
+
+    @property
+    def num_taken(self) -> int:
+        """How many micro-batches a weight update takes, those of all replicas."""
+        assert self.pipeline.num_micro_batches is not None
+        return self.pipeline.num_micro_batches * self.pipeline.num_replicas
+
+    @functools.cached_property
+    def synthetic(self) -> list[Any]:
+        """Zeros that stay on the devices, in place of the micro-batches of a weight update."""
+        runner, element = self.pipeline.prepare(), self.pipeline.traced.element
+        zeros = tuple(np.zeros(leaf.shape, leaf.dtype) for leaf in element)
+        return runner.place_ahead([runner.place_element(zeros) for _number in range(self.num_taken)])
+
+    @functools.cached_property
+    def elsewhere(self) -> tuple[Any, ...]:
+        """What stands for the micro-batches of other processes: arrays of JAX, which nobody copies."""
+        element = self.pipeline.traced.element
+        return tuple(jax.numpy.zeros(leaf.shape, leaf.dtype) for leaf in element)
+
+    def check_trained(self, other: Program) -> None:
+        """Checks that this program trains what another one of the same model does, on as many IPUs.
+
+        Raises:
+          Error: it trains other parameters, or needs another number of IPUs.
+        """
+        trained, before = self.stages.trained, other.stages.trained
+        if trained != before:
+            changes = {"no longer ": before - trained, "": trained - before}
+            told = [f"{when}on {_name(names)}" for when, names in changes.items() if names]
+            raise Error(
+                f"With these shapes ({self.describe()}) the loss depends {' and '.join(told)}, other than "
+                f"with {other.describe()}, so that they cannot be trained by one optimizer. Let forward "
+                "use the same parameters for all shapes; or wrap another model for these."
+            )
+        if self.pipeline.num_ipus != other.pipeline.num_ipus:
+            raise Error(
+                f"With these shapes ({self.describe()}) the model is on {self.pipeline.num_ipus} IPUs, and "
+                f"with {other.describe()} on {other.pipeline.num_ipus}. Give it the same blocks for all."
+            )
+
+    def check_homes(self, other: Program) -> None:
+        """Checks that variables are where another program of the same model has them. Both are traced.
+
+        Raises:
+          Error: one is on another IPU.
+        """
+        home, known = self.find_homes(), other.find_homes()
+        moved = [name for name in home.keys() & known.keys() if home[name] != known[name]]
+        if moved:
+            raise Error(
+                f"With these shapes ({self.describe()}) {_name(moved)} would be on another IPU than with "
+                f"{other.describe()}. Give each block one IPU for all shapes."
+            )
+
+    def find_homes(self) -> dict[str, int]:
+        """The IPU of each variable."""
+        owners = self.pipeline.traced.owners
+        return {name: self.pipeline.device_mapping[stage] for name, stage in owners.items()}
+
+    def describe(self) -> str:
+        """Its shapes, by the names of the arguments."""
+        return describe_shapes(self.arguments.names, self.shapes)
+
+
+def _name(variables: Iterable[str]) -> str:
+    return ", ".join(sorted(name.partition("/")[2] for name in variables))
+
+
+class Holding:
+    """Which modules, parameters and buffers a model held when it was compiled."""
+
+    def __init__(self, model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Looks at the model.
+
+        Args:
+          model: the user's.
+          tensors: of its parameters and buffers those that were captured, by their variables' names.
+
+        Raises:
+          Error: another thread has replaced a tensor of the model since it was captured.
+        """
+        self._names = {id(tensor): full for full, tensor in tensors.items()}
+        self._held = _find_held(model, tensors.values())
+        held = {id(value) for _where, _name, value in self._held}
+        for full, tensor in tensors.items():
+            if id(tensor) not in held:
+                raise Error(
+                    f"{full.partition('/')[2]} of the model was replaced in another thread while the model "
+                    "was compiled. Change tensors in place (copy_, load_state_dict without assign), or "
+                    "call again."
+                )
+
+    def check(self) -> None:
+        """Looks for what has been replaced since then.
+
+        Raises:
+          Error: a parameter, buffer or module is another one now.
+        """
+        for held, name, value in self._held:
+            if held.get(name) is not value:
+                kind = "module" if isinstance(value, torch.nn.Module) else "tensor"
+                full = self._names.get(id(value), f"model/{name}").partition("/")[2]
+                raise Error(
+                    f"{full} of the model is another {kind} than when the model was compiled. Change "
+                    "tensors in place (copy_, load_state_dict without assign), or call destroy() on the "
+                    "model and wrap it again."
+                )
+
+
+def _find_held(
+    model: torch.nn.Module, tensors: Iterable[torch.Tensor]
+) -> Sequence[tuple[Mapping[str, Any], str, Any]]:
+    """Where modules hold each other and some tensors: the dict, the key there, and what it has."""
+    wanted = set(map(id, tensors))
+    return [
+        (vars(module)[kind], name, value)
+        for module in model.modules()
+        for kind in ("_modules", "_parameters", "_buffers")
+        for name, value in vars(module)[kind].items()
+        if kind == "_modules" or id(value) in wanted
+    ]

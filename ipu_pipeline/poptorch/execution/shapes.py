@@ -1,0 +1,85 @@
+"""Which program of a model a call runs, by the shapes of its arguments: `Options.allowNewShapes`."""
+
+from __future__ import annotations
+
+from ipu_pipeline.poptorch.errors import Error
+from ipu_pipeline.poptorch.execution.arguments import (
+    OTHER_THAN_SHAPES,
+    Arguments,
+    Signature,
+    check_batches,
+    check_like_first,
+    check_shapes,
+    describe_shapes,
+    shapes_of,
+)
+from ipu_pipeline.poptorch.execution.building import batching_of
+from ipu_pipeline.poptorch.execution.compiled import CompiledModel
+from ipu_pipeline.poptorch.execution.together import agree
+from ipu_pipeline.poptorch.options import Options
+from ipu_pipeline.tables import shorten
+
+__all__ = ["tell_shapes", "use_program"]
+
+_MAX_TOLD = 60  # characters
+
+
+def use_program(
+    compiled: CompiledModel, signature: Signature, arguments: Arguments, options: Options
+) -> bool:
+    """Has a call run the program that is for its arguments; says whether there is one.
+
+    Args:
+      compiled: the model.
+      signature: of its forward.
+      arguments: of the call.
+      options: of the model.
+
+    Returns:
+      False if one can be compiled.
+
+    Raises:
+      AssertionError: the tensors cannot be cut into micro-batches.
+      Error: the arguments differ in more than shapes; or in shapes, of which the options allow no others,
+        or no more; or the model is detached.
+    """
+    known, shapes = compiled.program, shapes_of(arguments)
+    if not options.allow_new_shapes:
+        check_like_first(signature, known.arguments, arguments)
+        check_shapes(arguments, known.shapes)
+        compiled.check_same_tensors()
+        return True
+    check_like_first(signature, known.arguments, arguments, OTHER_THAN_SHAPES)
+    compiled.check_same_tensors()
+    if compiled.pipeline.updates is not None:  # of several processes all train, and compile, together
+        agree("a call of a PopTorch model", {"the shapes": describe_shapes(arguments.names, shapes)})
+    if compiled.use(shapes):
+        return True
+    check_batches(arguments, batching_of(options))
+    if len(compiled.programs) >= options.max_shapes:
+        raise Error(
+            f"The model is compiled for {len(compiled.programs)} shapes, as many as "
+            f"Options.allowNewShapes(True, max_shapes={options.max_shapes}) allows, and these are others: "
+            f"{describe_shapes(arguments.names, shapes)}. Raise max_shapes, or give inputs fewer shapes, "
+            "as by padding to a few lengths. It was compiled for: "
+            f"{'; '.join(program.describe() for program in compiled.programs.values())}."
+        )
+    compiled.check_not_lost()
+    if compiled.state is None:
+        raise Error("Device is not attached. Call attachToDevice() first, to compile for other shapes.")
+    return False
+
+
+def tell_shapes(compiled: CompiledModel | None, arguments: Arguments, options: Options) -> str:
+    """What is compiled next, for whom waits for it; empty if the options allow no other shapes.
+
+    Args:
+      compiled: the model, if it is compiled for some already.
+      arguments: of the call.
+      options: of the model.
+    """
+    if not options.allow_new_shapes:
+        return ""
+    described = describe_shapes(arguments.names, shapes_of(arguments))
+    number = 1 + (0 if compiled is None else len(compiled.programs))
+    return f" for {shorten(described, _MAX_TOLD)} ({number} of at most {options.max_shapes} shapes)"

@@ -1,0 +1,265 @@
+"""Which modules operations and variables belong to, and at which of the user's lines they stand.
+
+Modules are a tree. What is shown are some of them that have everything together: of a model that is spread
+over stages, those that are within one.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+import operator
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ipu_pipeline.engine.planning.layers import fold_names
+from ipu_pipeline.poptorch import markers
+from ipu_pipeline.poptorch.lowering.counting import count_lowered
+from ipu_pipeline.poptorch.lowering.unsupported import find_users_frames
+
+__all__ = [
+    "LineUse",
+    "ModuleUse",
+    "find_lines",
+    "find_modules",
+    "find_spread",
+    "modules_of_nodes",
+    "name_parts",
+]
+
+Stack = Sequence[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class ModuleUse:
+    """A module, or several equal ones that follow each other, in a stage.
+
+    Attributes:
+      name: its full name, with `{3..5}` in place of the number in which equal ones differ; empty for the
+        whole model.
+      class_name: of its class.
+      count: how many equal ones there are.
+      num_operations: core operations of torch that all of them together have in the stage.
+      num_parameters: elements of the variables that belong to them; of shared ones where they live.
+      num_bytes: how much these take.
+      is_rest: whether it stands for what the module does itself, and those within it do not.
+    """
+
+    name: str
+    class_name: str
+    count: int
+    num_operations: int
+    num_parameters: int
+    num_bytes: int
+    is_rest: bool = False
+
+    def __str__(self) -> str:
+        """The name and the class."""
+        if self.is_rest:
+            return f"{self.name or self.class_name} itself"
+        return f"{self.name} ({self.class_name})" if self.name else self.class_name
+
+
+@dataclass(frozen=True)
+class LineUse:
+    """A line of the user's, and what became of it.
+
+    Attributes:
+      file: its file; empty where the line is not known.
+      line: its number there.
+      text: what it says.
+      stages: the numbers of those that it is in.
+      operations: core operations of torch, by name, and how many there are.
+      num_primitives: of JAX that these become.
+      num_flop: estimated floating-point operations of the forward, per micro-batch.
+    """
+
+    file: str
+    line: int
+    text: str
+    stages: tuple[int, ...]
+    operations: Mapping[str, int]
+    num_primitives: int
+    num_flop: float
+
+
+@dataclass(eq=False)
+class _Module:
+    """A module of the tree, or (without children) what one does itself.
+
+    Attributes:
+      sizes: of its own variables: name within the module, elements and bytes.
+    """
+
+    path: str
+    class_name: str
+    children: dict[str, _Module] = field(default_factory=dict)
+    operations: list[str] = field(default_factory=list)
+    sizes: list[tuple[str, int, int]] = field(default_factory=list)
+    is_rest: bool = False
+
+    @property
+    def all(self) -> list[_Module]:
+        return [self, *(inner for child in self.children.values() for inner in child.all)]
+
+    @property
+    def num_operations(self) -> int:
+        return sum(len(module.operations) for module in self.all)
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(elements for module in self.all for _name, elements, _size in module.sizes)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(size for module in self.all for _name, _elements, size in module.sizes)
+
+    def signature(self) -> Any:
+        """Equal for modules that are the same inside."""
+        inner = tuple((path[len(self.path) :], c.signature()) for path, c in self.children.items())
+        return self.class_name, self.is_rest, tuple(self.operations), tuple(self.sizes), inner
+
+    def parts(self) -> list[_Module]:
+        """What it consists of: what it does itself, if that is anything, and the modules within it."""
+        own = _Module(self.path, self.class_name, {}, self.operations, self.sizes, is_rest=True)
+        firsts: dict[str, int] = {}  # those of a list stand together, also if others are called in between
+        for path in self.children:
+            firsts.setdefault(self._list_of(path), len(firsts))
+        ordered = sorted(self.children, key=lambda path: firsts[self._list_of(path)])
+        return [*[own] * bool(self.operations or self.sizes), *map(self.children.__getitem__, ordered)]
+
+    def _list_of(self, path: str) -> str:
+        before = path.rpartition(".")[0]
+        return path if before == self.path else before
+
+
+def modules_of_nodes(nodes: Iterable[torch.fx.Node]) -> list[tuple[Stack, str]]:
+    """The modules around each operation, from the outermost, and the operation's name; without markers."""
+    return [(_read_stack(node), _name(node)) for node in nodes if _computes(node)]
+
+
+def _computes(node: torch.fx.Node) -> bool:
+    return (
+        node.op == "call_function" and node.target is not operator.getitem and not markers.is_marker(node)
+    )
+
+
+def _read_stack(node: torch.fx.Node) -> Stack:
+    found = (node.meta.get("nn_module_stack") or {}).values()
+    # A module that is called again is "fc@1".
+    return [
+        (path.partition("@")[0], (getattr(kind, "__name__", None) or str(kind)).rpartition(".")[2])
+        for path, kind in found
+    ]
+
+
+def _name(node: torch.fx.Node) -> str:
+    schema = getattr(node.target, "_schema", None)
+    return node.name if schema is None else str(schema.name).split("::")[-1]
+
+
+def find_modules(
+    used: Sequence[tuple[Stack, str]],
+    variables: Iterable[tuple[str, Sequence[int], int]],
+    class_name: str,
+    spread: Collection[str] = (),
+    limit: int = 6,
+) -> tuple[ModuleUse, ...]:
+    """The modules of a stage, in the order in which they are used first, equal neighbours as one.
+
+    Args:
+      used: of each operation the modules around it, and its name; see `modules_of_nodes`.
+      variables: full name, shape and bytes of each.
+      class_name: of the model.
+      spread: names of modules that are in other stages as well: those within them are shown.
+      limit: how many rows there may be; in as much detail as fits. What must be shown is.
+    """
+    root = _Module("", class_name)
+    for stack, operation in used:
+        module = root
+        for path, kind in stack:
+            if path:
+                module = module.children.setdefault(path, _Module(path, kind))
+        module.operations.append(operation)
+    for name, shape, size in variables:
+        module = root
+        while inner := [child for path, child in module.children.items() if name.startswith(f"{path}.")]:
+            module = inner[0]
+        module.sizes.append((name[len(module.path) :], math.prod(shape), size))
+    shown, wanted = [root], {"", *spread}
+    while True:
+        must = [m for m in shown if m.children and m.path in wanted]
+        folded = {id(shown[first]): count for _name, count, first in _fold(shown)}
+        room = limit - len(folded)
+        may = [
+            m for m in shown if m.children and folded.get(id(m)) == 1 and len(_fold(m.parts())) - 1 <= room
+        ]
+        if not (must or may):
+            break
+        chosen = must[0] if must else max(may, key=lambda module: module.num_parameters)
+        place = shown.index(chosen)
+        shown[place : place + 1] = chosen.parts()
+    return tuple(
+        ModuleUse(
+            name,
+            shown[first].class_name,
+            count,
+            count * shown[first].num_operations,
+            count * shown[first].num_parameters,
+            count * shown[first].num_bytes,
+            shown[first].is_rest,
+        )
+        for name, count, first in _fold(shown)
+    )
+
+
+def _fold(modules: Sequence[_Module]) -> list[tuple[str, int, int]]:
+    return fold_names([module.path for module in modules], [module.signature() for module in modules])
+
+
+def find_spread(stages: Sequence[Sequence[tuple[Stack, str]]]) -> set[str]:
+    """The names of modules that are used in several stages; arguments as of `find_modules`, for each."""
+    where: dict[str, set[int]] = collections.defaultdict(set)
+    for number, used in enumerate(stages):
+        for stack, _operation in used:
+            for path, _kind in stack:
+                where[path].add(number)
+    return {path for path, numbers in where.items() if len(numbers) > 1}
+
+
+def name_parts(modules: Sequence[ModuleUse]) -> str:
+    """Modules by name in a line."""
+    named = [m.name for m in modules if m.name and not m.is_rest]
+    return ", ".join(named or dict.fromkeys(map(str, modules)))
+
+
+def find_lines(stages: Sequence[Sequence[torch.fx.Node]]) -> tuple[LineUse, ...]:
+    """The user's lines, in the order in which they are run first.
+
+    Args:
+      stages: the operations of each; what cannot be lowered has been refused before.
+    """
+    nodes = [(number, node) for number, stage in enumerate(stages) for node in stage if _computes(node)]
+    lowered = count_lowered(node for _number, node in nodes)
+    lines: dict[tuple[str, int, str], list[tuple[int, torch.fx.Node]]] = {}
+    for number, node in nodes:
+        frames = find_users_frames(node.meta.get("stack_trace") or "")
+        place = ("", 0, "")
+        if frames:
+            place = (frames[-1]["file"], int(frames[-1]["line"]), (frames[-1]["text"] or "").strip())
+        lines.setdefault(place, []).append((number, node))
+    return tuple(
+        LineUse(
+            file,
+            line,
+            text,
+            tuple(sorted({number for number, _node in made})),
+            dict(collections.Counter(_name(node) for _n, node in made if lowered[node].num_primitives)),
+            sum(lowered[node].num_primitives for _number, node in made),
+            sum(lowered[node].num_flop for _number, node in made),
+        )
+        for (file, line, text), made in lines.items()
+    )

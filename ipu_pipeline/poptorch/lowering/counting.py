@@ -1,0 +1,86 @@
+"""What operations of torch become in JAX, in numbers."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import jax
+import torch
+
+from ipu_pipeline.engine.jaxprs.costs import count_operations, count_primitives
+from ipu_pipeline.engine.tracing import frames
+from ipu_pipeline.poptorch.dtypes import jax_dtype
+from ipu_pipeline.poptorch.lowering.interpreter import run_node
+
+__all__ = ["Lowered", "count_lowered"]
+
+
+class Lowered(NamedTuple):
+    """What an operation becomes.
+
+    Attributes:
+      num_primitives: of JAX, before XLA joins any.
+      num_flop: estimated floating-point operations of its forward, see `count_operations`.
+    """
+
+    num_primitives: int
+    num_flop: float
+
+
+def count_lowered(nodes: Iterable[torch.fx.Node]) -> dict[torch.fx.Node, Lowered]:
+    """Traces operations one by one; those that are equal once.
+
+    Args:
+      nodes: of kind "call_function", in which `find_unsupported` finds nothing; no markers.
+    """
+    known: dict[Any, Lowered] = {}
+    found = {}
+    stage = frames.Frame(frames.ProgramNames(), training=False, place="an operation", is_stage=True)
+    with frames.frame(stage):
+        for node in nodes:
+            key = _signature(node)
+            if key not in known:
+                known[key] = _count(node)
+            found[node] = known[key]
+    return found
+
+
+def _count(node: torch.fx.Node) -> Lowered:
+    inputs = [read for read in node.all_input_nodes if read.op != "get_attr"]
+
+    def run(values: list[Any]) -> Any:
+        return run_node(node, dict(zip(inputs, values, strict=True)).__getitem__)
+
+    jaxpr = jax.make_jaxpr(run)([_map_tensors(read.meta.get("val"), _shape) for read in inputs]).jaxpr
+    return Lowered(count_primitives(jaxpr), count_operations(jaxpr))
+
+
+def _signature(node: torch.fx.Node) -> Any:
+    """Equal for operations that become the same; graphs within are their own."""
+
+    def describe(value: Any) -> Any:
+        if isinstance(value, torch.fx.Node):
+            is_graph = value.op == "get_attr"
+            return value if is_graph else repr(_map_tensors(value.meta.get("val"), _shape))
+        return repr(value)
+
+    read = {str(user.args[1:]) for user in node.users if user.target is operator.getitem}
+    arguments = torch.fx.node.map_aggregate(
+        (node.args, tuple(node.kwargs.items())), lambda value: describe(value)
+    )
+    return node.target, str(arguments), frozenset(read)
+
+
+def _shape(tensor: torch.Tensor) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(tuple(tensor.shape), jax_dtype(tensor.dtype))
+
+
+def _map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
+    """What stands for a node's value: of tensors, what the function makes of them."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, (list, tuple)):
+        return tuple(_map_tensors(part, function) for part in value)
+    return value
