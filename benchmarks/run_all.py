@@ -38,6 +38,7 @@ BENCHMARKS = [
     "checkpoints",
     "tutorial",
     "poptorch",
+    "against_torch_models",
     "memory",
     "recomputation_memory",
     "phases",

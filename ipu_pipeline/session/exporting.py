@@ -103,7 +103,8 @@ def export(
         avals = [_aval(binding, traced, operands, key) for binding in arguments]
         name = f"stage{number}.jax_export"
         forward = jax.export.export(
-            jax.jit(_with_key_data(own.forward.function, takes_key, implementation)), platforms=[platform]
+            jax.jit(_with_key_data(own.forward.on(platform).function, takes_key, implementation)),
+            platforms=[platform],
         )(*avals)
         files[name] = bytes(forward.serialize())
         stages.append(

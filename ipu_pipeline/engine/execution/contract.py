@@ -100,7 +100,8 @@ class Runner(abc.ABC, Generic[PendingT]):
     ) -> None:
         """Takes what all kinds have."""
         self.residence = residence
-        self.programs = tuple(programs)
+        platform = residence.rows[0].devices[0].platform
+        self.programs = tuple(own.on(platform) for own in programs)
         self.iterated = iterated
         self.temporary_bytes: dict[int, int] = {}
         self.residual_bytes: dict[int, int] = {}

@@ -120,7 +120,7 @@ class Executor(Runner[PendingStep]):
         self._chunk = ChunkForm(dispatch_plan.chunk_size)
         self.plan = make_plan(
             traced,
-            chunk_programs(traced, programs, self._chunk.size),
+            chunk_programs(traced, self.programs, self._chunk.size),
             residence.rows,
             residence.accumulator_plan.keys,
             options,

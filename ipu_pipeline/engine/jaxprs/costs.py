@@ -17,7 +17,7 @@ from typing import Any
 
 from jax.extend import core as jex_core
 
-__all__ = ["count_equations", "count_operations", "find_uncounted", "has_convolutions"]
+__all__ = ["count_equations", "count_operations", "find_uncounted"]
 
 # A product of matrices does many operations per element that it reads; anything else is bound by memory,
 # where an element takes about as long as so many operations of a product.
@@ -87,15 +87,6 @@ def find_uncounted(jaxpr: Any) -> frozenset[str]:
             target = equation.params.get("target_name")
             found.add(name if target is None else f"{name}({target})")
     return frozenset(found)
-
-
-def has_convolutions(jaxpr: Any) -> bool:
-    """Whether there is a convolution in a jaxpr, or in one within it."""
-    return any(
-        equation.primitive.name == "conv_general_dilated"
-        or any(has_convolutions(getattr(inner, "jaxpr", inner)) for inner in _inner(equation))
-        for equation in jaxpr.eqns
-    )
 
 
 def _inner(equation: Any) -> list[Any]:

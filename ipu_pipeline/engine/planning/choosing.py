@@ -122,13 +122,9 @@ def choose_dispatch_plan(
             Scenario(of_chunks, timetable, num_chunks, levels=tuple(levels), training=training)
         )
 
-    # XLA's CPU compiler gives convolutions their fast form outside of loops only, and a chunk is a loop.
-    avoids_loops = platform == "cpu" and any(program.has_convolutions for program in both)
     best = alone = seconds(1)
     chosen, held_back = 1, False
     for chunk_size in possible_chunk_sizes(num_micro_batches)[1:]:
-        if avoids_loops:
-            break
         if live_bytes(chunk_size) > max_live_bytes:
             held_back = True
             break
@@ -145,8 +141,6 @@ def choose_dispatch_plan(
         reason += "beside which dispatches cost little"
     else:
         reason += f"and a step is estimated to take {best / alone:.0%} of its time one by one"
-    if avoids_loops:
-        reason += "; convolutions, which are slow in loops on a CPU, are not chunked"
     if held_back:
         reason += f"; larger chunks would hold more than {max_live_bytes:,} bytes on a stage"
     return DispatchPlan(chosen, reason)

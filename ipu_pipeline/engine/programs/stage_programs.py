@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jax.extend import core as jex_core
 
 from ipu_pipeline.engine import jaxprs
-from ipu_pipeline.engine.jaxprs.costs import count_operations, find_uncounted, has_convolutions
+from ipu_pipeline.engine.jaxprs.convolutions import has_convolutions, with_fast_convolutions
+from ipu_pipeline.engine.jaxprs.costs import count_operations, find_uncounted
 from ipu_pipeline.engine.tracing.traced import Source, TracedStage
 
 __all__ = ["StageProgram", "StagePrograms", "Value", "ValueKind", "cut", "read_sources", "seed"]
@@ -72,6 +73,12 @@ class StageProgram:
     has_effects: bool
     has_convolutions: bool
 
+    def on(self, platform: str) -> StageProgram:
+        """The program as it is fastest on a kind of device, as in `jax.Device.platform`."""
+        if platform != "cpu" or not self.has_convolutions:
+            return self
+        return dataclasses.replace(self, function=with_fast_convolutions(self.function))
+
     @property
     def num_accumulators(self) -> int:
         """How many arguments at the beginning are accumulators."""
@@ -94,6 +101,11 @@ class StagePrograms:
     backward: StageProgram | None
     residuals: tuple[jax.ShapeDtypeStruct, ...]
     trained: tuple[int, ...]
+
+    def on(self, platform: str) -> StagePrograms:
+        """The programs as they are fastest on a kind of device; see `StageProgram.on`."""
+        backward = None if self.backward is None else self.backward.on(platform)
+        return dataclasses.replace(self, forward=self.forward.on(platform), backward=backward)
 
 
 def read_sources(stage: TracedStage, *programs: StageProgram | None) -> set[Source]:
