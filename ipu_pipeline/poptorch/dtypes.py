@@ -19,6 +19,8 @@ _DTYPES: dict[torch.dtype, Any] = {
     torch.float32: np.float32,
     torch.float16: np.float16,
     torch.bfloat16: ml_dtypes.bfloat16,
+    torch.complex128: np.complex128,
+    torch.complex64: np.complex64,
     torch.int64: np.int64,
     torch.int32: np.int32,
     torch.int16: np.int16,
@@ -32,7 +34,7 @@ def jax_dtype(dtype: torch.dtype) -> np.dtype[Any]:
     """The dtype that JAX computes in for one of torch's.
 
     Raises:
-      TypeError: there is none, as for complex and quantized numbers.
+      TypeError: there is none, as for quantized numbers.
     """
     if dtype not in _DTYPES:
         raise TypeError(
@@ -56,7 +58,7 @@ def to_numpy(tensor: torch.Tensor, name: str = "a tensor") -> np.ndarray[Any, An
     tensor = tensor.detach()
     if tensor.dtype == torch.bfloat16:
         return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    array = tensor.numpy()
+    array = tensor.resolve_conj().resolve_neg().numpy()
     if array.dtype == wanted:
         return array
     if array.dtype.kind == "i" and array.size:

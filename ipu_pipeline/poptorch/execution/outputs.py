@@ -71,7 +71,10 @@ def _stack(collected: Sequence[Collected], place: int) -> np.ndarray[Any, Any]:
 
 def _join_first_axes(value: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """The first two axes as one; scalars have only the first."""
-    return value.reshape(-1, *value.shape[2:]) if value.ndim > 1 else value
+    if value.ndim < 2:
+        return value
+    first, second, *others = value.shape
+    return value.reshape(first * second, *others)  # not -1, which fails without elements
 
 
 class _NoBackward:

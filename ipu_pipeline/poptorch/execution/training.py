@@ -89,6 +89,12 @@ class ModelOptimizer:
                 "optimizer's groups have none of these parameters. Give the optimizer those of this model: "
                 "model.parameters()."
             )
+        if complex_ones := [name for name in self.group_of if self._tensors[name].is_complex()]:
+            raise Error(
+                f"Parameter {complex_ones[0]} has complex numbers, which no optimizer trains here. Make "
+                "a real parameter of its parts (torch.view_as_real), and call torch.view_as_complex in "
+                "forward."
+            )
         self._agree(self.spec)
         self._changes = OptimizerChanges(optimizer)
 

@@ -227,7 +227,7 @@ def ways_of_gradients(loss: torch.fx.Node) -> set[torch.fx.Node]:
         if node in found or node.target is torch.ops.aten.detach.default:
             continue
         value = node.meta.get("val")
-        if isinstance(value, torch.Tensor) and not value.dtype.is_floating_point:
+        if isinstance(value, torch.Tensor) and not (value.is_floating_point() or value.is_complex()):
             continue
         found.add(node)
         left += node.all_input_nodes

@@ -86,9 +86,17 @@ def explained(model: torch.nn.Module) -> Iterator[None]:
     # These modules take seconds to load; export needs them too.
     from torch._dynamo.exc import TorchDynamoException
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
-    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+    from torch.fx.experimental.symbolic_shapes import (
+        GuardOnDataDependentSymNode,
+        PendingUnbackedSymbolNotFound,
+    )
 
-    known = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
+    known = (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        GuardOnDataDependentSymNode,
+        PendingUnbackedSymbolNotFound,
+    )
     try:
         yield
     except known as error:

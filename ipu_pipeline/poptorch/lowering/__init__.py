@@ -5,7 +5,11 @@ One module for each family of operations; importing them fills the registry.
 
 from ipu_pipeline.poptorch.lowering import (
     activations,
+    bessel_functions,
+    complex_numbers,
     creation,
+    factorizations,
+    fourier,
     indexing,
     linear_algebra,
     pointwise,
@@ -13,6 +17,7 @@ from ipu_pipeline.poptorch.lowering import (
     reductions,
     shapes,
     sorting,
+    special_functions,
 )
 from ipu_pipeline.poptorch.lowering.interpreter import describe_unsupported, find_unsupported, run_node
 from ipu_pipeline.poptorch.lowering.layers import (
@@ -43,15 +48,19 @@ __all__ = [
     "activations",
     "attention",
     "average_pooling",
+    "bessel_functions",
     "calls",
+    "complex_numbers",
     "convolutions",
     "creation",
     "ctc",
     "describe_unsupported",
     "distances",
     "embeddings",
+    "factorizations",
     "find_lowering",
     "find_unsupported",
+    "fourier",
     "grids",
     "indexing",
     "kept_operations",
@@ -74,4 +83,5 @@ __all__ = [
     "shapes",
     "slicing",
     "sorting",
+    "special_functions",
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -92,3 +94,11 @@ def _softmax(x: Array, dim: int, half_to_float: bool = False) -> Array:
 def _log_softmax(x: Array, dim: int, half_to_float: bool = False) -> Array:
     del half_to_float
     return jax.nn.log_softmax(to_float(x), as_axis(dim, x.ndim)) if x.ndim else jnp.zeros_like(x)
+
+
+@lowers("_safe_softmax", keep=True)
+def _safe_softmax(x: Array, dim: int, *, dtype: Any = None) -> Array:
+    """A softmax that is 0 where all elements are minus infinity."""
+    del dtype
+    is_empty = jnp.all(x == -jnp.inf, as_axis(dim, x.ndim), keepdims=True)
+    return jnp.where(is_empty, 0, _softmax(jnp.where(is_empty, 0, to_float(x)), dim))

@@ -19,8 +19,10 @@ __all__ = [
     "beside",
     "cast",
     "in_float32",
+    "is_complex",
     "is_float",
     "is_half",
+    "is_inexact",
     "operands",
     "per_dim",
     "safe_sqrt",
@@ -37,6 +39,16 @@ def is_float(x: Array) -> bool:
     return bool(jnp.issubdtype(jnp.result_type(x), jnp.floating))
 
 
+def is_inexact(x: Array) -> bool:
+    """Whether an array has floating-point or complex numbers."""
+    return bool(jnp.issubdtype(jnp.result_type(x), jnp.inexact))
+
+
+def is_complex(x: Array) -> bool:
+    """Whether an array has complex numbers."""
+    return bool(jnp.issubdtype(jnp.result_type(x), jnp.complexfloating))
+
+
 def is_half(x: Array) -> bool:
     """Whether an array has floating-point numbers of 16 bits."""
     return is_float(x) and jnp.result_type(x).itemsize == 2
@@ -48,8 +60,8 @@ def widen(x: Array) -> Array:
 
 
 def to_float(x: Array) -> Array:
-    """Floats widened; integers and booleans in float32."""
-    return widen(x) if is_float(x) else x.astype(jnp.float32)
+    """Floats widened, complex numbers as they are; integers and booleans in float32."""
+    return widen(x) if is_inexact(x) else x.astype(jnp.float32)
 
 
 def in_float32(function: Callable[..., Array]) -> Callable[..., Array]:
@@ -87,9 +99,11 @@ def cast(x: Array, dtype: Any) -> Array:
     """An array in another dtype, as torch converts.
 
     Floating-point numbers become integers of 8 and 16 bits by way of 32 bits, so that they wrap around
-    (XLA's conversion saturates).
+    (XLA's conversion saturates). Complex numbers become real by leaving out the imaginary part.
     """
     dtype = np.dtype(dtype)
+    if is_complex(x) and dtype.kind != "c":
+        x = x != 0 if dtype.kind == "b" else x.real
     if is_float(x) and dtype.kind in "iu" and dtype.itemsize < 4:
         x = x.astype(jnp.int32)
     return x.astype(dtype)

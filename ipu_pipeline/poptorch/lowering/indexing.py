@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ipu_pipeline.poptorch.lowering.arrays import Array, as_axis, is_float
+from ipu_pipeline.poptorch.lowering.arrays import Array, as_axis, is_float, is_inexact
 from ipu_pipeline.poptorch.lowering.registry import lowers
 
 __all__ = ["pick"]
@@ -152,7 +152,7 @@ def _scatter_reduce(
         counts = jnp.full(wide.shape, 1 if include_self else 0).at[at].add(ones)
         total = wide.at[at].add(source)
         counts = jnp.maximum(counts, 1)
-        made = total / counts if is_float(total) else jnp.floor_divide(total, counts)
+        made = total / counts if is_inexact(total) else jnp.floor_divide(total, counts)
     elif reduce == "prod":
         made = _scatter_product(wide, at, source)
     else:
@@ -191,7 +191,7 @@ def _limits(dtype: Any) -> tuple[int, int]:
 
 def _scatter_product(x: Array, at: tuple[Array, ...], source: Array) -> Array:
     """A product with the gradient of one, also where factors are 0: the product of the others."""
-    return _product(x, at, source) if is_float(x) else x.at[at].multiply(source)
+    return _product(x, at, source) if is_inexact(x) else x.at[at].multiply(source)
 
 
 @jax.custom_jvp
@@ -237,3 +237,18 @@ def _share_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
     made, _x, _source, at, x_equal, equal, counts = primals
     total = jnp.where(x_equal, tangents[1], 0).at[at].add(jnp.where(equal, tangents[2], 0))
     return made, total / jnp.maximum(counts, jnp.ones_like(counts))
+
+
+@lowers("scatter.reduce", "scatter.value_reduce")
+def _scatter_by(x: Array, dim: int, index: Array, source: Any, *, reduce: str) -> Array:
+    """The older form of `scatter_reduce`, in which the source may be a number."""
+    if not isinstance(source, jax.Array):
+        source = jnp.full(index.shape, source, x.dtype)
+    return _scatter_reduce(x, dim, index, source, {"add": "sum", "multiply": "prod"}[reduce])
+
+
+@lowers("put", keep=True)
+def _put(x: Array, index: Array, source: Array, accumulate: bool = False) -> Array:
+    """Elements at places in the flattened array; negative ones count from its end."""
+    at, values = x.reshape(-1).at[index.reshape(-1)], source.reshape(-1).astype(x.dtype)
+    return (at.add(values) if accumulate else at.set(values)).reshape(x.shape)

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ipu_pipeline.poptorch.lowering.arrays import Array, is_float, widen
+from ipu_pipeline.poptorch.lowering.arrays import Array, is_inexact, widen
 from ipu_pipeline.poptorch.lowering.registry import lowers
 
 __all__: list[str] = []
@@ -32,7 +32,7 @@ def _added(product: Callable[[Array, Array], Array]) -> Callable[..., Array]:
 
     def compute(c: Array, a: Array, b: Array, *, beta: Any = 1, alpha: Any = 1) -> Array:
         made = product(a, b)
-        if not is_float(made):  # torch cuts the factors, too
+        if not is_inexact(made):  # torch cuts the factors, too
             alpha, beta = int(alpha), int(beta)
         if beta == 1 and alpha == 1:
             return made + c

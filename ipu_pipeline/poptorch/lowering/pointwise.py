@@ -13,7 +13,9 @@ from ipu_pipeline.poptorch.lowering.arrays import (
     absolute,
     beside,
     in_float32,
+    is_complex,
     is_float,
+    is_inexact,
     operands,
     to_float,
     widen,
@@ -23,15 +25,6 @@ from ipu_pipeline.poptorch.lowering.registry import lowers
 __all__: list[str] = []
 
 _function: Callable[..., Array]
-
-
-def _digamma(x: Array) -> Array:
-    """Negative numbers are reflected: JAX's gradient is wrong there."""
-    is_negative = x < 0
-    reflected = jax.scipy.special.digamma(jnp.where(is_negative, 1 - x, x))
-    return jnp.where(
-        is_negative, reflected - jnp.pi / jnp.tan(jnp.pi * jnp.where(is_negative, x, 0.5)), reflected
-    )
 
 
 # Each rounds once, also in 16 bits.
@@ -63,7 +56,6 @@ for _name, _function in {
     "asinh": jnp.arcsinh,
     "atanh": jnp.arctanh,
     "cosh": jnp.cosh,
-    "digamma": lambda x: _digamma(to_float(x)),
     "erfc": jax.scipy.special.erfc,
     "erfinv": jax.scipy.special.erfinv,
     "exp2": jnp.exp2,
@@ -105,12 +97,21 @@ def _round(x: Array, *, decimals: int) -> Array:
 def _sign(x: Array) -> Array:
     if x.dtype == jnp.bool_:
         return x
+    if is_complex(x):  # not jnp.sign, whose gradient is 0
+        return jnp.where(x == 0, 0, x / jnp.where(x == 0, 1, jnp.abs(x)))
     return jnp.where(jnp.isnan(x), 0, jnp.sign(x)) if is_float(x) else jnp.sign(x)
 
 
 def _binary(function: Callable[[Array, Array], Array]) -> Callable[[Array, Array], Array]:
     """A function of two operands, each of which may be a number."""
     return lambda a, b: function(*operands(a, b))
+
+
+def _nextafter(a: Array, b: Array) -> Array:
+    """Differentiated as what it nearly is: a, or b where they are equal."""
+    near = jnp.where(a == b, b, a)
+    fixed = jax.lax.stop_gradient((a, b, near))
+    return near - fixed[2] + jnp.nextafter(*fixed[:2])
 
 
 _of_two: dict[str, Callable[..., Array]] = {
@@ -126,7 +127,9 @@ _of_two: dict[str, Callable[..., Array]] = {
     "fmax": jnp.fmax,
     "fmin": jnp.fmin,
     "fmod": jnp.fmod,
+    "gcd": jnp.gcd,
     "hypot": in_float32(jnp.hypot),
+    "lcm": jnp.lcm,
     "ldexp": lambda x, exponent: to_float(x) * jnp.exp2(to_float(exponent)),
     "logaddexp": in_float32(jnp.logaddexp),
     "logaddexp2": in_float32(jnp.logaddexp2),
@@ -136,7 +139,7 @@ _of_two: dict[str, Callable[..., Array]] = {
     "maximum": jnp.maximum,
     "minimum": jnp.minimum,
     "mul": jnp.multiply,
-    "nextafter": jnp.nextafter,
+    "nextafter": _nextafter,
     "remainder": jnp.remainder,
 }
 for _name, _function in _of_two.items():
@@ -198,12 +201,12 @@ def _div(a: Array, b: Array, *, rounding_mode: str | None = None) -> Array:
 @lowers("pow")
 def _pow(base: Array, exponent: Array) -> Array:
     if isinstance(exponent, (int, float)):
-        if not is_float(base) and isinstance(exponent, float):
+        if not is_inexact(base) and isinstance(exponent, float):
             base = to_float(base)
         if float(exponent).is_integer() and abs(exponent) <= 8:
             return jax.lax.integer_pow(base if abs(exponent) <= 2 else widen(base), int(exponent))
     base, exponent = widen(base), widen(exponent)
-    if isinstance(base, jax.Array) and is_float(base):  # JAX's gradient of 0 ** 0 is NaN
+    if isinstance(base, jax.Array) and is_inexact(base):  # JAX's gradient of 0 ** 0 is NaN
         base = jnp.where(exponent == 0, jax.lax.stop_gradient(base), base)
     return jnp.power(base, exponent)
 
@@ -256,3 +259,11 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     zeros for a class that is out of range.
     """
     del args, kwargs
+
+
+@lowers("frexp.Tensor")
+def _frexp(x: Array) -> tuple[Array, Array]:
+    """The mantissa is differentiated as a multiple of x."""
+    fixed = jax.lax.stop_gradient(x)
+    mantissa, exponent = jnp.frexp(widen(fixed))
+    return mantissa + (x - fixed) * jnp.exp2(-exponent.astype(mantissa.dtype)), exponent

@@ -15,7 +15,8 @@ from ipu_pipeline.poptorch.lowering.arrays import (
     absolute,
     as_axes,
     as_axis,
-    is_float,
+    is_complex,
+    is_inexact,
     safe_sqrt,
     to_float,
     widen,
@@ -108,11 +109,16 @@ def _min(x: Array, dim: int, keepdim: bool = False) -> tuple[Array, Array]:
     return _with_position(jnp.argmin, x, dim, keepdim)
 
 
+def _squared(x: Array) -> Array:
+    """The square of each element, or of its absolute value if it is complex."""
+    return jnp.square(x.real) + jnp.square(x.imag) if is_complex(x) else jnp.square(x)
+
+
 def variance(x: Array, axes: tuple[int, ...], correction: float, keepdim: bool) -> tuple[Array, Array]:
     """Variance and mean, with torch's infinity or NaN where too few elements are there for a correction."""
     x = to_float(x)
     mean = jnp.mean(x, axes, keepdims=True)
-    squares = jnp.sum(jnp.square(x - mean), axes, keepdims=keepdim)
+    squares = jnp.sum(_squared(x - mean), axes, keepdims=keepdim)
     count = math.prod(x.shape[axis] for axis in axes)
     return squares / max(count - correction, 0), mean if keepdim else mean.squeeze(axes)
 
@@ -171,7 +177,7 @@ def vector_norm(
     if ord == 1:
         return jnp.sum(absolute(x), axes, keepdims=keepdim)
     if ord == 2:
-        return safe_sqrt(jnp.sum(jnp.square(x), axes, keepdims=keepdim))
+        return safe_sqrt(jnp.sum(_squared(x), axes, keepdims=keepdim))
     if math.isinf(ord):
         return (jnp.max if ord > 0 else jnp.min)(absolute(x), axes, keepdims=keepdim)
     sizes = absolute(x)
@@ -184,7 +190,7 @@ def vector_norm(
 
 def _scan_sum(x: Array, dtype: Any) -> Array:
     x = _accumulating(x, dtype)
-    return x if is_float(x) or dtype is not None else x.astype(int)
+    return x if is_inexact(x) or dtype is not None else x.astype(int)
 
 
 @lowers("cumsum")

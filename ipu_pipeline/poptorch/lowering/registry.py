@@ -16,10 +16,19 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import jax
+import jax.numpy as jnp
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
-__all__ = ["Lowering", "find_lowering", "kept_operations", "lowers", "register_lowering"]
+__all__ = [
+    "Lowering",
+    "find_lowering",
+    "kept_operations",
+    "lowers",
+    "lowers_without_gradient",
+    "register_lowering",
+]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -60,6 +69,27 @@ def lowers(*names: str, keep: bool = False) -> Callable[[_F], _F]:
         return function
 
     return decorate
+
+
+def lowers_without_gradient(name: str, function: Callable[..., Any]) -> None:
+    """Makes a function of arrays and numbers the lowering of an operation that torch has no derivative of.
+
+    Differentiating it raises a NotImplementedError, as torch does; its gradient is never 0 in silence.
+    """
+    compute = jax.custom_jvp(function)
+
+    def refuse(primals: Any, tangents: Any) -> Any:
+        del primals, tangents
+        raise NotImplementedError(
+            f"torch.{name.replace('special_', 'special.')} has no derivative, in torch neither: nothing "
+            "can be trained through it. Call detach() on its input."
+        )
+
+    compute.defjvp(refuse)
+
+    @lowers(name)
+    def call(*args: Any) -> Any:
+        return compute(*(jnp.asarray(arg) for arg in args))
 
 
 def register_lowering(operation: Any, function: Callable[..., Any] | None = None) -> Any:

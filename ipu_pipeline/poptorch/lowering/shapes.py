@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -172,3 +174,27 @@ def _unfold(x: Array, dimension: int, size: int, step: int) -> Array:
         return jnp.moveaxis(jnp.stack(windows, axis), axis + 1, -1)
     ends = (count - 1) * step + 1
     return jnp.stack([jax.lax.slice_in_dim(x, i, i + ends, step, axis) for i in range(size)], -1)
+
+
+@lowers("view.dtype")
+def _view_dtype(x: Array, dtype: Any) -> Array:
+    """The same bits as numbers of another dtype; the last dimension takes what the sizes differ in."""
+    old, new = x.dtype.itemsize, np.dtype(dtype).itemsize
+    if x.dtype == dtype:
+        return x
+    if bool in (x.dtype, dtype) or "c" in (x.dtype.kind, np.dtype(dtype).kind):
+        raise NotImplementedError(
+            f"view({np.dtype(dtype).name}) of {x.dtype.name}: JAX reinterprets the bits of real numbers "
+            "only. torch.view_as_real and torch.view_as_complex do so for complex numbers."
+        )
+    if new > old:
+        x = x.reshape(*x.shape[:-1], x.shape[-1] * old // new, new // old)
+    made = jax.lax.bitcast_convert_type(x, dtype)
+    return made.reshape(*x.shape[:-1], x.shape[-1] * old // new) if new < old else made
+
+
+@lowers("resize")
+def _resize(x: Array, size: Sequence[int]) -> Array:
+    """The first elements; those that there are not, which torch leaves unset, are 0."""
+    flat = x.reshape(-1)[: math.prod(size)]
+    return jnp.pad(flat, (0, math.prod(size) - flat.size)).reshape(tuple(size))

@@ -175,3 +175,49 @@ def _cummax(x: Array, dim: int) -> tuple[Array, Array]:
 @lowers("cummin", keep=True)
 def _cummin(x: Array, dim: int) -> tuple[Array, Array]:
     return _running(x, dim, jnp.less_equal)
+
+
+@lowers("mode")
+@_with_scalars
+def _mode(x: Array, dim: int = -1, keepdim: bool = False) -> tuple[Array, Array]:
+    """The most frequent element, of several the smallest, and the last place where it is."""
+    axis = as_axis(dim, x.ndim)
+    values, _places = _sorted(jax.lax.stop_gradient(x), axis, descending=False)
+    number = jax.lax.broadcasted_iota(jnp.result_type(int), x.shape, axis)
+    differs = values != jnp.roll(values, 1, axis)
+    begins = jax.lax.cummax(jnp.where(differs, number, 0), axis)
+    best = jnp.argmax(number - begins, axis, keepdims=True)  # the first of the longest runs ends there
+    found = jnp.take_along_axis(values, best, axis)
+    place = jnp.max(jnp.where(x == found, number, 0), axis, keepdims=True)
+    value = jnp.take_along_axis(x, place, axis)
+    return (value, place) if keepdim else (value.squeeze(axis), place.squeeze(axis))
+
+
+@lowers("histc")
+def _histc(x: Array, bins: int = 100, min: float = 0, max: float = 0) -> Array:
+    """Bins of equal widths, the last with its upper end. By default they hold all elements."""
+    flat = jax.lax.stop_gradient(x).reshape(-1)
+    low, high = jnp.asarray(min, x.dtype), jnp.asarray(max, x.dtype)
+    if min == max and x.size:
+        low, high = jnp.min(flat), jnp.max(flat)
+    low, high = jnp.where(low == high, low - 1, low), jnp.where(low == high, high + 1, high)
+    place = jnp.floor((flat - low) * bins / (high - low)).astype(int)
+    place = jnp.where((flat >= low) & (flat <= high), jnp.minimum(place, bins - 1), bins)
+    return jnp.zeros((bins,), x.dtype).at[place].add(1, mode="drop")
+
+
+@lowers("nonzero_static")
+def _nonzero_static(x: Array, *, size: int, fill_value: int = -1) -> Array:
+    if x.ndim == 0:
+        return jnp.zeros((size, 0), int)
+    return jnp.stack(jnp.nonzero(x, size=size, fill_value=fill_value), -1)
+
+
+@lowers("histogram.bin_ct", "histogram.bins_tensor")
+def _histogram(
+    x: Array, bins: Any = 100, *, range: Any = None, weight: Array | None = None, density: bool = False
+) -> tuple[Array, Array]:
+    if weight is not None:
+        weight = weight.reshape(-1)
+    limits = None if range is None else tuple(range)
+    return jnp.histogram(x.reshape(-1), bins, limits, weight, density)

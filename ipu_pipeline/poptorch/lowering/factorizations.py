@@ -1,0 +1,347 @@
+"""Factorizations of matrices, and what is computed with them.
+
+An input that torch refuses with an error, as a matrix without a Cholesky factor, gives NaN or infinities,
+since a compiled program cannot raise one. The functions that return a number that says whether they failed
+(`cholesky_ex`, `inv_ex`) return 1 then, and 0 otherwise.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ipu_pipeline.poptorch.lowering.arrays import Array, is_complex
+from ipu_pipeline.poptorch.lowering.registry import lowers
+
+__all__: list[str] = []
+
+_stop = jax.lax.stop_gradient
+
+
+def _adjoint(x: Array) -> Array:
+    return jnp.conj(jnp.swapaxes(x, -1, -2))
+
+
+def _failure(made: Array) -> Array:
+    """A number for each matrix that was made: 1 if it has elements that are not finite, else 0."""
+    return jnp.any(~jnp.isfinite(_stop(made)), (-2, -1)).astype(jnp.int32)
+
+
+def _singular(lu: Array) -> Array:
+    """For each matrix the number of the first 0 on the diagonal, counted from 1, or 0 without any."""
+    is_zero = jnp.diagonal(_stop(lu), axis1=-2, axis2=-1) == 0
+    if is_zero.shape[-1] == 0:
+        return jnp.zeros(lu.shape[:-2], jnp.int32)
+    return jnp.where(jnp.any(is_zero, -1), jnp.argmax(is_zero, -1) + 1, 0)
+
+
+def _hermitian(x: Array, upper: bool) -> Array:
+    """The matrix of which one triangle is read, with a gradient for both triangles, as torch has it."""
+    read = jnp.triu(x) if upper else jnp.tril(x)
+    other = _adjoint(jnp.triu(x, 1) if upper else jnp.tril(x, -1))
+    halves = (x + _adjoint(x)) / 2
+    return halves + _stop(read + other - halves)
+
+
+@lowers("_linalg_check_errors")
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    del args, kwargs
+
+
+@lowers("cholesky")
+def _cholesky(x: Array, upper: bool = False) -> Array:
+    made = jax.lax.linalg.cholesky(_hermitian(x, upper), symmetrize_input=False)
+    return _adjoint(made) if upper else made
+
+
+@lowers("linalg_cholesky_ex")
+def _cholesky_ex(x: Array, *, upper: bool = False, check_errors: bool = False) -> tuple[Array, Array]:
+    del check_errors
+    made = _cholesky(x, upper)
+    return made, _failure(made)
+
+
+def _triangular(a: Array, b: Array, *, upper: bool, adjoint: bool = False, unit: bool = False) -> Array:
+    """Solves `a x = b`, or with the adjoint of a, for matrices whose batches are broadcast."""
+    batch = jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    a, b = (jnp.broadcast_to(x, (*batch, *x.shape[-2:])) for x in (a, b))
+    if 0 in b.shape:
+        return b
+    return jax.lax.linalg.triangular_solve(
+        a,
+        b,
+        left_side=True,
+        lower=not upper,
+        transpose_a=adjoint,
+        conjugate_a=adjoint and is_complex(a),
+        unit_diagonal=unit,
+    )
+
+
+def _transposed(x: Array) -> Array:
+    return jnp.swapaxes(x, -1, -2)
+
+
+@lowers("linalg_solve_triangular")
+def _solve_triangular(
+    a: Array, b: Array, *, upper: bool, left: bool = True, unitriangular: bool = False
+) -> Array:
+    if left:
+        return _triangular(a, b, upper=upper, unit=unitriangular)
+    return _transposed(_triangular(_transposed(a), _transposed(b), upper=not upper, unit=unitriangular))
+
+
+@lowers("triangular_solve")
+def _triangular_solve(
+    b: Array, a: Array, upper: bool = True, transpose: bool = False, unitriangular: bool = False
+) -> tuple[Array, Array]:
+    if transpose:
+        a, upper = _transposed(a), not upper
+    made = _triangular(a, b, upper=upper, unit=unitriangular)
+    a = _transposed(a) if transpose else a
+    return made, jnp.broadcast_to(a, (*made.shape[:-2], *a.shape[-2:]))
+
+
+@lowers("cholesky_solve", "_cholesky_solve_helper")
+def _cholesky_solve(b: Array, factor: Array, upper: bool = False) -> Array:
+    half = _triangular(factor, b, upper=upper, adjoint=upper)
+    return _triangular(factor, half, upper=upper, adjoint=not upper)
+
+
+@lowers("cholesky_inverse")
+def _cholesky_inverse(factor: Array, upper: bool = False) -> Array:
+    return _cholesky_solve(jnp.eye(factor.shape[-1], dtype=factor.dtype), factor, upper)
+
+
+@lowers("linalg_qr")
+def _qr(x: Array, mode: str = "reduced") -> tuple[Array, Array]:
+    """Of a wide matrix the factors of its square part, which JAX differentiates, and the rest of R."""
+    rows, columns = x.shape[-2:]
+    if mode == "complete" and rows > columns:
+        q, r = jnp.linalg.qr(x, "complete")
+    else:
+        q, r = jnp.linalg.qr(x[..., :rows], "reduced")
+        if rows < columns:
+            r = jnp.concatenate([r, _adjoint(q) @ x[..., rows:]], -1)
+    return (jnp.zeros((0,), x.dtype) if mode == "r" else q), r
+
+
+def _completed(q: Array, size: int) -> Array:
+    """Orthonormal columns, and others without a gradient that make them a square matrix."""
+    missing = size - q.shape[-1]
+    if missing == 0:
+        return q
+    more = jnp.linalg.qr(_stop(q), "complete")[0][..., q.shape[-1] :]
+    return jnp.concatenate([q, more], -1)
+
+
+@lowers("_linalg_svd")
+def _svd(
+    x: Array, full_matrices: bool = False, compute_uv: bool = True, *, driver: str | None = None
+) -> tuple[Any, ...]:
+    del driver
+    if not compute_uv:
+        return jnp.zeros((0,), x.dtype), jnp.linalg.svd(x, compute_uv=False), jnp.zeros((0,), x.dtype)
+    u, s, vh = jnp.linalg.svd(x, full_matrices=False)
+    if full_matrices:
+        u = _completed(u, x.shape[-2])
+        vh = _adjoint(_completed(_adjoint(vh), x.shape[-1]))
+    return u, s, vh
+
+
+@lowers("_linalg_eigh")
+def _eigh(x: Array, UPLO: str = "L", compute_v: bool = True) -> tuple[Array, Array]:
+    vectors, values = jax.lax.linalg.eigh(_hermitian(x, UPLO.upper() == "U"), symmetrize_input=False)
+    return values, vectors if compute_v else jnp.zeros((0,), x.dtype)
+
+
+def _as_complex(x: Array) -> Array:
+    return x.astype(jnp.result_type(x, jnp.complex64))
+
+
+def _eigenvalues(x: Array) -> Array:
+    if x.size == 0:
+        return _as_complex(x.reshape(x.shape[:-1]))
+    return jax.lax.linalg.eig(x, compute_left_eigenvectors=False, compute_right_eigenvectors=False)[0]
+
+
+lowers("linalg_eigvals", "_linalg_eigvals", keep=True)(_eigenvalues)
+
+
+@lowers("linalg_eig")
+def _eig(x: Array) -> tuple[Array, Array]:
+    """Eigenvectors have the length 1: so their gradient leaves out what would change it."""
+    if x.size == 0:
+        return _as_complex(x.reshape(x.shape[:-1])), _as_complex(x)
+    values, vectors = jax.lax.linalg.eig(
+        x, compute_left_eigenvectors=False, compute_right_eigenvectors=True, enable_eigvec_derivs=True
+    )
+    return values, vectors
+
+
+@lowers("linalg_lu_factor_ex")
+def _lu_factor(x: Array, *, pivot: bool = True, check_errors: bool = False) -> tuple[Array, ...]:
+    del check_errors
+    if not pivot:
+        raise NotImplementedError("An LU factorization without pivoting is not supported: use pivot=True.")
+    lu, pivots, _permutation = jax.lax.linalg.lu(x)
+    return lu, pivots + 1, _singular(lu)
+
+
+def _unpack(lu: Array) -> tuple[Array, Array]:
+    rows, columns = lu.shape[-2:]
+    both = min(rows, columns)
+    lower = jnp.tril(lu[..., :both], -1) + jnp.eye(rows, both, dtype=lu.dtype)
+    return lower, jnp.triu(lu[..., :both, :])
+
+
+def _permutation_matrix(permutation: Array, dtype: Any) -> Array:
+    return _transposed(jax.nn.one_hot(permutation, permutation.shape[-1], dtype=dtype))
+
+
+@lowers("linalg_lu")
+def _lu(x: Array, *, pivot: bool = True) -> tuple[Array, Array, Array]:
+    lu, pivots, _info = _lu_factor(x, pivot=pivot)
+    return _lu_unpack(lu, pivots)
+
+
+@lowers("lu_unpack")
+def _lu_unpack(
+    lu: Array, pivots: Array, unpack_data: bool = True, unpack_pivots: bool = True
+) -> tuple[Array, Array, Array]:
+    nothing = jnp.zeros((0,), lu.dtype)
+    lower, upper = _unpack(lu) if unpack_data else (nothing, nothing)
+    if not unpack_pivots:
+        return nothing, lower, upper
+    permutation = jax.lax.linalg.lu_pivots_to_permutation(pivots - 1, lu.shape[-2])
+    return _permutation_matrix(permutation, lu.dtype), lower, upper
+
+
+@lowers("linalg_lu_solve")
+def _lu_solve(lu: Array, pivots: Array, b: Array, *, left: bool = True, adjoint: bool = False) -> Array:
+    if not left:  # x a = b is a^H x^H = b^H
+        return _adjoint(_lu_solve(lu, pivots, _adjoint(b), adjoint=not adjoint))
+    permutation = jax.lax.linalg.lu_pivots_to_permutation(pivots - 1, lu.shape[-2])
+    matrix = _permutation_matrix(permutation, lu.dtype)
+    if adjoint:
+        half = _triangular(lu, b, upper=True, adjoint=True)
+        return matrix @ _triangular(lu, half, upper=False, adjoint=True, unit=True)
+    half = _triangular(lu, _transposed(matrix) @ b, upper=False, unit=True)
+    return _triangular(lu, half, upper=True)
+
+
+def _solve(a: Array, b: Array) -> Array:
+    batch = jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    a, b = (jnp.broadcast_to(x, (*batch, *x.shape[-2:])) for x in (a, b))
+    return b if 0 in b.shape else jnp.linalg.solve(a, b)
+
+
+@lowers("_linalg_solve_ex")
+def _solve_ex(a: Array, b: Array, *, left: bool = True, check_errors: bool = False) -> tuple[Any, ...]:
+    del check_errors
+    is_vector = b.ndim == 1 or (b.ndim == a.ndim - 1 and b.shape == a.shape[:-1])
+    wide = b[..., None] if is_vector else b
+    made = _solve(a, wide) if left else _transposed(_solve(_transposed(a), _transposed(wide)))
+    factors = _lazily(lambda: jax.lax.linalg.lu(_stop(a)))
+    return (
+        made[..., 0] if is_vector else made,
+        lambda: factors()[0],
+        lambda: factors()[1] + 1,
+        lambda: _singular(factors()[0]),
+    )
+
+
+def _lazily(compute: Any) -> Any:
+    made: list[Any] = []
+
+    def get() -> Any:
+        if not made:
+            made.append(compute())
+        return made[0]
+
+    return get
+
+
+@lowers("linalg_inv_ex")
+def _inv_ex(x: Array, *, check_errors: bool = False) -> tuple[Array, Array]:
+    del check_errors
+    made = x if x.size == 0 else jnp.linalg.inv(x)
+    return made, _failure(made)
+
+
+@lowers("_linalg_det")
+def _det(x: Array) -> tuple[Any, ...]:
+    factors = _lazily(lambda: jax.lax.linalg.lu(x))
+    made = jnp.ones(x.shape[:-2], x.dtype) if x.shape[-1] == 0 else jnp.linalg.det(x)
+    return made, lambda: factors()[0], lambda: factors()[1] + 1
+
+
+@lowers("_linalg_slogdet")
+def _slogdet(x: Array) -> tuple[Any, ...]:
+    factors = _lazily(lambda: jax.lax.linalg.lu(x))
+    sign, logarithm = jnp.linalg.slogdet(x)
+    return sign, logarithm, lambda: factors()[0], lambda: factors()[1] + 1
+
+
+def _reflected(vectors: Array, tau: Array, x: Array, in_order: bool, conjugates: bool) -> Array:
+    """Applies Householder reflections `1 - tau v v^H` one after another.
+
+    Args:
+      vectors: those below the diagonal of a matrix are the vectors' parts after a 1.
+      tau: their factors.
+      x: the matrix that they are applied to, from the left.
+      in_order: whether the first is applied first.
+      conjugates: whether the factors are conjugated, as in the adjoint of their product.
+    """
+    count = tau.shape[-1]
+    vectors = jnp.tril(vectors[..., :count], -1) + jnp.eye(vectors.shape[-2], count, dtype=vectors.dtype)
+    tau = jnp.conj(tau) if conjugates else tau
+
+    def step(number: Array, x: Array) -> Array:
+        place = number if in_order else count - 1 - number
+        vector = jax.lax.dynamic_slice_in_dim(vectors, place, 1, -1)
+        factor = jax.lax.dynamic_slice_in_dim(tau, place, 1, -1)[..., None]
+        return x - factor * vector * (_adjoint(vector) @ x)
+
+    return jax.lax.fori_loop(0, count, step, x)
+
+
+@lowers("linalg_householder_product")
+def _householder_product(vectors: Array, tau: Array) -> Array:
+    eye = jnp.broadcast_to(
+        jnp.eye(vectors.shape[-2], vectors.shape[-1], dtype=vectors.dtype), vectors.shape
+    )
+    return _reflected(vectors, tau, eye, in_order=False, conjugates=False)
+
+
+@lowers("ormqr")
+def _ormqr(vectors: Array, tau: Array, x: Array, left: bool = True, transpose: bool = False) -> Array:
+    if left:
+        return _reflected(vectors, tau, x, in_order=transpose, conjugates=transpose)
+    return _adjoint(_reflected(vectors, tau, _adjoint(x), in_order=not transpose, conjugates=not transpose))
+
+
+@lowers("geqrf")
+def _geqrf(x: Array) -> tuple[Array, Array]:
+    made, tau = jnp.linalg.qr(x, "raw")
+    return _transposed(made), tau
+
+
+@lowers("linalg_pinv.atol_rtol_tensor")
+def _pinv(
+    x: Array, *, atol: Array | None = None, rtol: Array | None = None, hermitian: bool = False
+) -> Array:
+    """Singular values at most the larger tolerance count as 0."""
+    if x.size == 0:
+        return _transposed(jnp.zeros_like(x))
+    if hermitian:  # one triangle is read, but both have gradients of their own
+        x = x + _stop(_hermitian(x, upper=False) - x)
+    largest = jnp.linalg.svd(_stop(x), compute_uv=False)[..., 0]
+    floor = jnp.finfo(x.dtype).eps * max(x.shape[-2:])
+    relative = (floor if atol is None else 0.0) if rtol is None else rtol
+    if rtol is None and atol is not None:
+        relative = jnp.where(atol > 0, 0.0, floor)
+    absolute = 0.0 if atol is None else atol / jnp.where(largest == 0, 1, largest)
+    return jnp.linalg.pinv(x, rtol=jnp.maximum(relative, absolute))
