@@ -5,19 +5,13 @@ One module for each family of operations; importing them fills the registry.
 
 from ipu_pipeline.poptorch.lowering import (
     activations,
-    bessel_functions,
-    complex_numbers,
     creation,
-    factorizations,
-    fourier,
     indexing,
-    linear_algebra,
     pointwise,
     random_numbers,
     reductions,
     shapes,
     sorting,
-    special_functions,
 )
 from ipu_pipeline.poptorch.lowering.interpreter import describe_unsupported, find_unsupported, run_node
 from ipu_pipeline.poptorch.lowering.layers import (
@@ -35,6 +29,14 @@ from ipu_pipeline.poptorch.lowering.layers import (
     padding,
     recurrent,
     resampling,
+)
+from ipu_pipeline.poptorch.lowering.mathematics import (
+    bessel_functions,
+    complex_numbers,
+    factorizations,
+    fourier,
+    linear_algebra,
+    special_functions,
 )
 from ipu_pipeline.poptorch.lowering.operations import calls, marks, products, slicing
 from ipu_pipeline.poptorch.lowering.registry import (
