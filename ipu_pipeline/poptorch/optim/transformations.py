@@ -84,8 +84,8 @@ def make_transformation(
     if with_rows and spec.structure.kind in (Kind.ADAFACTOR, Kind.MUON):
         names = ", ".join(sorted(with_rows))
         raise ValueError(
-            f"{spec.name} looks at whole weights, and cannot train {names}, of which groups of replicas have "
-            "values of their own. Take another optimizer, or leave replicaGrouping out."
+            f"{spec.name} looks at whole weights, and cannot train {names}, of which groups of replicas "
+            "have values of their own. Take another optimizer, or leave replicaGrouping out."
         )
     inner = _make_inner(spec, dict(group_of), num_summed, frozenset(with_rows))
     scaling = spec.structure.loss_scaling
