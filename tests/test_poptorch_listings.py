@@ -556,6 +556,17 @@ def test_the_page_names_tests_that_exist():
         assert f"def {name}(" in (Path(__file__).parent / module).read_text(), name
 
 
+@pytest.mark.parametrize("heading", ["Beyond PopTorch", "Differs from PopTorch"])
+def test_each_row_names_a_test_that_exists(heading):
+    section = PAGE.read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    rows = section.partition("| --- |")[2].splitlines()[1:]
+    found = [re.search(r"\| `(test_\w+\.py)::(test_\w+)` \|$", row) for row in rows if row.startswith("|")]
+    assert len(found) > 5
+    for match in found:
+        file, name = match.groups()
+        assert f"def {name}(" in (Path(__file__).parent / file).read_text(), name
+
+
 def test_the_pages_example(capsys):
     for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL):
         exec(compile(block, str(PAGE), "exec"), {"__name__": "example"})  # noqa: S102  # the page is ours

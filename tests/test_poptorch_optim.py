@@ -123,6 +123,42 @@ CASES = [
     ("LAMB", {"lr": 0.1, "eps": 1e-3, "max_weight_norm": 0.7}),
 ]
 IDS = [f"{name}-{'-'.join(f'{k}={v}' for k, v in arguments.items())}" for name, arguments in CASES]
+# Of torch alone, with what is not the default.
+OF_TORCH = [
+    ("Adagrad", {"lr": 0.1, "lr_decay": 0.1, "weight_decay": 0.1, "initial_accumulator_value": 0.5}),
+    ("Adadelta", {"lr": 0.5, "rho": 0.8, "weight_decay": 0.1, "maximize": True}),
+    ("Adamax", {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-3, "weight_decay": 0.1}),
+    ("NAdam", {"lr": 0.1, "weight_decay": 0.1, "momentum_decay": 0.1}),
+    ("NAdam", {"lr": 0.1, "weight_decay": 0.1, "decoupled_weight_decay": True}),
+    ("RAdam", {"lr": 0.1, "weight_decay": 0.1}),
+    ("RAdam", {"lr": 0.1, "betas": (0.8, 0.99), "weight_decay": 0.1, "decoupled_weight_decay": True}),
+    ("ASGD", {"lr": 0.1, "lambd": 0.1, "t0": 5, "weight_decay": 0.1}),
+    ("Rprop", {"lr": 0.1, "etas": (0.4, 1.5), "step_sizes": (0.05, 0.2), "maximize": True}),
+    ("Adafactor", {"lr": 0.1, "weight_decay": 0.1}),
+    ("Adafactor", {"lr": 0.5, "beta2_decay": -0.5, "eps": (1e-4, 1e-2), "d": 1.5, "maximize": True}),
+]
+
+
+@pytest.mark.parametrize(("name", "arguments"), OF_TORCH)
+def test_equal_to_those_of_torch_alone(name, arguments):
+    ours = getattr(torch.optim, name)
+    compare(lambda parameters: ours(list(parameters.values()), **arguments))
+
+
+def test_whole_weights_are_needed():
+    parameters = make_parameters()
+    optimizer = torch.optim.Adafactor(list(parameters.values()))
+    groups = assign_groups(optimizer, parameters)
+    with pytest.raises(ValueError, match="Adafactor looks at whole weights, and cannot train model/b, of"):
+        make_transformation(describe(optimizer), groups, with_rows=["model/b"])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("name", "arguments"), OF_TORCH)
+def test_equal_to_those_of_torch_alone_in_float64(name, arguments):
+    ours = getattr(torch.optim, name)
+    with jax.enable_x64(True):
+        compare(lambda parameters: ours(list(parameters.values()), **arguments), "float64", 1e-12)
 
 
 @pytest.mark.parametrize(("name", "arguments"), CASES, ids=IDS)

@@ -28,13 +28,25 @@ from ipu_pipeline.poptorch.optim.specs import (
 
 __all__ = ["assign_groups", "describe"]
 
+_TORCHS_ALONE: tuple[type[torch.optim.Optimizer], ...] = (
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.ASGD,
+    torch.optim.Rprop,
+    torch.optim.Adafactor,
+    torch.optim.Muon,
+)
 # The class in torch (LAMB: ours), ours, and the formula; classes before those that they inherit from.
-_SUPPORTED: tuple[tuple[type[torch.optim.Optimizer], type[Optimizer], Kind], ...] = (
+_SUPPORTED: tuple[tuple[type[torch.optim.Optimizer], type[torch.optim.Optimizer], Kind], ...] = (
     (LAMB, LAMB, Kind.LAMB),
     (torch.optim.AdamW, AdamW, Kind.ADAM),
     (torch.optim.Adam, Adam, Kind.ADAM),
     (torch.optim.RMSprop, RMSprop, Kind.RMSPROP),
     (torch.optim.SGD, SGD, Kind.SGD),
+    *((own, own, Kind(own.__name__)) for own in _TORCHS_ALONE),
 )
 # By the name of the class in torch and of the argument. Reading signatures takes a while.
 _DEFAULTS = {
@@ -49,8 +61,19 @@ _VALUES = {
     Kind.ADAM: ("lr", "betas", "eps", "weight_decay"),
     Kind.RMSPROP: ("lr", "alpha", "eps", "weight_decay", "momentum"),
     Kind.LAMB: ("lr", "betas", "eps", "weight_decay", "max_weight_norm"),
+    Kind.ADAGRAD: ("lr", "lr_decay", "eps", "weight_decay", "initial_accumulator_value"),
+    Kind.ADADELTA: ("lr", "rho", "eps", "weight_decay"),
+    Kind.ADAMAX: ("lr", "betas", "eps", "weight_decay"),
+    Kind.NADAM: ("lr", "betas", "eps", "weight_decay", "momentum_decay"),
+    Kind.RADAM: ("lr", "betas", "eps", "weight_decay"),
+    Kind.ASGD: ("lr", "lambd", "alpha", "t0", "weight_decay"),
+    Kind.RPROP: ("lr", "etas", "step_sizes"),
+    Kind.ADAFACTOR: ("lr", "beta2_decay", "eps", "d", "weight_decay"),
+    Kind.MUON: ("lr", "momentum", "eps", "ns_coefficients", "weight_decay"),
 }
+_DECOUPLED = (Kind.ADAFACTOR, Kind.MUON)  # weights always decay apart from the gradients
 _FLAGS = ("nesterov", "maximize", "centered", "decoupled_weight_decay", "amsgrad", "differentiable")
+_COMPILED = ("ns_steps", "adjust_lr_fn")  # Muon's
 # How torch computes, which changes nothing here.
 _IMPLEMENTATIONS = ("foreach", "fused", "capturable")
 
@@ -59,7 +82,8 @@ def describe(optimizer: torch.optim.Optimizer, automatic_loss_scaling: bool = Fa
     """Reads an optimizer.
 
     Args:
-      optimizer: SGD, Adam, AdamW or RMSprop of `torch.optim`, or one of `poptorch.optim`.
+      optimizer: one of `poptorch.optim`, or of `torch.optim` but for those that need more than gradients of
+        dense weights (SparseAdam, LBFGS).
       automatic_loss_scaling: whether the loss is scaled by a factor that is found, from `loss_scaling` on.
 
     Raises:
@@ -96,7 +120,8 @@ def describe(optimizer: torch.optim.Optimizer, automatic_loss_scaling: bool = Fa
     structure = Structure(
         kind=kind,
         groups=tuple(
-            _read_structure(group, values[number], number, constants) for number, group in enumerate(groups)
+            _read_structure(kind, group, values[number], number, constants)
+            for number, group in enumerate(groups)
         ),
         corrects_bias=bool(getattr(optimizer, "bias_correction", True)),
         uses_tf_variant=bool(getattr(optimizer, "use_tf_variant", False)),
@@ -107,7 +132,7 @@ def describe(optimizer: torch.optim.Optimizer, automatic_loss_scaling: bool = Fa
         first_order_type=None if combines else _read_type(optimizer, first),
         second_order_type=_read_type(optimizer, "second_order_momentum_accum_type"),
     )
-    extras = find_extras(optimizer, torchs_class.__name__, {*names, *_FLAGS, *_IMPLEMENTATIONS})
+    extras = find_extras(optimizer, torchs_class.__name__, {*names, *_FLAGS, *_COMPILED, *_IMPLEMENTATIONS})
     return OptimizerSpec(torchs_class.__name__, structure, values, scale, max_norm, constants, extras)
 
 
@@ -148,7 +173,7 @@ def _find_class(optimizer: Any) -> tuple[type[torch.optim.Optimizer], Kind]:
     names = ", ".join(torchs_class.__name__ for torchs_class, _ours, _kind in reversed(_SUPPORTED))
     raise TypeError(
         f"Unsupported optimizer type {type(optimizer).__module__}.{type(optimizer).__qualname__}. Types "
-        f"supported: {names} of poptorch.optim, and those of them that torch.optim has."
+        f"supported: {names} of torch.optim, and those of poptorch.optim."
     )
 
 
@@ -187,9 +212,9 @@ def _read_values(group: Mapping[str, Any], names: Iterable[str], number: int) ->
     found: dict[str, Value] = {}
     for name in names:
         where = f"{name} of group {number}"
-        if name == "betas":
-            first, second = group[name]
-            found[name] = (_number(where, first), _number(where, second))
+        if isinstance(group[name], (tuple, list)):
+            # Adafactor's epsilon is None for that of the weights' dtype, which is no number that it may be.
+            found[name] = tuple(-1.0 if part is None else _number(where, part) for part in group[name])
         else:
             read = _positive if name == "velocity_scaling" else _number
             found[name] = read(where, group[name])
@@ -197,6 +222,7 @@ def _read_values(group: Mapping[str, Any], names: Iterable[str], number: int) ->
 
 
 def _read_structure(
+    kind: Kind,
     group: Mapping[str, Any],
     values: Mapping[str, Value],
     number: int,
@@ -209,9 +235,11 @@ def _read_structure(
         nesterov=bool(group.get("nesterov")),
         maximize=bool(group.get("maximize")),
         centered=bool(group.get("centered")),
-        decouples_decay=bool(group.get("decoupled_weight_decay")),
+        decouples_decay=bool(group.get("decoupled_weight_decay")) or kind in _DECOUPLED,
         decays=may_act("weight_decay"),
         has_momentum=may_act("momentum"),
+        num_iterations=int(group.get("ns_steps", 0)),
+        adjustment=str(group.get("adjust_lr_fn") or "original"),
     )
 
 

@@ -17,15 +17,23 @@ import jax.numpy as jnp
 from ipu_pipeline.poptorch.optim.hyperparameters import STEP, STORED_SCALING
 from ipu_pipeline.poptorch.optim.specs import GroupStructure, Kind, Structure
 
-__all__ = ["FORMULAS", "Case", "Formula", "Slot"]
+__all__ = ["FORMULAS", "Case", "Formula", "Slot", "SlotsOf", "Update", "average"]
 
 
 class Slot(NamedTuple):
-    """What is kept of a variable: torch's name, whether averages of squares, and where it starts."""
+    """What is kept of a variable.
+
+    Attributes:
+      name: torch's.
+      is_second_order: whether it has the dtype of averages of squares.
+      initial: where it starts: a number, or the name of a hyperparameter.
+      shape: None for that of the variable; scalars are kept in float32, as in torch.
+    """
 
     name: str
     is_second_order: bool = False
-    initial: float = 0.0
+    initial: float | str = 0.0
+    shape: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,22 +68,23 @@ class Case:
 
 
 Update = tuple[jax.Array, dict[str, jax.Array]]
+SlotsOf = Callable[[Structure, GroupStructure, tuple[int, ...]], tuple[Slot, ...]]
 
 
 class Formula(NamedTuple):
     """A formula.
 
     Attributes:
-      slots: what it keeps of a variable.
+      slots: what it keeps of a variable of a shape.
       update: what is added to the variable, and what is kept now.
     """
 
-    slots: Callable[[Structure, GroupStructure], tuple[Slot, ...]]
+    slots: SlotsOf
     update: Callable[[Case], Update]
 
 
-def _sgd_slots(structure: Structure, group: GroupStructure) -> tuple[Slot, ...]:
-    del structure
+def _sgd_slots(structure: Structure, group: GroupStructure, shape: tuple[int, ...]) -> tuple[Slot, ...]:
+    del structure, shape
     return (Slot("momentum_buffer"),) if group.has_momentum else ()
 
 
@@ -100,26 +109,32 @@ def _sgd(case: Case) -> Update:
     return -numbers["lr"] * direction, {"momentum_buffer": buffer}
 
 
-def _adam_slots(structure: Structure, group: GroupStructure) -> tuple[Slot, ...]:
-    del structure, group
+def _adam_slots(structure: Structure, group: GroupStructure, shape: tuple[int, ...]) -> tuple[Slot, ...]:
+    del structure, group, shape
     return (Slot("exp_avg"), Slot("exp_avg_sq", is_second_order=True))
 
 
-def _average(case: Case) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-    """Adam's averages, corrected, the second one's root; and as they are."""
+def average(case: Case, corrects_mean: bool = True) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    """Adam's averages, corrected, the second one's root; and as they are.
+
+    Args:
+      case: with slots `exp_avg` and `exp_avg_sq`.
+      corrects_mean: whether the first one is corrected, too.
+    """
     gradient, numbers = case.direction, case.numbers
     mean, square = case.slots["exp_avg"], case.slots["exp_avg_sq"]
     mean = mean + numbers["one_minus_beta1"] * (gradient - mean)
     square = numbers["beta2"] * square + numbers["one_minus_beta2"] * gradient * gradient
     root, kept = jnp.sqrt(square), {"exp_avg": mean, "exp_avg_sq": square}
     if case.structure.corrects_bias:
-        mean = mean / -jnp.expm1(numbers[STEP] * numbers["log_beta1"])
+        if corrects_mean:
+            mean = mean / -jnp.expm1(numbers[STEP] * numbers["log_beta1"])
         root = root / jnp.sqrt(-jnp.expm1(numbers[STEP] * numbers["log_beta2"]))
     return mean, root, kept
 
 
 def _adam(case: Case) -> Update:
-    mean, root, kept = _average(case)
+    mean, root, kept = average(case)
     numbers = case.numbers
     change = -numbers["lr"] * (mean / (root + numbers["eps"]))
     if case.group.decays and case.group.decouples_decay:
@@ -128,7 +143,7 @@ def _adam(case: Case) -> Update:
 
 
 def _lamb(case: Case) -> Update:
-    mean, root, kept = _average(case)
+    mean, root, kept = average(case)
     numbers = case.numbers
     update = mean / (root + numbers["eps"])
     if case.group.decays:
@@ -147,7 +162,8 @@ def _norm(value: jax.Array, has_rows: bool) -> jax.Array:
     return jnp.sqrt(jnp.sum(value * value, axes, keepdims=has_rows))
 
 
-def _rmsprop_slots(structure: Structure, group: GroupStructure) -> tuple[Slot, ...]:
+def _rmsprop_slots(structure: Structure, group: GroupStructure, shape: tuple[int, ...]) -> tuple[Slot, ...]:
+    del shape
     slots = [Slot("square_avg", is_second_order=True, initial=1.0 if structure.uses_tf_variant else 0.0)]
     if group.centered:
         slots.append(Slot("grad_avg"))

@@ -60,9 +60,10 @@ class Hyperparameters:
 
 
 def _find_kept(structure: Structure) -> tuple[str, ...]:
-    counts = structure.kind in (Kind.ADAM, Kind.LAMB) or (
-        structure.kind is Kind.SGD and any(group.has_momentum for group in structure.groups)
-    )
+    if structure.kind is Kind.SGD:
+        counts = any(group.has_momentum for group in structure.groups)
+    else:
+        counts = structure.kind not in (Kind.RMSPROP, Kind.ADADELTA, Kind.RPROP, Kind.MUON)
     return (*((STEP,) if counts else ()), *((STORED_SCALING,) if structure.scales_velocity else ()))
 
 
@@ -72,7 +73,16 @@ def _derive_all(spec: OptimizerSpec) -> list[dict[str, float]]:
         common["loss_scaling"] = float(np.float32(spec.loss_scaling))  # as the backward has it
     if spec.structure.clips:
         common["max_grad_norm"] = spec.max_grad_norm
+    if spec.structure.kind is Kind.RADAM:
+        return [_derive(values) | _derive_rectified(values) | common for values in spec.values]
     return [_derive(values) | common for values in spec.values]
+
+
+def _derive_rectified(values: Mapping[str, Any]) -> dict[str, float]:
+    """RAdam's rho of infinitely many updates, and by how much it is above -2 / log(beta2)."""
+    beta = values["betas"][1]
+    limit = 2 / (1 - beta) - 1
+    return {"rho_limit": limit, "rho_difference": limit + 2 / math.log(beta) if beta > 0 else limit}
 
 
 def _derive(values: Mapping[str, Any]) -> dict[str, float]:
@@ -83,8 +93,10 @@ def _derive(values: Mapping[str, Any]) -> dict[str, float]:
                 found[f"beta{number}"] = beta
                 found[f"one_minus_beta{number}"] = 1 - beta
                 found[f"log_beta{number}"] = math.log(beta) if beta > 0 else -math.inf
+        elif isinstance(value, tuple):
+            found |= {f"{name}{number}": part for number, part in enumerate(value, 1)}
         else:
             found[name] = value
-            if name in ("alpha", "dampening"):
+            if name in ("alpha", "dampening", "momentum", "rho"):
                 found[f"one_minus_{name}"] = 1 - value
     return found

@@ -160,7 +160,7 @@ def write_torch_state(
       tensors: the parameters, by the names of their variables.
       counts: how often each was updated, for optimizers whose formulas do not need to know it.
     """
-    is_counted = not isinstance(optimizer, torch.optim.SGD)
+    is_counted = not isinstance(optimizer, (torch.optim.SGD, torch.optim.Muon))
     changed = set()
     for key, value in saved.ipu_state.items():
         slot, separator, name = key.partition(_SEPARATOR)

@@ -12,7 +12,7 @@ import numpy as np
 
 __all__ = ["GroupStructure", "Kind", "LossScaling", "OptimizerSpec", "Structure", "Value"]
 
-Value: TypeAlias = "float | tuple[float, float]"
+Value: TypeAlias = "float | tuple[float, ...]"
 
 
 class Kind(enum.Enum):
@@ -22,6 +22,15 @@ class Kind(enum.Enum):
     ADAM = "Adam"
     RMSPROP = "RMSprop"
     LAMB = "LAMB"
+    ADAGRAD = "Adagrad"
+    ADADELTA = "Adadelta"
+    ADAMAX = "Adamax"
+    NADAM = "NAdam"
+    RADAM = "RAdam"
+    ASGD = "ASGD"
+    RPROP = "Rprop"
+    ADAFACTOR = "Adafactor"
+    MUON = "Muon"
 
 
 class LossScaling(enum.Enum):
@@ -43,6 +52,8 @@ class GroupStructure:
       decouples_decay: whether weights decay apart from the gradients.
       decays: whether weights may decay.
       has_momentum: whether there may be momentum.
+      num_iterations: Muon's, of Newton and Schulz.
+      adjustment: how Muon's rate depends on a matrix's shape.
     """
 
     nesterov: bool
@@ -51,6 +62,8 @@ class GroupStructure:
     decouples_decay: bool
     decays: bool
     has_momentum: bool
+    num_iterations: int = 0
+    adjustment: str = ""
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from ipu_pipeline.engine.updates.loss_scaling import LossScaled, LossScaleState,
 from ipu_pipeline.poptorch.optim.formulas import FORMULAS, Case
 from ipu_pipeline.poptorch.optim.hyperparameters import STEP, STORED_SCALING, Hyperparameters
 from ipu_pipeline.poptorch.optim.specs import Kind, LossScaling, OptimizerSpec
+from ipu_pipeline.poptorch.optim.torch_formulas import TORCH_FORMULAS
 
 __all__ = [
     "ManualScaleState",
@@ -76,7 +77,16 @@ def make_transformation(
     Returns:
       A transformation of flat dicts, name of the variable -> array. It computes in 32 bits at least. What
       it keeps has the dtypes that the spec says. Its `init` raises a ValueError for a variable in no group.
+
+    Raises:
+      ValueError: there are variables with rows, and the formula is of whole weights.
     """
+    if with_rows and spec.structure.kind in (Kind.ADAFACTOR, Kind.MUON):
+        names = ", ".join(sorted(with_rows))
+        raise ValueError(
+            f"{spec.name} looks at whole weights, and cannot train {names}, of which groups of replicas "
+            "have values of their own. Take another optimizer, or leave replicaGrouping out."
+        )
     inner = _make_inner(spec, dict(group_of), num_summed, frozenset(with_rows))
     scaling = spec.structure.loss_scaling
     if scaling is LossScaling.NONE:
@@ -115,7 +125,7 @@ def _make_inner(
     spec: OptimizerSpec, group_of: Mapping[str, int], num_summed: int, with_rows: frozenset[str]
 ) -> optax.GradientTransformation:
     structure = spec.structure
-    formula = FORMULAS[structure.kind]
+    formula = {**FORMULAS, **TORCH_FORMULAS}[structure.kind]
     packing = Hyperparameters(spec)
     is_scaled = structure.loss_scaling is LossScaling.MANUAL
 
@@ -127,10 +137,16 @@ def _make_inner(
                     f"Variable {name} is in no group of the optimizer, and cannot be trained. Leave it out "
                     f"of what is trained; in groups are {sorted(group_of)}."
                 )
-            for slot in formula.slots(structure, structure.groups[group_of[name]]):
+            number = group_of[name]
+            for slot in formula.slots(structure, structure.groups[number], parameter.shape):
                 wanted = structure.second_order_type if slot.is_second_order else structure.first_order_type
-                dtype = _slot_dtype(wanted, parameter.dtype)
-                start = jnp.full(parameter.shape, slot.initial, dtype)
+                is_scalar = slot.shape == ()
+                dtype = np.dtype(np.float32) if is_scalar else _slot_dtype(wanted, parameter.dtype)
+                shape = parameter.shape if slot.shape is None else slot.shape
+                initial: Any = slot.initial
+                if isinstance(initial, str):
+                    initial = spec.values[number][initial]
+                start = jnp.full(shape, initial, dtype)
                 slots.setdefault(slot.name, {})[name] = start
         return OptimizerState(jnp.asarray(packing.pack(spec)), slots)
 
