@@ -212,21 +212,19 @@ def test_nothing_on_a_standard_error_that_is_no_terminal(capfd):
 
 
 def test_poptorchs_bar_counts_the_programs_in_place_of_the_line(screen, capsys, monkeypatch):
-    told = CompileProgress(shows_bar=True)
-    told.done("trace")
-    with told.compiling(), progress.compiling(4) as compilation:
-        for _ in range(3):
-            with compilation.program():
-                pass
-        time.sleep(0.05)
-    told._bar.refresh()
-    assert re.search("90%.*3 of 4 programs", capsys.readouterr().err)
-    told.done("compile")
-    told.end()
+    with CompileProgress(shows_bar=True) as told:
+        told.done("trace")
+        with told.compiling(), progress.compiling(4) as compilation:
+            for _ in range(3):
+                with compilation.program():
+                    pass
+            time.sleep(0.05)
+        told._bar.refresh()
+        assert re.search("90%.*3 of 4 programs", capsys.readouterr().err)
+        told.end()
     assert "100%" in capsys.readouterr().err
     assert screen.getvalue() == ""
     monkeypatch.setenv("TQDM_DISABLE", "1")
-    told = CompileProgress(shows_bar=True)
-    told.done("compile")
-    told.end()
+    with CompileProgress(shows_bar=True) as told:
+        told.end()
     assert capsys.readouterr().err == ""

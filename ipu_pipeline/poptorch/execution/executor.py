@@ -12,7 +12,6 @@ from torch.utils.hooks import RemovableHandle
 from ipu_pipeline.engine import PipelineState
 from ipu_pipeline.poptorch.enums import ConnectionType
 from ipu_pipeline.poptorch.errors import Error
-from ipu_pipeline.poptorch.execution.anchored import Anchored, AnchoredValues
 from ipu_pipeline.poptorch.execution.arguments import Arguments, Signature, split
 from ipu_pipeline.poptorch.execution.building import (
     Wrapped,
@@ -23,16 +22,17 @@ from ipu_pipeline.poptorch.execution.building import (
     output_mode_of,
 )
 from ipu_pipeline.poptorch.execution.compiled import CompiledModel
-from ipu_pipeline.poptorch.execution.described import Described
 from ipu_pipeline.poptorch.execution.exporting import NOT_COMPILED, Exported
 from ipu_pipeline.poptorch.execution.grouped import Grouped
 from ipu_pipeline.poptorch.execution.hooks import after_compiling, before_compiling
 from ipu_pipeline.poptorch.execution.jax_errors import translating
-from ipu_pipeline.poptorch.execution.measured import CallTimes, Measured, Profile
 from ipu_pipeline.poptorch.execution.outputs import join_outputs
+from ipu_pipeline.poptorch.execution.parts.anchored import Anchored, AnchoredValues
+from ipu_pipeline.poptorch.execution.parts.described import Described
+from ipu_pipeline.poptorch.execution.parts.measured import CallTimes, Measured, Profile
+from ipu_pipeline.poptorch.execution.parts.refused import Refused
 from ipu_pipeline.poptorch.execution.progress import CompileProgress
 from ipu_pipeline.poptorch.execution.recalled import RestoredModel, signature_of
-from ipu_pipeline.poptorch.execution.refused import Refused
 from ipu_pipeline.poptorch.execution.shapes import tell_shapes, use_program
 from ipu_pipeline.poptorch.execution.together import compare_state
 from ipu_pipeline.poptorch.execution.training import ModelOptimizer, call_before_saving

@@ -1,0 +1,1 @@
+"""Parts of a wrapped model, which the executor is made of."""
