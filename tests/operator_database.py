@@ -1,13 +1,13 @@
-"""torch's operators by torch's own database of them, through the front's capture and lowerings, beside torch.
+"""torch's operators by torch's own database of them, through the front's capture and lowerings.
 
 The database is that of torch.testing: each operator with sample inputs. They are run in float32, values and
-gradients. Several operators are computed by one compiled program: most of the time goes to compiling.
+gradients, beside torch. Several operators are computed by one compiled program: most of the time goes to
+compiling.
 """
 
 import dataclasses
 import functools
 import itertools
-import json
 import random
 import warnings
 
@@ -23,7 +23,7 @@ from ipu_pipeline.poptorch.structures import flatten
 from tests import lowered
 
 PASSED, REFUSED, WRONG, CRASHED = "passed", "refused", "wrong", "crashed"
-# Outcomes without a comparison: random streams differ from torch's; there are no values; torch has none here.
+# Outcomes without a comparison: random streams differ from torch's; there are no values; torch refuses.
 RANDOM, UNSET, ELSEWHERE = "random numbers", "memory that is not set", "torch refuses it on a CPU"
 
 _REFUSALS = (Error, NotImplementedError)
@@ -78,8 +78,8 @@ _UNSET = {"empty", "empty_like", "new_empty", "empty_permuted", "empty_strided",
 def _processed(entry, sample, *args, **kwargs):
     """The operator with inputs and results as the database has them for comparisons of gradients.
 
-    Matrices that are to be Hermitian or triangular are made so; of results what is arbitrary is left out, as
-    the signs of eigenvectors.
+    Matrices that are to be Hermitian or triangular are made so; of results what is arbitrary is left out,
+    as the signs of eigenvectors.
     """
     return sample.output_process_fn_grad(entry.gradcheck_wrapper(entry.op, *args, **kwargs))
 
@@ -273,8 +273,8 @@ def cases_of(name, count):
 def run(cases):
     """Outcomes of some cases that are computed by one program.
 
-    Cases that are refused or crash when they are captured are none of it. What fails as it is compiled or run
-    is computed by itself.
+    Cases that are refused or crash when they are captured are none of it. What fails as it is compiled or
+    run is computed by itself.
     """
     outcomes, lowerings = {}, {}
     for case in cases:
@@ -323,7 +323,10 @@ def _processed_difference(case):
 
 def _reason(error):
     lines = str(error).splitlines()
-    return lines[1].removeprefix("- ") if lines[0].endswith("cannot be computed:") else lines[0]
+    line = lines[1].removeprefix("- ") if lines[0].endswith("cannot be computed:") else lines[0]
+    if "asks for a value of a tensor" in line:
+        return "asks for a value of a tensor, on which the size of its result or what comes next depends"
+    return line.partition(": in module")[0].replace(".default", "")
 
 
 def outcome_of(outcomes):
@@ -345,35 +348,3 @@ def measure(names, count, group=16):
             for name, some in cases.items():
                 found[name], flat = outcome_of(flat[: len(some)]), flat[len(some) :]
     return found
-
-
-if __name__ == "__main__":
-    import sys
-    import time
-
-    every = operators()
-    chosen = [
-        n
-        for n in every
-        if not sys.argv[2:]
-        or any(
-            n == p or every[n].name == p or (p.endswith("*") and n.startswith(p[:-1])) for p in sys.argv[2:]
-        )
-    ]
-    if sys.argv[2:3] == ["-"]:
-        old = json.load(open(sys.argv[1]))
-        chosen = [n for n in every if old[n][0] in sys.argv[3:]]
-    try:
-        kept = json.load(open(sys.argv[1]))
-    except OSError:
-        kept = {}
-    begin = time.process_time()
-    for start in range(0, len(chosen), 16):
-        for name, outcome in measure(chosen[start : start + 16], 2).items():
-            kept[name] = [outcome.kind, outcome.why, outcome.has_gradient]
-            if outcome.kind in (REFUSED, WRONG, CRASHED):
-                print(name, outcome.kind, outcome.why[:260], flush=True)
-        json.dump(kept, open(sys.argv[1], "w"), indent=0)
-    import collections
-
-    print(collections.Counter(v[0] for v in kept.values()), time.process_time() - begin)
