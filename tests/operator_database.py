@@ -33,7 +33,9 @@ _REFUSALS = (Error, NotImplementedError)
 def operators():
     """The entries of the database that take float32, by their names."""
     # Not at the top: every process that runs tests would import a large part of torch and SciPy.
-    from torch.testing._internal.common_methods_invocations import op_db
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of Hypothesis, which it imports where that is installed
+        from torch.testing._internal.common_methods_invocations import op_db
 
     entries = [entry for entry in op_db if torch.float32 in entry.dtypes]
     names = [".".join(filter(None, (entry.name, entry.variant_test_name))) for entry in entries]

@@ -549,7 +549,7 @@ def test_wrong_wrapping():
     with pytest.raises(TypeError, match="model must be a torch.nn.Module"):
         poptorch.inferenceModel(lambda x: x)
     with pytest.raises(TypeError, match="Unsupported optimizer type"):
-        poptorch.trainingModel(model, make_options(), torch.optim.Adagrad(model.parameters()))
+        poptorch.trainingModel(model, make_options(), torch.optim.LBFGS(model.parameters()))
     with pytest.raises(
         poptorch.Error, match=r"gradientAccumulation to 1.*Use poptorch.Options\(\).deviceIterations"
     ):

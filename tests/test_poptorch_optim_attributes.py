@@ -220,9 +220,9 @@ def test_what_is_refused():
             describe(made(parameters(), amsgrad=True))
     with pytest.raises(ValueError, match="Group 0 of the optimizer has differentiable=True"):
         describe(torch.optim.SGD(parameters(), differentiable=True))
-    for other in (torch.optim.Adagrad(parameters()), torch.optim.NAdam(parameters()), None):
+    for other in (torch.optim.LBFGS(parameters()), torch.optim.SparseAdam(parameters()), None):
         with pytest.raises(
-            TypeError, match="Unsupported optimizer type .* Types supported: SGD, RMSprop, Adam"
+            TypeError, match="Unsupported optimizer type .* Types supported: .*SGD, RMSprop, Adam"
         ):
             describe(other)
     optimizer = optim.SGD(parameters(), lr=0.1)
