@@ -206,6 +206,7 @@ MODULES = {
     "jax.export",
     "jax.extend",
     "jax.numpy",
+    "jax.scipy",
     "jax.sharding",
 }
 PRIVATE = {"core", "experimental", "extend", "interpreters", "lib", "make_user_context", "memory"}

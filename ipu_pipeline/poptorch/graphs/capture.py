@@ -346,7 +346,7 @@ def _quiet() -> Iterator[None]:
         # When it fails, export prints the graph so far to the standard error.
         silent = unittest.mock.patch.object(_trace, "print", create=True)
         with silent, warnings.catch_warnings():
-            warnings.filterwarnings("ignore", module=r"torch\..*")
+            warnings.filterwarnings("ignore", module=r"torch\.|" + re.escape(WithoutValues.__module__))
             warnings.filterwarnings("ignore", category=DeprecationWarning)
             warnings.filterwarnings("ignore", message="The tensor attribute")
             warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
