@@ -144,7 +144,7 @@ def test_modules_begin_blocks():
         "Sequential(",
         "  (0): Tanh()",
         "  (1): BeginBlock(user_id=None, ipu_id=1) Sigmoid()",
-        "  (2): BeginBlock(user_id='last', ipu_id=2) ReLU()",
+        "  (2): BeginBlock(user_id=last, ipu_id=2) ReLU()",
         ")",
     ]
     assert repr(poptorch.inferenceModel(layers)) == f"PoplarExecutor({text})"
@@ -161,8 +161,8 @@ def test_wrong_blocks():
         poptorch.removeBlocks(3)
     with pytest.raises(poptorch.Error, match="module is not an instance of torch.nn.Module or function"):
         poptorch.BeginBlock("layer")
-    with pytest.raises(TypeError, match="Block: user_id must be a string or None; got 0"):
-        poptorch.Block(0)
+    with pytest.raises(TypeError, match="Block: user_id must be a string, an integer or None; got 0.5"):
+        poptorch.Block(0.5)
     with pytest.raises(TypeError, match="BlockFunction: ipu_id must be an integer or None; got '0'"):
         poptorch.BlockFunction(ipu_id="0")
     with pytest.raises(ValueError, match="Block.start: ipu_id must be at least 0; got -1"):

@@ -94,7 +94,7 @@ class _BeginBlockHook:
         Block.start(self.user_id, self.ipu_id)
 
     def __repr__(self) -> str:
-        return f"BeginBlock(user_id={self.user_id!r}, ipu_id={self.ipu_id})"
+        return f"BeginBlock(user_id={self.user_id}, ipu_id={self.ipu_id})"
 
 
 def BeginBlock(layer_to_call: Any, user_id: str | None = None, ipu_id: int | None = None) -> Any:
@@ -196,8 +196,10 @@ def _auto_name(name: str | None) -> str | None:
 
 
 def _check_ids(what: str, user_id: Any, ipu_id: Any) -> tuple[str | None, int | None]:
+    if isinstance(user_id, int) and not isinstance(user_id, bool):
+        user_id = str(user_id)
     if user_id is not None and not isinstance(user_id, str):
-        raise TypeError(f"{what}: user_id must be a string or None; got {user_id!r}.")
+        raise TypeError(f"{what}: user_id must be a string, an integer or None; got {user_id!r}.")
     if ipu_id is not None and (not isinstance(ipu_id, int) or isinstance(ipu_id, bool)):
         raise TypeError(f"{what}: ipu_id must be an integer or None; got {ipu_id!r}.")
     if ipu_id is not None and ipu_id < 0:

@@ -97,7 +97,7 @@ class PoplarExecutor(Exported, Anchored, Described, Grouped, Refused, Measured):
           AssertionError: arguments are too many, unknown, given twice, or cannot be cut into micro-batches;
             or the devices are offline (`ConnectionType.Never`).
           Error: an argument is missing, or differs from those that the model was compiled for, but in
-            shape, which `Options.allowNewShapes` allows; the model is detached, or cannot be compiled.
+            shape, which `Options.allowNewShapes` allows; or the model cannot be compiled.
           ValueError: an integer does not fit.
         """
         with self._host.lock, interrupts.sent_again_if_ignored():
@@ -107,9 +107,9 @@ class PoplarExecutor(Exported, Anchored, Described, Grouped, Refused, Measured):
                 "what poptorch.load(file) gives; or wrap the model with another connectionType."
             )
             arguments = self._signature.bind(args, kwargs)
+            if self._detached is not None:
+                self.attachToDevice()
             compiled = self._compile(arguments)
-            if compiled.state is None:
-                raise Error("Device is not attached. Call attachToDevice() first.")
             self._bring_newer()
             self._has_run = True
             begin = time.perf_counter_ns()
@@ -144,7 +144,7 @@ class PoplarExecutor(Exported, Anchored, Described, Grouped, Refused, Measured):
         wrapped, known = self._wrapped, self._compiled
         if known is not None and use_program(known, self._signature, arguments, self.options):
             return known
-        before_compiling.call(self)
+        before_compiling.call()
         register(self, wrapped.model, wrapped.trains)
         self._host.watch(self, wrapped.model)
         self._host.refresh()
@@ -160,7 +160,7 @@ class PoplarExecutor(Exported, Anchored, Described, Grouped, Refused, Measured):
         if known is None and self.options.connection_type is ConnectionType.Never:
             self._detached = compiled.detach()
         logger.info("Compiled%s in %s", told, progress.time)
-        after_compiling.call(self)
+        after_compiling.call()
         return compiled
 
     def _compile_first(self, arguments: Arguments, progress: CompileProgress) -> CompiledModel:

@@ -119,8 +119,8 @@ class Exported(abc.ABC):
         `Options.allowNewShapes` it has the graph for the shapes that were called or compiled last.
 
         Args:
-          filename: where to, in a directory that exists. A file that is there is replaced when the new one
-            is whole.
+          filename: where to; its directory is made if there is none. A file that is there is replaced when
+            the new one is whole.
           export_model: whether `poptorch.load` can make the model of the file: with its parameters and
             buffers, the options, and the optimizer with its state. Without them `loadExecutable` needs the
             model to be wrapped as it was.

@@ -15,7 +15,7 @@ __all__ = [
     "registerPreCompileHook",
 ]
 
-Hook: TypeAlias = "Callable[[Any], None]"
+Hook: TypeAlias = "Callable[[], Any]"
 
 
 class RemovableHandle:
@@ -47,7 +47,7 @@ class Hooks:
         """Adds one.
 
         Args:
-          hook: is called with the wrapped model.
+          hook: is called without arguments.
 
         Raises:
           RuntimeError: it cannot be called.
@@ -58,10 +58,10 @@ class Hooks:
         self._hooks[number] = hook
         return RemovableHandle(self._hooks, number)
 
-    def call(self, executor: Any) -> None:
+    def call(self) -> None:
         """Calls them."""
         for hook in list(self._hooks.values()):
-            hook(executor)
+            hook()
 
 
 before_compiling = Hooks("Pre-compile")
@@ -72,7 +72,7 @@ def registerPreCompileHook(hook: Hook) -> RemovableHandle:
     """Has a function called before each model is compiled.
 
     Args:
-      hook: is called with the wrapped model.
+      hook: is called without arguments; what it returns is not used.
 
     Returns:
       A handle, whose `remove()` takes the hook away.
@@ -87,7 +87,7 @@ def registerPostCompileHook(hook: Hook) -> RemovableHandle:
     """Has a function called after each model is compiled.
 
     Args:
-      hook: is called with the wrapped model.
+      hook: is called without arguments; what it returns is not used.
 
     Returns:
       A handle, whose `remove()` takes the hook away.

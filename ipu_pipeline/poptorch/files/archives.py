@@ -28,10 +28,12 @@ _ENCRYPTED = 0x1  # a flag of ZIP's
 
 
 def find_target(filename: PathLike) -> str:
-    """The path that a file is to be written to; a link stands for what it leads to.
+    """The path that a file is to be written to, in a directory that is made if there is none.
+
+    A link stands for what it leads to.
 
     Raises:
-      Error: the path is empty, that of something that is no file, or in no directory that exists.
+      Error: the path is empty, or that of something that is no file; or the directory cannot be made.
       TypeError: it is no path.
     """
     if not isinstance(filename, (str, os.PathLike)) or not isinstance(os.fspath(filename), str):
@@ -43,11 +45,13 @@ def find_target(filename: PathLike) -> str:
         kind = "a directory" if os.path.isdir(target) else "no regular file"
         raise Error(f"filename must be the path of a file; {os.fspath(filename)} is {kind}.")
     directory = os.path.dirname(target)
-    if not os.path.isdir(directory):
+    try:
+        os.makedirs(directory, exist_ok=True)
+    except OSError as error:
         raise Error(
-            f"{os.fspath(filename)} cannot be written: there is no directory {directory}. Make it first "
-            "(os.makedirs), or give another path."
-        )
+            f"{os.fspath(filename)} cannot be written: the directory {directory} cannot be made ({error}). "
+            "Give another path."
+        ) from error
     return target
 
 

@@ -55,13 +55,13 @@ def directory(name: str, value: Any) -> str:
     return path
 
 
-def integer(minimum: int) -> Check:
-    """An integer that is not below a minimum."""
+def integer(minimum: int | None = None) -> Check:
+    """An integer that is not below a minimum, if there is one."""
 
     def check(name: str, value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, numbers.Integral):
             raise fail(name, "an integer", value)
-        if value < minimum:
+        if minimum is not None and value < minimum:
             raise ValueError(f"{name} must be at least {minimum}; got {value}.")
         return int(value)
 

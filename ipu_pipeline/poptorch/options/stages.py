@@ -119,10 +119,12 @@ class Phase:
 
 
 def pick(what: str, values: tuple[Any, ...], index: int) -> Any:
-    """A value by its position; what asks is for errors."""
-    number = checks.integer(0)(f"{what}: the index", index)
-    if number >= len(values):
-        raise IndexError(f"{what}: the index must be below {len(values)}; got {number}.")
+    """A value by its position, from the end if it is negative; what asks is for errors."""
+    number = checks.integer()(f"{what}: the index", index)
+    if not -len(values) <= number < len(values):
+        raise IndexError(
+            f"{what}: the index must be at least {-len(values)} and below {len(values)}; got {number}."
+        )
     return values[number]
 
 
