@@ -305,7 +305,7 @@ def test_resnet():
 
 @pytest.mark.thorough
 def test_resnet_goes_on_in_another_split(tmp_path):
-    argv = ["--norm-type", "GROUP", "--blocks", "2", "--updates-per-epoch", "2"]
+    argv = ["--norm-type", "GROUP", "--blocks", "2", "--updates-per-epoch", "2", "--seed", "1"]
     argv += ["--pipeline-splits", "b1/0", "b1/1"]
     losses, variables = run_resnet([*argv, "--epochs", "4"])
     argv += ["--log-dir", str(tmp_path)]
