@@ -233,8 +233,8 @@ def test_mnist_agrees_with_plain_jax(program, options, mnist, tmp_path):
     expected = plain_losses(start, mnist, seed).mean(axis=1)
     printed = printed_losses(output)
     assert list(printed) == [0, 10, 20, 30]
-    # For 110 updates the same. Some time later rounding decides whether a ReLU lets a value through, and from
-    # there on also plain JAX in float32 and in float64 differ by about a thousandth.
+    # For 110 updates the same. Later rounding decides whether some ReLU lets a value through: from there on
+    # plain JAX in float32 and in float64 differ, too, by about a thousandth.
     np.testing.assert_allclose(actual[:11], expected[:11], rtol=1e-5)
     np.testing.assert_allclose(actual, expected, rtol=0.03)
     np.testing.assert_allclose(list(printed.values()), actual[list(printed)], atol=6e-4)

@@ -1,8 +1,8 @@
 """A module of torch as a graph of core ATen operations, by `torch.export`.
 
 What export does not say by itself is dealt with here: regions without gradients, the loss, the train and
-eval flags of the time of wrapping, tensors that are plain attributes, and what it would get wrong in
-silence (functions with an own backward).
+eval flags of the time of wrapping, tensors that are plain attributes, and functions with a backward of
+their own, which export would lose.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from ipu_pipeline.poptorch.graphs import refusals
 from ipu_pipeline.poptorch.graphs.checkpoints import keep_inputs_of_checkpoints, marking_checkpoints
 from ipu_pipeline.poptorch.graphs.losses import choose_loss, mark_losses
 from ipu_pipeline.poptorch.graphs.multi_convs import check_multi_convs
+from ipu_pipeline.poptorch.graphs.own_backwards import capture_own_backwards, keeping_own_backwards
 from ipu_pipeline.poptorch.lowering.decompositions import decompositions
 from ipu_pipeline.poptorch.lowering.substitutes import exportable
 from ipu_pipeline.poptorch.lowering.without_values import WithoutValues
@@ -113,7 +114,7 @@ def capture(
         stack.enter_context(torch.enable_grad())
         capturing = stack.enter_context(markers.capturing())
         stack.enter_context(_in_modes(modes or {}))
-        stack.enter_context(refusals.refusing_own_backwards())
+        stack.enter_context(keeping_own_backwards())
         stack.enter_context(refusals.with_detached_data())
         if trains:
             refusals.check_hooks(model)
@@ -140,6 +141,8 @@ def capture(
             mark_losses(program.graph_module.graph)
         with refusals.explained(model), _composites_listed_once(), _checks_without_effects():
             program = program.run_decompositions(decompositions())
+        if trains:
+            capture_own_backwards(model, capturing)
         refusals.check_functional(program)
         check_multi_convs(program.graph)
     _name_modules(program)

@@ -30,7 +30,6 @@ __all__ = [
     "check_values",
     "explained",
     "refusing_gradient_hooks",
-    "refusing_own_backwards",
     "tell_of_generators",
     "with_detached_data",
 ]
@@ -386,28 +385,6 @@ def _check_buffers(before: Mapping[str, torch.Tensor], after: Mapping[str, torch
                 f"not supported. Consider using self.{name}.copy_(src) to copy data from a source tensor, "
                 "where src is the name of the source tensor."
             )
-
-
-@contextlib.contextmanager
-def refusing_own_backwards() -> Iterator[None]:
-    """Refuses a user's `torch.autograd.Function`, whose backward export would lose.
-
-    Raises:
-      Error: one is applied.
-    """
-    apply: Any = vars(torch.autograd.Function)["apply"].__func__
-
-    def refuse(function: Any, *args: Any, **kwargs: Any) -> Any:
-        if markers.current_capture() is None or function.__module__.split(".")[0] == "torch":
-            return apply(function, *args, **kwargs)
-        raise Error(
-            f"{function.__name__} is a torch.autograd.Function. Its forward would be captured, but its own "
-            "backward lost. Write what it does with torch's operations; or define an operation with "
-            "torch.library, and register a lowering that has jax.custom_vjp (poptorch.register_lowering)."
-        )
-
-    with unittest.mock.patch.object(torch.autograd.Function, "apply", classmethod(refuse)):
-        yield
 
 
 def _is_symbolic(value: Any) -> bool:

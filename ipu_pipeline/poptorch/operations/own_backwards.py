@@ -1,0 +1,229 @@
+"""A `torch.autograd.Function` in a graph: its forward's operations, then one that has its backward.
+
+The operation returns the forward's results. Its gradients by the function's arguments are what `backward`
+computes, which is a graph of its own; by everything else there are none.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ipu_pipeline.poptorch import markers
+from ipu_pipeline.poptorch.errors import Error
+from ipu_pipeline.poptorch.structures import Structure, flatten
+
+__all__ = ["WITH_BACKWARD", "Context", "OwnBackward", "apply", "find"]
+
+WITH_BACKWARD = f"{markers.NAMESPACE}::with_backward"
+
+# That of a function which leaves it to `setup_context` what is kept.
+_LEFT_OUT = torch.autograd.Function.setup_context
+
+
+class Context:
+    """What a function's `forward` and `backward` are given: torch's names, and the user's.
+
+    Attributes:
+      needs_input_grad: for each argument, whether it is a tensor that has a gradient.
+      saved_tensors: what `save_for_backward` was given.
+    """
+
+    def __init__(self, name: str, needs_input_grad: tuple[bool, ...]) -> None:
+        """Takes the function's name and what it is given."""
+        self._name = name
+        self._constant_results: tuple[Any, ...] = ()
+        self.needs_input_grad = needs_input_grad
+        self.saved_tensors: tuple[Any, ...] = ()
+
+    def save_for_backward(self, *tensors: Any) -> None:
+        """Keeps tensors, and None, as `saved_tensors`."""
+        self.saved_tensors = tensors
+
+    def save_for_forward(self, *tensors: Any) -> None:
+        """Does nothing: gradients are computed backwards."""
+
+    def mark_non_differentiable(self, *results: torch.Tensor) -> None:
+        """Says which results have no gradient: `backward` is given zeros for them."""
+        self._constant_results = results
+
+    def set_materialize_grads(self, value: bool) -> None:
+        """Does nothing: `backward` is given zeros where there is no gradient, as JAX has no other."""
+
+    def mark_dirty(self, *_args: torch.Tensor) -> None:
+        """Raises an Error: arguments are not written to."""
+        raise Error(
+            f"{self._name} is a torch.autograd.Function that changes its arguments (mark_dirty). Compute "
+            "on a copy (argument.clone()), and return that."
+        )
+
+    def has_gradient(self, result: torch.Tensor) -> bool:
+        """Whether a result has one."""
+        return result.is_floating_point() and all(result is not one for one in self._constant_results)
+
+    def take_apart(self) -> tuple[list[torch.Tensor], Structure]:
+        """The tensors that are kept, and the rest; see `with_parts`."""
+        return flatten({name: value for name, value in vars(self).items() if name != "_constant_results"})
+
+    def with_parts(self, parts: dict[str, Any]) -> Context:
+        """A context that has other tensors."""
+        made = copy.copy(self)
+        vars(made).update(parts)
+        return made
+
+
+class OwnBackward(torch.nn.Module):
+    """The backward of one call of a function, as a module from tensors to tensors.
+
+    Attributes:
+      name: the function's.
+      examples: what `forward` takes: the tensors that were kept, then the gradients by the results.
+      differentiable: which of the results have a gradient.
+      program: what `forward` computes, as a functional graph; None before capture, and for inference.
+    """
+
+    def __init__(
+        self,
+        function: type[torch.autograd.Function],
+        context: Context,
+        args: Sequence[Any],
+        results: Sequence[torch.Tensor],
+        num_results: int,
+        places: Sequence[int],
+    ) -> None:
+        """Describes a call.
+
+        Args:
+          function: the class.
+          context: after the forward.
+          args: the call's.
+          results: the tensors of what the forward returned.
+          num_results: how many values it returned, None and numbers too.
+          places: where the results are among these.
+        """
+        super().__init__()
+        self.name = function.__name__
+        self._function, self._num_results, self._places = function, num_results, list(places)
+        kept, self._structure = context.take_apart()
+        self._context = context
+        self.num_kept = len(kept)
+        self.examples = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in (*kept, *results)]
+        self.differentiable = [context.has_gradient(result) for result in results]
+        self._inputs = [(tuple(arg.shape), arg.dtype) if _varies(arg) else None for arg in args]
+        self.program: torch.export.ExportedProgram | None = None
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The gradients by the arguments that are tensors of floating-point numbers.
+
+        Raises:
+          Error: the backward returns a wrong number of gradients, or one of a wrong shape.
+        """
+        own = [tensor.clone() for tensor in tensors]  # which backward may write to
+        context = self._context.with_parts(self._structure.unflatten(own[: self.num_kept]))
+        gradients: list[Any] = [None] * self._num_results
+        for place, gradient in zip(self._places, own[self.num_kept :], strict=True):
+            gradients[place] = gradient
+        found: Any = self._function.backward(context, *gradients)
+        found = found if isinstance(found, (tuple, list)) else (found,)
+        if len(found) < len(self._inputs) or any(one is not None for one in found[len(self._inputs) :]):
+            raise Error(
+                f"The backward of {self.name} returns {len(found)} gradients; its forward takes "
+                f"{len(self._inputs)} arguments. Return one for each, None for those without."
+            )
+        pairs = zip(found, self._inputs, strict=False)
+        return tuple(
+            self._fit(gradient, number, *kind)
+            for number, (gradient, kind) in enumerate(pairs)
+            if kind is not None
+        )
+
+    def _fit(
+        self, gradient: torch.Tensor | None, number: int, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
+        if gradient is None:
+            return torch.zeros(shape, dtype=dtype)
+        try:
+            fits = torch.broadcast_shapes(tuple(gradient.shape), shape) == tuple(gradient.shape)
+        except RuntimeError:
+            fits = False
+        if not fits:
+            raise Error(
+                f"The backward of {self.name} returns a gradient of shape {tuple(gradient.shape)} for "
+                f"argument {number}, whose shape is {shape}."
+            )
+        return gradient.sum_to_size(shape).to(dtype)
+
+
+def apply(function: type[torch.autograd.Function], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What `function.apply(*args, **kwargs)` returns, while a model is captured.
+
+    Raises:
+      Error: the function writes to its arguments, or returns no tensor.
+    """
+    has_setup = function.setup_context is not _LEFT_OUT
+    given = () if has_setup else (None,)
+    args = inspect.signature(function.forward).bind(*given, *args, **kwargs).args[len(given) :]
+    context = Context(function.__name__, tuple(torch.is_grad_enabled() and _varies(arg) for arg in args))
+    if has_setup:
+        returned: Any = function.forward(*args)
+        function.setup_context(context, args, returned)
+    else:
+        returned = function.forward(context, *args)
+    values = list(returned) if isinstance(returned, (tuple, list)) else [returned]
+    places = [number for number, value in enumerate(values) if isinstance(value, torch.Tensor)]
+    results = [values[place] for place in places]
+    if not results:
+        raise Error(f"The forward of {function.__name__}, a torch.autograd.Function, returns no tensor.")
+    backward = OwnBackward(function, context, args, results, len(values), places)
+    capture = markers.current_capture()
+    assert capture is not None
+    capture.held.append(backward)
+    key = f"{backward.name}#{id(backward):x}"
+    _backwards[key] = backward
+    varied = [arg for arg in args if _varies(arg)]
+    made = _OPERATIONS.with_backward(results, varied, context.take_apart()[0], key)
+    for place, result in zip(places, made, strict=True):
+        values[place] = result
+    return tuple(values) if isinstance(returned, (tuple, list)) else values[0]
+
+
+def find(key: str) -> OwnBackward:
+    """The backward of a key, for as long as the captured model lives."""
+    return _backwards[key]
+
+
+def _varies(arg: Any) -> bool:
+    return isinstance(arg, torch.Tensor) and (arg.is_floating_point() or arg.is_complex())
+
+
+def _copy(
+    results: list[torch.Tensor], inputs: list[torch.Tensor], kept: list[torch.Tensor], key: str
+) -> list[torch.Tensor]:
+    del inputs, kept, key
+    return [result.clone() for result in results]
+
+
+def _refuse(context: Any, *gradients: Any) -> Any:
+    del gradients
+    raise Error(
+        f"{context.name} is a torch.autograd.Function, and forward itself computes gradients through it "
+        "(torch.autograd.grad). Write what it does with torch's operations."
+    )
+
+
+def _note_name(ctx: Any, inputs: Any, output: Any) -> None:
+    del output
+    ctx.name = inputs[-1].rpartition("#")[0]
+
+
+_backwards: weakref.WeakValueDictionary[str, OwnBackward] = weakref.WeakValueDictionary()
+_library = torch.library.Library(markers.NAMESPACE, "FRAGMENT")
+_library.define("with_backward(Tensor[] results, Tensor[] inputs, Tensor[] kept, str key) -> Tensor[]")
+_library.impl("with_backward", _copy, "CompositeExplicitAutograd")
+torch.library.register_autograd(WITH_BACKWARD, _refuse, setup_context=_note_name, lib=_library)
+_OPERATIONS = getattr(torch.ops, markers.NAMESPACE)
