@@ -13,6 +13,7 @@ PROGRAM = [sys.executable, "-m", "ipu_pipeline"]
 SCRIPT = """
 import atexit, multiprocessing, os, pickle, sys
 import poptorch, poptorch.optim
+import popdist, popdist.poptorch
 from poptorch.enums import OutputMode
 import ipu_pipeline.poptorch as ours
 import beside
@@ -27,6 +28,8 @@ def show():
 if __name__ == "__main__":
     assert poptorch is ours and poptorch.optim is ours.optim and OutputMode is ours.OutputMode
     assert poptorch.optim.__name__ == poptorch.optim.__spec__.name == "ipu_pipeline.poptorch.optim"
+    assert isinstance(popdist.poptorch.Options(), ours.Options) and not popdist.isPopdistEnvSet()
+    assert (popdist.getInstanceIndex(), popdist.getNumTotalReplicas()) == (0, 1)
     print(sys.argv[1:], os.path.basename(__file__), beside.NAME)
     sys.stdout.flush()
     process = multiprocessing.get_context("spawn").Process(target=show)
@@ -64,10 +67,22 @@ def test_what_is_not_there(capsys):
 
 
 def test_an_error_of_the_script_is_shown_as_it_is(tmp_path):
-    (tmp_path / "script.py").write_text("raise ValueError('mine')")
+    (tmp_path / "script.py").write_text("try:\n    import popart\nfinally:\n    raise ValueError('mine')")
     done = run("run", str(tmp_path / "script.py"))
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == "ValueError: mine"
+
+
+def test_libraries_that_are_not_there(tmp_path, monkeypatch):
+    (tmp_path / "script.py").write_text("import os\nimport horovod.torch as hvd")
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setenv("PYTHONPATH", "")
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    with pytest.raises(ModuleNotFoundError) as caught:
+        main.main(["run", str(tmp_path / "script.py")])
+    (note,) = caught.value.__notes__
+    assert note.startswith(f"Line 2 of {tmp_path}/script.py needs horovod, which is not here: leave it out")
 
 
 def test_commands_are_listed(capsys):

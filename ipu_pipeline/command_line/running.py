@@ -7,6 +7,7 @@ import importlib.util
 import os
 import runpy
 import sys
+import traceback
 import types
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
@@ -17,6 +18,17 @@ __all__ = ["add", "add_script", "run"]
 
 SHIMS = Path(__file__).parent / "shims"  # packages with other libraries' names
 
+# What scripts for IPUs import and is not here, with what to do.
+_MISSING = {
+    "horovod": "leave it out: processes that are launched together average their gradients by themselves, "
+    "compare their weights, and are numbered by popdist",
+    "popart": "leave it out: poptorch.Options has what is set through it; operations of one's own have "
+    "torch.library and poptorch.register_lowering",
+    "poplar": "leave it out: its graphs are Graphcore's devices' own",
+    "popxl": "write the model with torch, or with ipu_pipeline's pipelining_ops",
+    "pva": "ipu-pipeline report reads the profiles that are written here",
+}
+
 
 def add(commands: Any) -> None:
     """Adds the command's parser; see `main`."""
@@ -24,7 +36,7 @@ def add(commands: Any) -> None:
         "run",
         help="run a script that imports poptorch",
         description="Runs a Python script. `import poptorch` finds ipu_pipeline.poptorch there, and in the "
-        "processes that it starts.",
+        "processes that it starts; `import popdist` and `popdist.poptorch` are found, too.",
         usage="ipu-pipeline run [-h] [-m] SCRIPT [ARGS ...]",
     )
     add_script(parser)
@@ -47,8 +59,27 @@ def run(script: str, arguments: Sequence[str], is_module: bool = False) -> int:
       is_module: whether it is run as by `python -m`.
 
     Returns:
-      2 if there is no such script, else 0; it may also end by raising what it raises.
+      2 if there is no such script, else 0; it may also end by raising what it raises. Where that is
+      because a library of Graphcore's is not here, a note says which line needs it, and what to do.
     """
+    try:
+        return _run(script, arguments, is_module)
+    except ModuleNotFoundError as error:
+        _explain(error)
+        raise
+
+
+def _explain(error: ModuleNotFoundError) -> None:
+    name = (error.name or "").split(".")[0]
+    if name not in _MISSING:
+        return
+    traced = traceback.extract_tb(error.__traceback__)
+    place = next((f for f in reversed(traced) if not f.filename.startswith("<")), None)
+    line = f"Line {place.lineno} of {place.filename}" if place is not None else "The script"
+    error.add_note(f"{line} needs {name}, which is not here: {_MISSING[name]}.")
+
+
+def _run(script: str, arguments: Sequence[str], is_module: bool) -> int:
     sys.argv = [script, *arguments]
     if is_module:
         _extend_path(os.getcwd())
