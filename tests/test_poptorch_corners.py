@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional
 
 import ipu_pipeline.poptorch as poptorch
-from ipu_pipeline.poptorch import later, logs
-from tests.poptorch_front import make_options
+from ipu_pipeline.poptorch import logs
+from tests.poptorch_front import assert_close, make_options
 
 x = torch.linspace(-1, 1, 12).reshape(4, 3)
 
@@ -453,13 +453,40 @@ def test_offline():
         executor.attachToDevice()
 
 
-@pytest.mark.parametrize("name", later.NAMES)
-def test_names_that_come_later(name):
-    with pytest.raises(NotImplementedError, match=f"poptorch.{name} does not exist here yet: "):
-        getattr(poptorch, name)(x)
-    with pytest.raises(NotImplementedError, match=f"poptorch.{name} does not exist here yet: "):
-        _ = getattr(poptorch, name).All
-    assert name in dir(poptorch)
+def test_names_that_are_not_there():
+    with pytest.raises(AttributeError, match="'fps': torch_cluster has it"):
+        _ = poptorch.fps
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'$"):
+        _ = poptorch.nothing
+
+
+def test_names_without_an_effect_say_so_and_change_nothing(caplog, monkeypatch):
+    monkeypatch.setattr(logs, "_said", set())
+    assert poptorch.AnchorMode.Final is poptorch.OutputMode.Final
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = poptorch.SerializedLinear(3, 4, factor=2, bias=True)
+
+        @poptorch.autocasting.autocast()
+        def forward(self, x):
+            with poptorch.Attribute(__outline={"layer": "first"}):
+                return poptorch.ops.nop(self.layer(x))
+
+    options = make_options()
+    options.Precision.autocastPolicy(poptorch.autocasting.Policy([torch.add])).autocastEnabled(True)
+    options.Precision.autocastEnabled(False)
+    options.Precision.halfFloatCasting(poptorch.HalfFloatCastingBehavior.HalfUpcastToFloat)
+    options.Precision.halfFloatCasting(poptorch.HalfFloatCastingBehavior.FloatDowncastToHalf)
+    with pytest.raises(AssertionError, match="must be given a poptorch.HalfFloatCastingBehavior; got 1"):
+        options.Precision.halfFloatCasting(1)
+    model = Model()
+    assert_close([poptorch.inferenceModel(model, options)(x)], [model(x).detach()])
+    told = [record.getMessage() for record in caplog.records if "has no effect" in record.getMessage()]
+    starts = ["autocasting.autocast", "Options().Precision.autocastPolicy"]
+    starts += ["Options().Precision.autocastEnabled", "Options().Precision.halfFloatCasting", "Attribute"]
+    assert [text.split(" has no effect")[0] for text in told] == [f"poptorch.{start}" for start in starts]
 
 
 def test_models_that_cannot_be_wrapped():

@@ -19,10 +19,8 @@ except ModuleNotFoundError as error:
         "pip install 'ipu_pipeline[torch]', which takes torch 2.13."
     ) from error
 
-from ipu_pipeline.poptorch import later
-
 if TYPE_CHECKING:
-    from ipu_pipeline.poptorch import enums, optim, options, profiling
+    from ipu_pipeline.poptorch import autocasting, enums, ops, optim, options, profiling
     from ipu_pipeline.poptorch.annotations import (
         BeginBlock,
         Block,
@@ -32,10 +30,12 @@ if TYPE_CHECKING:
     )
     from ipu_pipeline.poptorch.data import AsynchronousDataAccessor, DataLoader
     from ipu_pipeline.poptorch.enums import (
+        AnchorMode,
         AutoStage,
         CommGroupType,
         ConnectionType,
         DataLoaderMode,
+        HalfFloatCastingBehavior,
         Liveness,
         MatMulSerializationMode,
         MeanReductionStrategy,
@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from ipu_pipeline.poptorch.operations.custom_ops import custom_op
     from ipu_pipeline.poptorch.operations.custom_registry import register_custom_op
     from ipu_pipeline.poptorch.operations.hints import (
+        Attribute,
         NameScope,
         nop,
         recomputationCheckpoint,
@@ -70,7 +71,7 @@ if TYPE_CHECKING:
     from ipu_pipeline.poptorch.operations.losses import identity_loss
     from ipu_pipeline.poptorch.operations.multi_conv import MultiConv
     from ipu_pipeline.poptorch.operations.printing import ipu_print_tensor
-    from ipu_pipeline.poptorch.operations.products import serializedMatMul
+    from ipu_pipeline.poptorch.operations.products import SerializedLinear, serializedMatMul
     from ipu_pipeline.poptorch.operations.running import (
         ipuHardwareIsAvailable,
         ipuHardwareVersion,
@@ -85,7 +86,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CPU",
+    "AnchorMode",
     "AsynchronousDataAccessor",
+    "Attribute",
     "AutoStage",
     "BeginBlock",
     "Block",
@@ -96,6 +99,7 @@ __all__ = [
     "DataLoader",
     "DataLoaderMode",
     "Error",
+    "HalfFloatCastingBehavior",
     "ICustomArgParser",
     "Liveness",
     "MatMulSerializationMode",
@@ -113,6 +117,7 @@ __all__ = [
     "RecoverableError",
     "ReductionType",
     "SerialPhasedExecution",
+    "SerializedLinear",
     "ShardedExecution",
     "SharingStrategy",
     "Stage",
@@ -121,6 +126,7 @@ __all__ = [
     "UnrecoverableError",
     "VariableRetrievalMode",
     "__version__",
+    "autocasting",
     "cond",
     "ctc_beam_search_decoder",
     "custom_op",
@@ -137,6 +143,7 @@ __all__ = [
     "load",
     "module_repr",
     "nop",
+    "ops",
     "optim",
     "options",
     "profiling",
@@ -156,6 +163,8 @@ __all__ = [
 ]
 
 _HOMES = {  # of what is not a module itself
+    "AnchorMode": "enums",
+    "Attribute": "operations.hints",
     "AsynchronousDataAccessor": "data",
     "AutoStage": "enums",
     "BeginBlock": "annotations",
@@ -168,6 +177,7 @@ _HOMES = {  # of what is not a module itself
     "DataLoader": "data",
     "DataLoaderMode": "enums",
     "Error": "errors",
+    "HalfFloatCastingBehavior": "enums",
     "ICustomArgParser": "structures",
     "Liveness": "enums",
     "MatMulSerializationMode": "enums",
@@ -186,6 +196,7 @@ _HOMES = {  # of what is not a module itself
     "ReductionType": "enums",
     "SerialPhasedExecution": "options.phased",
     "ShardedExecution": "options.strategies",
+    "SerializedLinear": "operations.products",
     "SharingStrategy": "enums",
     "Stage": "options.stages",
     "SyncPattern": "enums",
@@ -223,19 +234,24 @@ _HOMES = {  # of what is not a module itself
 }
 
 
+_ABSENT = {
+    "ReplicaGrouping": "parameters of a wrapped model have a method replicaGrouping",
+    "fps": "torch_cluster has it; its operation needs poptorch.register_lowering",
+}
+
+
 def __getattr__(name: str) -> Any:
-    if name not in __all__ and name not in later.NAMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in __all__:
+        reason = f": {_ABSENT[name]}" if name in _ABSENT else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{reason}")
     if name in _HOMES:
         value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
         globals()[name] = value
         return value
     if name == "__version__":
         return importlib.import_module("ipu_pipeline").__version__
-    if name in later.NAMES:
-        return later.Later(name)
     return importlib.import_module(f"{__name__}.{name}")  # which enters it here
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, *later.NAMES])
+    return sorted(__all__)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import enum
 
 __all__ = [
+    "AnchorMode",
     "AutoStage",
     "CommGroupType",
     "ConnectionType",
     "DataLoaderMode",
+    "HalfFloatCastingBehavior",
     "Liveness",
     "MatMulSerializationMode",
     "MeanReductionStrategy",
@@ -38,6 +40,23 @@ class OutputMode(enum.IntEnum):
     All = 2
     Sum = 3
     Default = 4
+
+
+AnchorMode = OutputMode  # as PopTorch called it at first
+
+
+class HalfFloatCastingBehavior(enum.IntEnum):
+    """In which type float16 and float32 meet. Here they meet as torch has them, in float32.
+
+    Attributes:
+      FloatDowncastToHalf: in float16.
+      HalfUpcastToFloat: in float32.
+      Default: as PopTorch does by itself.
+    """
+
+    FloatDowncastToHalf = 0
+    HalfUpcastToFloat = 1
+    Default = 2
 
 
 class ReductionType(enum.IntEnum):

@@ -89,7 +89,7 @@ FLOORS = (
     _beside(
         "poptorch: ground",
         "poptorch.errors poptorch.enums poptorch.logs poptorch.dtypes poptorch.markers poptorch.structures "
-        "poptorch.annotations poptorch.operations poptorch.profiling poptorch.later "
+        "poptorch.annotations poptorch.operations poptorch.profiling poptorch.ops poptorch.autocasting "
         "poptorch.replica_groups poptorch.thread_views",
         "PopTorch's names; torch's dtypes; markers of blocks",
     ),

@@ -12,6 +12,7 @@ from ipu_pipeline.poptorch.logs import warn_once
 from ipu_pipeline.poptorch.operations.checks import check_tensor
 
 __all__ = [
+    "Attribute",
     "NameScope",
     "nop",
     "recomputationCheckpoint",
@@ -19,6 +20,21 @@ __all__ = [
     "set_overlap_for_input",
     "set_overlap_for_output",
 ]
+
+
+class Attribute:
+    """A context manager without effect, as a warning says once: its hints are PopTorch's compiler's."""
+
+    def __init__(self, **attributes: Any) -> None:
+        """Takes hints, as `__outline={"layer": "embedding"}`."""
+        warn_once(f"poptorch.Attribute has no effect: XLA takes no hints ({', '.join(attributes)}).")
+
+    def __enter__(self) -> Attribute:
+        """Does nothing."""
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Does nothing."""
 
 
 def nop(tensor: torch.Tensor) -> torch.Tensor:

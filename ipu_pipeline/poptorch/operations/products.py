@@ -8,7 +8,7 @@ from ipu_pipeline.poptorch import markers
 from ipu_pipeline.poptorch.enums import MatMulSerializationMode
 from ipu_pipeline.poptorch.operations.checks import check_int, check_tensor
 
-__all__ = ["SERIALIZED", "serializedMatMul"]
+__all__ = ["SERIALIZED", "SerializedLinear", "serializedMatMul"]
 
 SERIALIZED = f"{markers.NAMESPACE}::serialized_matmul"
 
@@ -64,6 +64,39 @@ def serializedMatMul(
         )
     made: torch.Tensor = _OPERATIONS.serialized_matmul(lhs, rhs, mode.value, factor, keep_precision)
     return made
+
+
+class SerializedLinear(torch.nn.Linear):
+    """`torch.nn.Linear`, whose product is a `serializedMatMul`."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        factor: int,
+        bias: bool = False,
+        mode: MatMulSerializationMode = MatMulSerializationMode.OutputChannels,
+    ) -> None:
+        """Makes the layer.
+
+        Args:
+          in_features: size of the last dimension of what goes in.
+          out_features: likewise of what comes out.
+          factor: number of parts; see `serializedMatMul`.
+          bias: whether one is added.
+          mode: along what is cut.
+        """
+        super().__init__(in_features, out_features, bias)
+        self.mode, self.factor = mode, factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The product, of shape (..., out_features), plus the bias.
+
+        Raises:
+          AssertionError, ValueError: as `serializedMatMul`.
+        """
+        made = serializedMatMul(x, self.weight.t(), self.mode, self.factor)
+        return made if self.bias is None else made + self.bias
 
 
 def _product(

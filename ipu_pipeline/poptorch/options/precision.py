@@ -7,6 +7,8 @@ from typing import Any, ClassVar, Self
 
 import torch
 
+from ipu_pipeline.poptorch.enums import HalfFloatCastingBehavior
+from ipu_pipeline.poptorch.logs import warn_once
 from ipu_pipeline.poptorch.options import checks
 from ipu_pipeline.poptorch.options.base import OptionGroup, Setting, configurable
 
@@ -63,6 +65,39 @@ class PrecisionOptions(OptionGroup):
         """
         return self.set(stochastic_rounding=enabled)
 
+    def autocastEnabled(self, enabled: bool) -> Self:
+        """Has no effect: `torch.autocast` in forward casts, nothing else. Warns, unless it is True.
+
+        Raises:
+          AssertionError: it is no boolean.
+        """
+        if not checks.boolean("autocastEnabled", enabled):
+            _warn(
+                "autocastEnabled",
+                "torch.autocast(enabled=False) in forward switches casts off.",
+            )
+        return self
+
+    def autocastPolicy(self, policy: Any) -> Self:
+        """Has no effect: `torch.autocast` goes by torch's own lists of operations. Warns."""
+        del policy
+        _warn("autocastPolicy", "torch.autocast goes by torch's own lists of operations.")
+        return self
+
+    def halfFloatCasting(self, half_float_casting: HalfFloatCastingBehavior) -> Self:
+        """Has no effect: float16 and float32 together are float32, as torch has it. Others warn.
+
+        Raises:
+          AssertionError: it is no `HalfFloatCastingBehavior`.
+        """
+        assert isinstance(half_float_casting, HalfFloatCastingBehavior), (
+            "halfFloatCasting must be given a poptorch.HalfFloatCastingBehavior; got "
+            f"{half_float_casting!r}."
+        )
+        if half_float_casting is HalfFloatCastingBehavior.FloatDowncastToHalf:
+            _warn("halfFloatCasting", "float16 and float32 together are float32, as in torch.")
+        return self
+
     @configurable
     def setPartialsType(self, dtype: torch.dtype) -> Self:
         """Has no effect: XLA decides in which type matrix products and convolutions are summed up. Warns.
@@ -74,3 +109,7 @@ class PrecisionOptions(OptionGroup):
           ValueError: it is neither.
         """
         return self.set(partials_type=dtype)
+
+
+def _warn(name: str, reason: str) -> None:
+    warn_once(f"poptorch.Options().Precision.{name} has no effect: {reason}")
