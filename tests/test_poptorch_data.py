@@ -13,6 +13,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import warnings
 
 import numpy as np
 import pytest
@@ -208,9 +209,33 @@ def test_without_batch_size(mode):
 def test_batch_sampler(mode):
     sampler = torch.utils.data.BatchSampler(range(9, -1, -1), 4, drop_last=False)
     mode = {"mode": mode, "async_options": FORK if mode else None}
-    loader = DataLoader(make_options(), make_rows(10), batch_sampler=sampler, **mode)
-    assert [batch[0].tolist() for batch in loader] == [[9, 8, 7, 6], [5, 4, 3, 2], [1, 0]]
-    assert loader.combinedBatchSize == 4
+    for options, drop_last, combined, expected in [
+        (make_options(1, 1), True, 4, [[9, 8, 7, 6], [5, 4, 3, 2], [1, 0]]),
+        (make_options(2, 1), True, 8, [[9, 8, 7, 6, 5, 4, 3, 2]]),
+        (make_options(1, 2), False, 8, [[9, 8, 7, 6, 5, 4, 3, 2], [1, 0]]),
+    ]:
+        loader = DataLoader(options, make_rows(10), batch_sampler=sampler, drop_last=drop_last, **mode)
+        assert [batch[0].tolist() for batch in loader] == expected
+        assert loader.combinedBatchSize == combined
+        assert len(loader) == len(expected)
+        loader.terminate()
+
+
+def test_workers_are_forked_without_a_warning():
+    import jax
+
+    jax.numpy.ones(3).block_until_ready()  # which starts the threads that JAX warns of
+    loader = DataLoader(make_options(), make_rows(8), num_workers=1)
+    with warnings.catch_warnings(action="error"):
+        assert len(list(loader)) == 2
+    loader.terminate()
+
+
+def test_what_is_left_in_another_process():
+    loader = DataLoader(
+        make_options(2, 1), make_rows(11), batch_size=2, drop_last=False, mode=ASYNC, async_options=FORK
+    )
+    assert [len(batch[0]) for batch in loader] == [4, 4, 3]
     assert len(loader) == 3
     loader.terminate()
 
@@ -257,8 +282,6 @@ def test_arguments(log):
             DataLoader(make_options(), rows, rebatched_worker_size=size, **rebatched)
     with pytest.raises(AssertionError, match="AsyncRebatched needs batch_size"):
         DataLoader(make_options(), rows, batch_size=None, drop_last=False, **rebatched)
-    with pytest.raises(AssertionError, match="'drop_last=False' .* only works if 'rebatched_size'"):
-        DataLoader(make_options(), rows, drop_last=False, mode=ASYNC)
     with pytest.raises(TypeError, match="async_options are buffer_size, .*; got rebatched_size, size"):
         DataLoader(make_options(), rows, mode=ASYNC, async_options={"size": 3, "rebatched_size": 4})
     assert log == []

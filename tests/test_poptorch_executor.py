@@ -533,10 +533,10 @@ def test_synthetic_data():
     executor = poptorch.inferenceModel(model, make_options(2).enableSyntheticData(True))
     x, _target = make_batch()
     assert_close([executor(x), executor(x * torch.nan)], [model(torch.zeros_like(x)).detach()] * 2)
-    training = poptorch.trainingModel(model, make_options(2, 2).enableSyntheticData(True))
+    training = poptorch.trainingModel(model, make_options(4, 1).enableSyntheticData(True))
     plain = reference(model, lambda parameters: torch.optim.SGD(parameters, lr=0.01))
     training(*make_batch())
-    plain.train((torch.zeros(8, 3), torch.zeros(8, 3)), 2, 2, second)
+    plain.train((torch.zeros(8, 3), torch.zeros(8, 3)), 4, 1, second)
     assert_same_state(model, plain.model)
 
 

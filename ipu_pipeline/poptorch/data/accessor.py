@@ -87,7 +87,8 @@ class AsynchronousDataAccessor:
             )
         if rebatched_size is not None and rebatched_size < 2:
             raise AssertionError(f"rebatched_size must be None or greater than 1; got {rebatched_size}.")
-        if rebatched_size is None and _may_leave_rows(dataset):
+        is_loaders = hasattr(dataset, "rebatched_drop_last")  # whose last batch may be smaller
+        if rebatched_size is None and not is_loaders and _may_leave_rows(dataset):
             raise AssertionError(
                 "The 'drop_last=False' option from the DataLoader only works if 'rebatched_size' is "
                 "specified too."

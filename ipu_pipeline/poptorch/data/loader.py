@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,7 @@ import torch.utils.data
 
 from ipu_pipeline.poptorch import logs
 from ipu_pipeline.poptorch.data.accessor import AsynchronousDataAccessor
-from ipu_pipeline.poptorch.data.partition import PartSampler, find_part
+from ipu_pipeline.poptorch.data.partition import CombiningSampler, PartSampler, find_part
 from ipu_pipeline.poptorch.enums import DataLoaderMode
 from ipu_pipeline.poptorch.errors import Error
 
@@ -64,7 +65,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
           batch_size: rows of a micro-batch. None: the data set's elements are taken as they are.
           shuffle: whether rows come in another order in each iteration; None for not.
           num_workers: how many processes load rows; 0: none but that which makes batches.
-          drop_last: whether rows that are left over at the end, less than a batch, are dropped.
+          drop_last: whether rows that are left over at the end, fewer than those of a call, are dropped.
           persistent_workers: whether workers stay from one iteration to the next; None: they do.
           auto_distributed_partitioning: whether each of several processes (`options.Distributed`) gets its
             part of the data: contiguous and equal parts, of a permutation that all have in common if rows
@@ -74,7 +75,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
           async_options: arguments of `AsynchronousDataAccessor`, by name.
           rebatched_worker_size: rows of the workers' batches in mode AsyncRebatched; None for as many as
             are yielded.
-          batch_sampler: torch's; it yields the indices of the rows of a batch for a whole call.
+          batch_sampler: torch's, in place of `batch_size`; it yields the indices of the rows of each
+            micro-batch.
           **kwargs: torch's other arguments.
 
         Raises:
@@ -93,7 +95,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         if batch_sampler is not None and (batch_size != 1 or shuffle):
             raise Error("`batch_sampler` option is mutually exclusive with batch_size, shuffle.")
         options.freeze()
-        combined = None if batch_size is None else batch_size * _count_micro_batches(options)
+        number = _count_micro_batches(options)
+        combined = None if batch_size is None else batch_size * number
         if batch_size is None:
             drop_last = False  # there is nothing left over
         arguments: dict[str, Any] = {
@@ -105,8 +108,10 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             **kwargs,
         }
         if batch_sampler is not None:
-            arguments.update(batch_size=1, drop_last=False, batch_sampler=batch_sampler)
-            combined = getattr(batch_sampler, "batch_size", None)
+            size = getattr(batch_sampler, "batch_size", None)
+            combined = None if size is None else size * number
+            sampler = CombiningSampler(batch_sampler, number, drop_last)
+            arguments.update(batch_size=1, drop_last=False, batch_sampler=sampler)
         if options.Distributed.numProcesses > 1 and auto_distributed_partitioning:
             arguments.update(_partition(options, dataset, arguments))
         _warn(dataset, num_workers, kwargs, mode, async_options, rebatched_worker_size)
@@ -132,7 +137,12 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
     def __iter__(self) -> Any:
         """Iterates over the data once. In modes other than Sync, this ends an iteration that goes on."""
-        return super().__iter__() if self._accessor is None else iter(self._accessor)
+        if self._accessor is not None:
+            return iter(self._accessor)
+        with warnings.catch_warnings():
+            # Workers are forked by torch, and do not use JAX, which warns of every fork.
+            warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
+            return super().__iter__()
 
     def __getstate__(self) -> dict[str, Any]:
         if self._accessor is not None:

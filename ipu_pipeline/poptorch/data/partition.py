@@ -1,12 +1,39 @@
-"""Which rows of a data set are those of one of several processes."""
+"""Which rows of a data set are those of a call, or of one of several processes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch.utils.data
 
-__all__ = ["PartSampler", "find_part"]
+__all__ = ["CombiningSampler", "PartSampler", "find_part"]
+
+
+class CombiningSampler(torch.utils.data.Sampler[list[int]]):
+    """Joins the batches of a sampler, those of micro-batches, to those of calls."""
+
+    def __init__(self, batches: Iterable[list[int]], number: int, drop_last: bool) -> None:
+        """Takes the sampler.
+
+        Args:
+          batches: yields the indices of each micro-batch.
+          number: of micro-batches in a call.
+          drop_last: whether fewer micro-batches than that, at the end, are left out.
+        """
+        self._batches, self._number, self._drop_last = batches, number, drop_last
+
+    def __len__(self) -> int:
+        batches: Any = self._batches
+        whole, rest = divmod(len(batches), self._number)
+        return whole + (rest > 0 and not self._drop_last)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        left = iter(self._batches)
+        while batches := list(itertools.islice(left, self._number)):
+            if len(batches) == self._number or not self._drop_last:
+                yield list(itertools.chain.from_iterable(batches))
 
 
 class PartSampler(torch.utils.data.Sampler[int]):

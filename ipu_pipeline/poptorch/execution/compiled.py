@@ -215,8 +215,9 @@ class CompiledModel:
         done = 0
         with announcing.running(self, self._name, pipeline, runner, self._devices, every) as told:
             while done < total:
-                num_updates = total - done if synthetic is None else 1
-                pending = pipeline.accumulate(state, take, (), num_updates, total)
+                # Synthetic data are those of one update, on the devices as it takes them.
+                updates = (total - done, total) if synthetic is None else (1, 1)
+                pending = pipeline.accumulate(state, take, (), *updates)
                 # From here the old state may be gone before the new one is in its place.
                 with interrupts.deferred():
                     with self._waiting():
