@@ -213,16 +213,18 @@ def _config(kind, **values):
     return getattr(transformers, f"{kind}Config")(**{"num_hidden_layers": 2, **values})
 
 
-_GPT2 = {"n_embd": 16, "n_layer": 4, "n_head": 2, "vocab_size": 40, "n_positions": 16, "use_cache": False}
+_GPT2 = {"n_embd": 16, "n_layer": 4, "n_head": 2, "vocab_size": 40, "n_positions": 16}
 _GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 _DISTIL = {"dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 32, "vocab_size": 40, "dropout": 0.0}
 _DISTIL |= {"max_position_embeddings": 20, "attention_dropout": 0.0, "qa_dropout": 0.0}
 _T5 = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "vocab_size": 40}
-_T5 |= {"dropout_rate": 0.0, "decoder_start_token_id": 0, "use_cache": False}
+_T5 |= {"dropout_rate": 0.0, "decoder_start_token_id": 0}
 _BART = {"d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2}
 _BART |= {"decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "vocab_size": 40}
-_BART |= {"max_position_embeddings": 20, "dropout": 0.0, "use_cache": False}
-_LLAMA = {**SMALL, "num_key_value_heads": 1, "use_cache": False}
+_BART |= {"max_position_embeddings": 20, "dropout": 0.0}
+_LLAMA = {**SMALL, "num_key_value_heads": 1}
+_EXPERTS = {**_LLAMA, "num_experts_per_tok": 2}
+_QWEN = {**_EXPERTS, "num_experts": 5, "moe_intermediate_size": 12, "head_dim": 8}
 _VIT = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32, "image_size": 16}
 _VIT |= {"patch_size": 4, "num_labels": 3, **NO_DROPOUT}
 _RESNET = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "num_labels": 3}
@@ -282,6 +284,12 @@ OTHERS = {
         ["transformer.h.1", "transformer.h.2", "transformer.h.3"],
     ),
     "LlamaForCausalLM": (_config("Llama", **_LLAMA), masked_tokens, ["model.layers.1"]),
+    "MixtralForCausalLM": (
+        _config("Mixtral", **_EXPERTS, num_local_experts=4),
+        masked_tokens,
+        ["model.layers.1"],
+    ),
+    "Qwen3MoeForCausalLM": (_config("Qwen3Moe", **_QWEN), masked_tokens, ["model.layers.1"]),
     "T5ForConditionalGeneration": (transformers.T5Config(**_T5), sequences, ["decoder"]),
     "BartForConditionalGeneration": (transformers.BartConfig(**_BART), sequences, ["model.decoder"]),
     "ViTForImageClassification": (_config("ViT", **_VIT), images, ["vit.layers.1"]),

@@ -21,7 +21,9 @@ OTHERS = [
     "ElectraForQuestionAnswering",
     "GPT2LMHeadModel",
     "LlamaForCausalLM",
+    "MixtralForCausalLM",
     "MobileBertForQuestionAnswering",
+    "Qwen3MoeForCausalLM",
     "ResNetForImageClassification",
     "RobertaForSequenceClassification",
     "T5ForConditionalGeneration",
@@ -209,12 +211,18 @@ def test_exported_and_loaded(tmp_path):
     assert not torch.equal(model.qa_outputs.weight, plain.qa_outputs.weight)
 
 
-def test_a_cache_is_refused():
-    """It is an object with lists of layers with tensors in it."""
+def test_a_cache_is_left_out(caplog):
     config = transformers.GPT2Config(**{**hf._GPT2, "n_layer": 1, "use_cache": True})
-    inference = poptorch.inferenceModel(transformers.GPT2Model(config).eval(), make_options())
-    with pytest.raises(poptorch.Error, match=r"past_key_values.*model.config.use_cache = False"):
-        inference(torch.ones(1, 4, dtype=torch.long))
+    model = transformers.GPT2Model(config).eval()
+    inference = poptorch.inferenceModel(model, make_options())
+    made = inference(torch.ones(1, 4, dtype=torch.long))
+    expected = model(torch.ones(1, 4, dtype=torch.long), use_cache=False)
+    assert type(made) is type(expected)
+    assert list(made) == list(expected) == ["last_hidden_state"]
+    assert_close(made.values(), [value.detach() for value in expected.values()])
+    assert "returns a cache of keys and values, which is left out" in caplog.text
+    (found,) = poptorch.inferenceModel(model, make_options())(torch.ones(1, 4).long(), return_dict=False)
+    assert_close([found], [made.last_hidden_state])
 
 
 # Other kinds of number, dropout, checkpoints.

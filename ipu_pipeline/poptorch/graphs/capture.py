@@ -23,6 +23,7 @@ from torch.export.graph_signature import InputKind
 
 from ipu_pipeline.poptorch import markers
 from ipu_pipeline.poptorch.graphs import refusals
+from ipu_pipeline.poptorch.graphs.caches import leave_out_caches
 from ipu_pipeline.poptorch.graphs.checkpoints import keep_inputs_of_checkpoints, marking_checkpoints
 from ipu_pipeline.poptorch.graphs.losses import choose_loss, mark_losses
 from ipu_pipeline.poptorch.graphs.multi_convs import check_multi_convs
@@ -65,11 +66,15 @@ class _Flat(torch.nn.Module):
     """Calls a model with tensors one after another, and returns those of its result likewise."""
 
     def __init__(
-        self, model: torch.nn.Module, arguments: Structure, note: Callable[[Structure], None]
+        self,
+        model: torch.nn.Module,
+        arguments: Structure,
+        trains: bool,
+        note: Callable[[Structure], None],
     ) -> None:
         super().__init__()
         self.model = model
-        self.arguments = arguments
+        self.arguments, self.trains = arguments, trains
         self.note = note  # export takes back what forward assigns to attributes
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -78,7 +83,7 @@ class _Flat(torch.nn.Module):
         with _held_as_before(self.model), _attributes_copied(self.model):
             result = self.model(*args, **kwargs)
             refusals.check_tensors(before, refusals.Held.of(self.model))
-        results, outputs = flatten(result)
+        results, outputs = flatten(leave_out_caches(result, self.trains))
         self.note(outputs)
         return tuple(results)
 
@@ -106,7 +111,7 @@ def capture(
       Others: what the model raises.
     """
     noted: list[Structure] = []
-    flat = _Flat(model, arguments, noted.append)
+    flat = _Flat(model, arguments, trains, noted.append)
     with changed_for_this_thread_alone(model), contextlib.ExitStack() as stack:
         # One thread at a time is here, since export changes torch's global state.
         # What the caller of the model has switched off is nothing that forward does.

@@ -338,7 +338,7 @@ def check_results(structure: Structure) -> None:
         raise Error(
             f"{name} of the model's forward is an object with tensors in it, in which nobody looks for "
             "them. Return tuples, lists or dicts; or say by poptorch.registerCustomArgParser how it is "
-            "taken apart. Models of transformers return no cache after `model.config.use_cache = False`."
+            "taken apart."
         )
     for name, constant in structure.name_constants("the result"):
         if isinstance(constant, (torch.SymInt, torch.SymFloat, torch.SymBool)):

@@ -42,6 +42,30 @@ def _added(product: Callable[[Array, Array], Array]) -> Callable[..., Array]:
     return compute
 
 
+@lowers("transformers::grouped_mm_fallback")
+def _grouped_product(rows: Array, matrices: Array, ends: Array) -> Array:
+    """Products of groups of rows with a matrix each, as of experts; `ends` says where each group ends."""
+    sizes = jnp.diff(ends, prepend=jnp.zeros(1, ends.dtype)).astype(jnp.int32)
+    return jax.lax.ragged_dot(rows, matrices, sizes)
+
+
+@lowers("_grouped_mm", keep=True)
+def _grouped_mm(
+    rows: Array, matrices: Array, ends: Array | None = None, bias: Array | None = None, dtype: Any = None
+) -> Array:
+    del dtype  # the result is cast to it
+    if ends is None:
+        made = rows @ matrices
+    elif rows.ndim == 2 and matrices.ndim == 3:
+        made = _grouped_product(rows, matrices, ends)
+    else:
+        raise NotImplementedError(
+            f"torch.nn.functional.grouped_mm with offs takes rows and matrices of 2 and 3 dimensions; "
+            f"got {rows.ndim} and {matrices.ndim}."
+        )
+    return made if bias is None else made + bias
+
+
 for _name in ("addmm", "addmv", "baddbmm"):
     lowers(_name)(_added(jnp.matmul))
 lowers("addbmm", keep=True)(_added(lambda a, b: jnp.einsum("bij,bjk->ik", a, b)))
