@@ -163,7 +163,7 @@ PROBS, LENGTHS = torch.zeros(3, 2, 4), torch.tensor([3, 3])
     ],
 )
 def test_searches_that_are_refused(arguments, text):
-    with pytest.raises(ValueError, match=text):
+    with pytest.raises(poptorch.Error, match=text):
         poptorch.ctc_beam_search_decoder(*arguments)
 
 

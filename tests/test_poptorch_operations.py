@@ -165,7 +165,7 @@ X = torch.zeros(3, 4)
     ],
 )
 def test_slices_that_are_refused(call, text):
-    with pytest.raises(ValueError, match=text):
+    with pytest.raises(poptorch.Error, match=text):
         call()
 
 
@@ -276,13 +276,13 @@ def test_a_serialized_product_trains_as_in_torch(mode):
         ((X, X.t(), "rows"), AssertionError, "mode must be a poptorch.MatMulSerializationMode; got 'rows'"),
         ((X, X.t(), InputChannels, 2.0), AssertionError, "factor must be an integer; got 2.0"),
         ((X, X.t(), InputChannels, 3, 1), AssertionError, "keep_precision must be a bool; got 1"),
-        ((X, X.t(), InputChannels), ValueError, "factor is the number of parts. .* got 0"),
-        ((X, X.t(), InputChannels, 2), ValueError, "InputChannels cuts, 3; got 2"),
-        ((X, X.t(), ReducingDim, 3), ValueError, "ReducingDim cuts, 4; got 3"),
-        ((X, X.t(), OutputChannels, 2), ValueError, "OutputChannels cuts, 3; got 2"),
-        ((X[0], X.t(), InputChannels, 2), ValueError, "needs a matrix; lhs has 1 dim"),
-        ((X, X[0], OutputChannels, 2), ValueError, "needs a matrix; rhs has 1 dim"),
-        ((X, 3, InputChannels, 3), ValueError, "must take torch.tensor arguments. It got int"),
+        ((X, X.t(), InputChannels), poptorch.Error, "factor is the number of parts. .* got 0"),
+        ((X, X.t(), InputChannels, 2), poptorch.Error, "InputChannels cuts, 3; got 2"),
+        ((X, X.t(), ReducingDim, 3), poptorch.Error, "ReducingDim cuts, 4; got 3"),
+        ((X, X.t(), OutputChannels, 2), poptorch.Error, "OutputChannels cuts, 3; got 2"),
+        ((X[0], X.t(), InputChannels, 2), poptorch.Error, "needs a matrix; lhs has 1 dim"),
+        ((X, X[0], OutputChannels, 2), poptorch.Error, "needs a matrix; rhs has 1 dim"),
+        ((X, 3, InputChannels, 3), poptorch.Error, "must take torch.tensor arguments. It got int"),
     ],
 )
 def test_serialized_products_that_are_refused(arguments, error, text):
@@ -382,7 +382,7 @@ def test_layouts(array, values, expected):
     ],
 )
 def test_printing_that_is_refused(call, text):
-    with pytest.raises(ValueError, match=text):
+    with pytest.raises(poptorch.Error, match=text):
         call()
 
 
@@ -411,7 +411,8 @@ def test_a_model_with_checkpoints_computes_the_rest_again():
     x, y = draw(2, 3), draw(3)
     assert poptorch.recomputationCheckpoint(x) is x
     assert poptorch.recomputationCheckpoint(x, y) == (x, y)
-    with pytest.raises(ValueError, match="takes tensors only. It got int"):
+    assert poptorch.recomputationCheckpoint([x, y]) == [x, y]
+    with pytest.raises(ValueError, match="takes tensors; got int"):
         poptorch.recomputationCheckpoint(x, 3)
     # Without training there is nothing to keep.
     assert_close([infer(poptorch.recomputationCheckpoint, x)], [x])
@@ -493,7 +494,7 @@ def test_name_scopes(log):
     assert "linear.weight" in executor.getTensorNames()
     assert_close([executor.getAnchoredTensor("kept")], [model(x).detach()])
     assert not log
-    with pytest.raises(TypeError, match="name must be a string; got 3"):
+    with pytest.raises(AssertionError, match="name must be a string; got 3"):
         poptorch.NameScope(3)
     with pytest.raises(ValueError, match="must not be empty"):
         poptorch.NameScope("")
@@ -779,7 +780,7 @@ def test_constants_in_a_body_are_told():
             lambda: poptorch.for_loop(2, torch.add, [X, 3]),
             r"\(Object contained in list at index 1 is not torch.tensor\)",
         ),
-        (lambda: poptorch.for_loop(-1, torch.neg, [X]), "count is how often the body runs. .* got -1"),
+        (lambda: poptorch.for_loop(-1, torch.neg, [X]), "count is how often the body runs, .* got -1"),
         (lambda: poptorch.for_loop(2, list, []), "at least one tensor in inputs; the list is empty"),
         (lambda: poptorch.for_loop(2, lambda x: None, [X]), "it returned a NoneType"),
         (lambda: poptorch.cond(torch.tensor(True), lambda: 3, [], lambda: 3, []), "it returned a int"),

@@ -95,7 +95,7 @@ def test_there_is_no_ipu():
 def test_nop():
     x = torch.ones(2)
     assert torch.equal(poptorch.nop(x), x)
-    with pytest.raises(ValueError, match="nop must take a torch.tensor argument"):
+    with pytest.raises(poptorch.Error, match="nop must take a torch.tensor argument"):
         poptorch.nop(5)
 
 

@@ -17,7 +17,7 @@ from ipu_pipeline.engine.schedules.simulator import simulate
 from ipu_pipeline.engine.schedules.variants import what_if
 from ipu_pipeline.engine.state import PipelineState, StepOutputs
 from ipu_pipeline.engine.tracing.checkpoints import recomputation_checkpoint
-from ipu_pipeline.engine.tracing.keys import next_rng_key
+from ipu_pipeline.engine.tracing.keys import micro_batch_tag, next_rng_key
 from ipu_pipeline.engine.tracing.metrics import metric
 from ipu_pipeline.engine.tracing.replicas import cross_replica_sum, replica_count, replica_index
 from ipu_pipeline.engine.tracing.stage_lists import Stage
@@ -56,6 +56,7 @@ __all__ = [
     "get_variable",
     "measure_dispatch_plan",
     "metric",
+    "micro_batch_tag",
     "next_rng_key",
     "recomputation_checkpoint",
     "replica_count",

@@ -17,7 +17,14 @@ from ipu_pipeline.engine import jax_compat
 from ipu_pipeline.engine.tracing import frames, scopes
 from ipu_pipeline.engine.tracing.specs import serial_numbers
 
-__all__ = ["as_int32", "key_aval", "micro_batch_key", "micro_batch_key_p", "next_rng_key"]
+__all__ = [
+    "as_int32",
+    "key_aval",
+    "micro_batch_key",
+    "micro_batch_key_p",
+    "micro_batch_tag",
+    "next_rng_key",
+]
 
 micro_batch_key_p = jex_core.Primitive("micro_batch_key")
 
@@ -46,6 +53,20 @@ def next_rng_key() -> jax.Array:
     marker = micro_batch_key_p.bind(serial=next(serial_numbers))
     key = jax.random.fold_in(marker, np.uint32(scopes.hash_name(scope)))
     return jax.random.fold_in(key, np.uint32(number))
+
+
+def micro_batch_tag() -> jax.Array:
+    """What tells the micro-batch that a stage computes from others: the same in all stages and replicas.
+
+    Returns:
+      uint32 numbers, the data of a random key.
+
+    Raises:
+      RuntimeError: not called within a stage.
+    """
+    if not frames.current_frame("micro_batch_tag").is_stage:
+        raise RuntimeError("micro_batch_tag() was called outside of a computational stage.")
+    return jax.random.key_data(micro_batch_key_p.bind(serial=next(serial_numbers)))
 
 
 def key_aval() -> Any:

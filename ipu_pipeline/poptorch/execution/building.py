@@ -36,6 +36,7 @@ from ipu_pipeline.poptorch.execution.together import (
 from ipu_pipeline.poptorch.execution.training import ModelOptimizer
 from ipu_pipeline.poptorch.execution.weights import host_weights_of, on_host
 from ipu_pipeline.poptorch.files.contents import SavedGraph
+from ipu_pipeline.poptorch.graphs.anchored_gradients import is_gradient
 from ipu_pipeline.poptorch.graphs.blocks import BlockId, Placement, Section, cut_into_sections
 from ipu_pipeline.poptorch.graphs.capture import Modes, capture
 from ipu_pipeline.poptorch.graphs.phases import cut_into_phases
@@ -53,7 +54,6 @@ __all__ = [
     "compile_model",
     "compile_shapes",
     "num_compiled",
-    "output_mode_of",
 ]
 
 
@@ -64,7 +64,7 @@ class Wrapped:
     Attributes:
       model: the user's.
       modes: which of its modules were in training mode.
-      options: of the model, frozen.
+      options: of the model, frozen; the output mode is never `Default`.
       trains: whether it is a `trainingModel`.
     """
 
@@ -78,13 +78,6 @@ def batching_of(options: Options) -> Batching:
     """How the options cut a call's tensors."""
     groups = find_groups(options.input_cgt, options.input_group_size, options.replication_factor)
     return Batching(options.device_iterations, options.Training.gradient_accumulation, groups)
-
-
-def output_mode_of(options: Options, trains: bool) -> OutputMode:
-    """The output mode, never `Default`."""
-    if options.output_mode is not OutputMode.Default:
-        return options.output_mode
-    return OutputMode.Final if trains else OutputMode.All
 
 
 @peers.one_thread("compiling a PopTorch model")
@@ -224,6 +217,8 @@ def _make_program(
     anchored = options.anchored_tensors.values()
     if options.index_checks:
         check_alone(options, "Options.checkIndices")
+    if any(is_gradient(anchor.long_name) for anchor in anchored):
+        check_alone(options, "anchorTensor of a gradient")
     stages = make_stages(
         captured,
         wrapped.model,
@@ -257,7 +252,7 @@ def _make_program(
         # the state of before must be there.
         donate=not checks and not options.index_checks,
         collect_outputs=_all_but_last if trains else True,
-        sum_collected=output_mode_of(options, trains) is OutputMode.Sum and not anchored,
+        sum_collected=options.output_mode is OutputMode.Sum and not anchored,
         sum_dtype=_sum_dtype,
         offload=options.TensorLocations.find_offloaded(_is_live(options)),
         num_replicas=num_replicas,

@@ -192,6 +192,9 @@ class CompiledModel:
         checks = self.stages.index_checks
         if checks is not None:
             checks.take()  # of a call that was interrupted
+        gradients = self.stages.gradients
+        if gradients is not None:
+            gradients.forget()
         total = len(micro_batches) * self._processes.count // every
         runner = pipeline.prepare()
         left = self._deal(micro_batches)
@@ -237,7 +240,7 @@ class CompiledModel:
                 jax.block_until_ready((state.variables, state.optimizer_state))
         if self.stages.prints:
             jax.effects_barrier()  # what a call prints stands there when it returns
-        return collected
+        return collected if gradients is None else gradients.join(collected, pipeline.num_replicas > 1)
 
     def _waiting(self) -> contextlib.AbstractContextManager[None]:
         """For where gradients of other processes are waited for, if the model trains."""

@@ -19,7 +19,6 @@ from ipu_pipeline.poptorch.execution.building import (
     compile_model,
     compile_shapes,
     num_compiled,
-    output_mode_of,
 )
 from ipu_pipeline.poptorch.execution.compiled import CompiledModel
 from ipu_pipeline.poptorch.execution.exporting import NOT_COMPILED, Exported
@@ -124,7 +123,7 @@ class PoplarExecutor(Exported, Anchored, Described, Grouped, Refused, Measured):
             with self._profile.of_first_call():
                 collected = compiled.run(micro_batches, self.options.synthetic_data, times.note_placed)
             times.wait_for(collected)
-            mode = output_mode_of(self.options, self._wrapped.trains)
+            mode = self.options.output_mode
             outputs, dtypes = compiled.program.captured.outputs, compiled.stages.output_dtypes
             first = outputs.num_tensors
             joined = join_outputs(

@@ -46,7 +46,7 @@ def trainingModel(
       TypeError: the model or the optimizer is none.
     """
     module = _module_of(model)
-    checked = _check_options(options)
+    checked = _check_options(options, OutputMode.Final)
     if optimizer is None:
         optimizer = torch.optim.SGD(list(module.parameters()), lr=_DEFAULT_RATE)
     describe(optimizer, checked.Training.automatic_loss_scaling)
@@ -74,7 +74,7 @@ def inferenceModel(
       TypeError: the model is none.
     """
     module = _module_of(model)
-    checked = _check_options(options)
+    checked = _check_options(options, OutputMode.All)
     if checked.Training.gradient_accumulation != 1:
         strategy = checked.execution_strategy
         is_pipelined = isinstance(strategy, PipelinedExecution) and not isinstance(
@@ -116,8 +116,8 @@ def _module_of(model: torch.nn.Module | PoplarExecutor) -> torch.nn.Module:
     return model
 
 
-def _check_options(options: Options | None) -> Options:
-    """A copy of the options, both frozen."""
+def _check_options(options: Options | None, default_mode: OutputMode) -> Options:
+    """A copy of the options, both frozen; in the copy `OutputMode.Default` is what it stands for."""
     if options is None:
         options = Options()
     if not isinstance(options, Options):
@@ -138,6 +138,8 @@ def _check_options(options: Options | None) -> Options:
             )
     options.freeze()
     own = options.clone()
+    if own.defaultOutputMode():
+        own.outputMode(default_mode)
     own.freeze()
     return own
 

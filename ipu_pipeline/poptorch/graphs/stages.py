@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ from ipu_pipeline import engine
 from ipu_pipeline.poptorch import markers
 from ipu_pipeline.poptorch.dtypes import jax_dtype, to_numpy
 from ipu_pipeline.poptorch.errors import Error
+from ipu_pipeline.poptorch.graphs.anchored_gradients import AnchoredGradients, is_gradient, name_gradients
 from ipu_pipeline.poptorch.graphs.blocks import Section, is_check
 from ipu_pipeline.poptorch.graphs.capture import Captured
 from ipu_pipeline.poptorch.graphs.losses import find_marked_loss, ways_of_gradients
@@ -49,17 +50,19 @@ class ModelStages:
     Attributes:
       functions: of the stages, level by level; those of one level are parallel. The first level takes the
         tensors of the inputs; the last is one stage, which returns those of the outputs, then the values
-        that are anchored, and then, if the model trains, the loss.
+        that are anchored, then the micro-batch's tag if gradients are, and then, if the model trains, the
+        loss.
       levels: what the stages are made of, likewise.
       tensors: the user's parameters and buffers by the variables' full names.
       trained: the variables that the loss depends on and that require gradients.
       assigned: the variables that forward writes to.
-      output_dtypes: torch's dtypes of the outputs, and of the values that are anchored.
-      value_names: of all values, see `name_values`.
+      output_dtypes: torch's dtypes of the outputs, of the values that are anchored, and of the gradients.
+      value_names: of all values, see `name_values`, and of their gradients.
       has_checkpoints: whether the model says what its backward keeps, by `recomputationCheckpoint`.
       prints: whether the model prints tensors.
       group_rows: by the variables' full names, those of which groups of replicas have values of their own.
       index_checks: where a run notes indices that are out of range, if they are checked.
+      gradients: where a run leaves the gradients that are anchored; None without any.
     """
 
     functions: tuple[tuple[Callable[..., tuple[Any, ...]], ...], ...]
@@ -73,6 +76,7 @@ class ModelStages:
     prints: bool
     group_rows: Mapping[str, GroupRows]
     index_checks: IndexChecks | None
+    gradients: AnchoredGradients | None
 
     @property
     def sections(self) -> list[Section]:
@@ -109,6 +113,7 @@ class _Parts:
       assigned: node -> names of the variables that get its value.
       results: what is returned, with the loss at the end if there is one.
       held: of the captured model.
+      gradients: those that are anchored; None without any.
     """
 
     inputs: list[torch.fx.Node]
@@ -119,6 +124,7 @@ class _Parts:
     assigned: dict[torch.fx.Node, list[str]]
     results: list[torch.fx.Node]
     held: Sequence[Any]
+    gradients: AnchoredGradients | None = None
 
 
 def make_stages(
@@ -138,7 +144,7 @@ def make_stages(
       model: the user's, whose names the variables get; a tensor with several names gets the first.
       cut: cuts its graph into sections, level by level; the last level has one.
       trains: whether it was captured with a loss.
-      anchors: names of values to return behind the outputs, see `name_values`.
+      anchors: names of values to return behind the outputs, see `name_values`, and of gradients.
       has_module_names: see `name_values`.
       group_rows: by the ids of the user's parameters, of which each stage sees one row.
       checks: where indices that are out of range are noted while the model runs; None: nowhere.
@@ -153,26 +159,32 @@ def make_stages(
         raise Error(describe_unsupported(unsupported))
     parts = _find_parts(captured, model, group_rows or {})
     names = name_values(graph, parts.variables, has_module_names)
-    parts.results.extend(find_values(names, anchors))
     loss = find_marked_loss(graph) if trains else None
+    reaching = set() if loss is None else ways_of_gradients(loss)
+    trained = {
+        node: f"{SCOPE}/{name}"
+        for node, name in parts.variables.items()
+        if node in reaching and parts.tensors[name].requires_grad
+    }
+    computed = {node for node in reaching if node.op == "call_function"}
+    names |= name_gradients(names, computed | trained.keys())
+    anchored = list(zip(anchors, find_values(names, anchors), strict=True))
+    parts.results.extend(node for name, node in anchored if not is_gradient(name))
+    if wanted := [node for name, node in anchored if is_gradient(name)]:
+        parts = replace(parts, gradients=AnchoredGradients(wanted))
     if loss is not None:
         parts.results.append(loss)
     levels = cut(graph)
     writers = _find_writers(levels, parts)
-    reaching = set() if loss is None else ways_of_gradients(loss)
-    trained = {
-        f"{SCOPE}/{name}"
-        for node, name in parts.variables.items()
-        if node in reaching and parts.tensors[name].requires_grad
-    }
     results = parts.results if loss is None else parts.results[:-1]
+    dtypes = [node.meta["val"].dtype for node in results]
     return ModelStages(
         functions=tuple(_make_functions(levels, parts, writers, checks)),
         levels=tuple(map(tuple, levels)),
         tensors={f"{SCOPE}/{name}": tensor for name, tensor in parts.tensors.items()},
-        trained=frozenset(trained),
+        trained=frozenset(trained.values()),
         assigned=frozenset(f"{SCOPE}/{name}" for names in parts.assigned.values() for name in names),
-        output_dtypes=tuple(node.meta["val"].dtype for node in results),
+        output_dtypes=(*dtypes, *(() if parts.gradients is None else parts.gradients.dtypes)),
         value_names=tuple(names),
         has_checkpoints=any(map(markers.is_checkpoint, graph.nodes)),
         prints=any(
@@ -182,6 +194,7 @@ def make_stages(
         ),
         group_rows={f"{SCOPE}/{name}": rows for name, rows in parts.group_rows.items()},
         index_checks=checks,
+        gradients=parts.gradients,
     )
 
 
@@ -261,7 +274,8 @@ def _make_functions(
             others = set().union(*made_here[:place], *made_here[place + 1 :]) if place == 0 else None
             own = [n for n in wanted if (n in made_here[place] if others is None else n not in others)]
             returned = parts.results if number == last else own
-            stage = _make_function(section, parts, writers, taken, list(returned), checks)
+            has_tag = number == last and parts.gradients is not None
+            stage = _make_function(section, parts, writers, taken, list(returned), has_tag, checks)
             stage.__name__ = stage.__qualname__ = titles[section]
             stages.append(stage)
             given += returned
@@ -275,6 +289,7 @@ def _make_function(
     writers: Mapping[str, Section],
     taken: Sequence[torch.fx.Node],
     given: Sequence[torch.fx.Node],
+    has_tag: bool,
     checks: IndexChecks | None,
 ) -> Callable[..., tuple[Any, ...]]:
     read_here = {node for inner in section.nodes for node in inner.all_input_nodes} | set(given)
@@ -293,20 +308,27 @@ def _make_function(
                 if name in names:
                     variables[name] = _get_variable(name, parts.tensors[name], parts.group_rows.get(name))
 
+        def pass_on(node: torch.fx.Node, value: Any) -> Any:
+            return value if parts.gradients is None else parts.gradients.pass_on(node, value)
+
         def read(node: torch.fx.Node) -> Any:
             if node not in known:
                 if node in parts.variables:
-                    known[node] = variables[parts.variables[node]]
+                    known[node] = pass_on(node, variables[parts.variables[node]])
                 else:
                     known[node] = jnp.asarray(to_numpy(parts.constants[node]))
             return known[node]
 
         with contextlib.nullcontext() if checks is None else checks.made():
             for node in section.nodes:
-                known[node] = _pass_on(node, read) if markers.is_marker(node) else run_node(node, read)
+                is_marker = markers.is_marker(node)
+                known[node] = _see_through(node, read) if is_marker else pass_on(node, run_node(node, read))
         for node, name in written:
             engine.assign(f"{SCOPE}/{name}", read(node))
-        return tuple(read(node) for node in given)
+        results = [read(node) for node in given]
+        if has_tag:
+            results.insert(-1, engine.micro_batch_tag())  # the loss is the last
+        return tuple(results)
 
     return stage
 
@@ -342,7 +364,7 @@ def _read_tensor(name: str, tensor: torch.Tensor, rows: GroupRows | None) -> np.
     return value if rows is None else rows.to_device(name, value)
 
 
-def _pass_on(node: torch.fx.Node, read: Callable[[torch.fx.Node], Any]) -> Any:
+def _see_through(node: torch.fx.Node, read: Callable[[torch.fx.Node], Any]) -> Any:
     """The value of a marker: what it marks; that of a block is none."""
     return read(node.all_input_nodes[0]) if node.all_input_nodes else None
 

@@ -5,12 +5,14 @@
 - `gaussian_nll_loss` looks for negative variances, and raises an error; here they give NaN.
 - Batch normalization with momentum None divides by a count that it reads from a tensor.
 - Two losses are written as other operations, which nobody would take for losses.
-- Layers of float32 take inputs of float16 and bfloat16, as on IPUs: their weights are cast. Layers of
-  float16 and bfloat16 take inputs of float32: these are cast. Normalizations of float32 take them as they
-  are in torch.
+- Layers compute in the dtype of their input: weights of float32 are cast to an input of float16 or
+  bfloat16, and weights of these to an input of float32. Normalizations of float32 take narrow inputs as
+  they do in torch.
 - `torch.autocast` for any kind of device is for the devices that there are.
 - Random numbers come from the options' seed: a seed or a generator within forward would be without effect.
 - Packed sequences have shapes that depend on values: see `packed_sequences`.
+- `torch.distributions` looks whether its parameters and samples are valid; that is left out, unless the
+  model asks for it (`validate_args=True`).
 - Encoder and decoder layers compare the mask with a causal one, as a hint for faster code; here the mask
   is used as it is, which computes the same.
 """
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import math
 import unittest.mock
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +29,7 @@ from typing import Any
 
 import torch
 from torch.nn.modules import batchnorm, transformer
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from ipu_pipeline.poptorch import markers
 from ipu_pipeline.poptorch.logs import warn_once
@@ -146,40 +149,39 @@ def _as_loss(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
 _NARROW = (torch.float16, torch.bfloat16)
 
 
-def _in_dtype_of_input(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A layer's function whose weights are cast to a narrower input."""
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """A weight in the dtype of an input, where one of both is narrow and the other float32.
+
+    Other values are returned as they are.
+    """
+    if not isinstance(value, torch.Tensor):
+        return value
+    is_mixed = (value.dtype in _NARROW and dtype is torch.float32) or (
+        value.dtype is torch.float32 and dtype in _NARROW
+    )
+    return value.to(dtype) if is_mixed else value
+
+
+def _in_dtype_of_input(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A layer's function whose other arguments are cast to its first one's dtype."""
 
     @functools.wraps(function)
-    def call(
-        input: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        if input.dtype in _NARROW and weight.dtype is torch.float32:
-            weight = weight.to(input.dtype)
-            bias = None if bias is None else bias.to(input.dtype)
-        elif weight.dtype in _NARROW and input.dtype is torch.float32:
-            input = input.to(weight.dtype)
-        return function(input, weight, bias, *args, **kwargs)
+    def call(input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        others = [_cast(value, input.dtype) for value in args]
+        return function(input, *others, **{k: _cast(value, input.dtype) for k, value in kwargs.items()})
 
     return call
 
 
 def _recurrent_in_dtype_of_input(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same of a recurrent layer, whose weights are a list among its arguments, and its input packed."""
+    """The same of a recurrent layer, some of whose arguments are lists, and whose input may be packed."""
 
     @functools.wraps(function)
     def call(input: Any, *args: Any) -> Any:
         lengths = None
         if isinstance(input, packed_sequences.Steps):
             input, lengths, args = input.tensor, args[0].tensor, args[1:]
-        weights = [t for value in args if isinstance(value, (list, tuple)) for t in value]
-        dtypes = {input.dtype, *(t.dtype for t in weights)}
-        narrow = next((dtype for dtype in _NARROW if dtypes == {torch.float32, dtype}), None)
-        if narrow is not None:
-            input, args = tree_map_only(torch.Tensor, _narrowing(narrow), (input, args))
+        args = tree_map_only(torch.Tensor, functools.partial(_cast, dtype=input.dtype), args)
         if lengths is not None:
             return packed_sequences.call_recurrent(name, input, lengths, *args)
         return function(input, *args)
@@ -187,33 +189,27 @@ def _recurrent_in_dtype_of_input(name: str, function: Callable[..., Any]) -> Cal
     return call
 
 
-def _all_narrow(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of tensors of which some are narrow: all floating ones are cast to that."""
+def _normalizing_in_dtype_of_input(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A normalization whose narrow weights are cast to an input of float32; running statistics stay narrow.
+
+    torch itself takes a narrow input with weights of float32.
+    """
+    names = list(inspect.signature(function).parameters)
 
     @functools.wraps(function)
-    def call(*args: Any) -> Any:
-        dtypes = {t.dtype for t in tree_leaves(args) if isinstance(t, torch.Tensor)}
-        narrow = next((dtype for dtype in _NARROW if dtypes == {torch.float32, dtype}), None)
-        return function(*args if narrow is None else tree_map_only(torch.Tensor, _narrowing(narrow), args))
+    def call(*args: Any, **kwargs: Any) -> torch.Tensor:
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        if given[names[0]].dtype is not torch.float32:
+            return function(**given)
+        wide = {name: _cast(value, torch.float32) for name, value in given.items()}
+        result = function(**wide)
+        if given.get("training") or given.get("use_input_stats"):
+            for name in ("running_mean", "running_var"):
+                if given.get(name) is not wide.get(name):
+                    given[name].copy_(wide[name].to(given[name].dtype))
+        return result
 
     return call
-
-
-def _in_dtype_of_weight(function: Callable[..., torch.Tensor], place: int) -> Callable[..., torch.Tensor]:
-    """A normalization whose input is cast to a narrower weight, the argument at some place."""
-
-    @functools.wraps(function)
-    def call(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        weight = kwargs.get("weight", args[place - 1] if len(args) >= place else None)
-        if weight is not None and weight.dtype in _NARROW and input.dtype is torch.float32:
-            input = input.to(weight.dtype)
-        return function(input, *args, **kwargs)
-
-    return call
-
-
-def _narrowing(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda tensor: tensor.to(dtype) if tensor.dtype is torch.float32 else tensor
 
 
 def _check_input(self: Any, input: Any, batch_sizes: Any) -> None:
@@ -267,6 +263,22 @@ def _seed(seed: Any) -> Any:
     return torch.default_generator
 
 
+_make_distribution = torch.distributions.Distribution.__init__
+
+
+def _make_unvalidated(
+    self: torch.distributions.Distribution,
+    batch_shape: torch.Size = torch.Size(),  # noqa: B008  # as torch has it
+    event_shape: torch.Size = torch.Size(),  # noqa: B008
+    validate_args: bool | None = None,
+) -> None:
+    _make_distribution(self, batch_shape, event_shape, bool(validate_args))
+
+
+def _validate_nothing(self: torch.distributions.Distribution, value: torch.Tensor) -> None:
+    del self, value
+
+
 def _is_causal(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
     del mask, size
     return is_causal is True
@@ -284,8 +296,9 @@ def _replaced(owner: Any, name: str, substitute: Callable[..., Any]) -> Any:
     return unittest.mock.patch.object(owner, name, choose)
 
 
-_NORMALIZATIONS = {"layer_norm": 2, "group_norm": 2, "rms_norm": 2, "batch_norm": 3, "instance_norm": 3}
+_NORMALIZATIONS = ("layer_norm", "group_norm", "rms_norm", "batch_norm", "instance_norm")
 _WITH_WEIGHTS = (
+    "bilinear",
     "linear",
     "conv1d",
     "conv2d",
@@ -293,7 +306,12 @@ _WITH_WEIGHTS = (
     "conv_transpose1d",
     "conv_transpose2d",
     "conv_transpose3d",
+    "prelu",
 )
+
+_RECURRENT = [
+    f"{name}{suffix}" for name in ("gru", "lstm", "rnn_relu", "rnn_tanh") for suffix in ("", "_cell")
+]
 
 
 @contextlib.contextmanager
@@ -309,19 +327,15 @@ def exportable() -> Iterator[None]:
         for name in _WITH_WEIGHTS:
             cast = _in_dtype_of_input(getattr(functional, name))
             stack.enter_context(patch(functional, name, cast))
-        for name in ("gru", "lstm", "rnn_relu", "rnn_tanh"):
+        for name in _RECURRENT:
             cast = _recurrent_in_dtype_of_input(name, getattr(recurrent, name))
             stack.enter_context(patch(recurrent, name, cast))
         stack.enter_context(_replaced(recurrent, "_pack_padded_sequence", packed_sequences.pack))
         pad = packed_sequences.padder(getattr(recurrent, "_pad_packed_sequence"))  # noqa: B009
         stack.enter_context(_replaced(recurrent, "_pad_packed_sequence", pad))
-        for name, place in _NORMALIZATIONS.items():
-            cast = _in_dtype_of_weight(getattr(functional, name), place)
+        for name in _NORMALIZATIONS:
+            cast = _normalizing_in_dtype_of_input(getattr(functional, name))
             stack.enter_context(patch(functional, name, cast))
-        for name in ("prelu", "bilinear"):
-            stack.enter_context(patch(functional, name, _all_narrow(getattr(functional, name))))
-        for name in ("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"):
-            stack.enter_context(patch(recurrent, name, _all_narrow(getattr(recurrent, name))))
         stack.enter_context(_replaced(torch.autocast, "__init__", _make_autocast))
         stack.enter_context(
             _replaced(torch.autocast, "__enter__", _telling_autocast(torch.autocast.__enter__))
@@ -332,5 +346,8 @@ def exportable() -> Iterator[None]:
         stack.enter_context(_replaced(functional, "gaussian_nll_loss", _as_loss(_gaussian_nll_loss)))
         stack.enter_context(_replaced(_functions, "multilabel_margin_loss", _multilabel_margin_loss))
         stack.enter_context(_replaced(_BatchNorm, "forward", _batch_norm))
+        distribution = torch.distributions.Distribution
+        stack.enter_context(_replaced(distribution, "__init__", _make_unvalidated))
+        stack.enter_context(_replaced(distribution, "_validate_sample", _validate_nothing))
         stack.enter_context(_replaced(transformer, "_detect_is_causal_mask", _is_causal))
         yield

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from ipu_pipeline.poptorch.errors import Error
+
 __all__ = ["check_dim", "check_int", "check_outside", "check_tensor"]
 
 
@@ -17,20 +19,20 @@ def check_tensor(value: Any, message: str) -> None:
       message: begins the error's text.
 
     Raises:
-      ValueError: it is none.
+      Error: it is none.
     """
     if not isinstance(value, torch.Tensor):
-        raise ValueError(f"{message} It got {type(value).__name__}.")
+        raise Error(f"{message} It got {type(value).__name__}.")
 
 
 def check_int(value: Any, message: str, minimum: int = 1) -> None:
     """Raises if a value is no integer, or too small.
 
     Raises:
-      ValueError: so it is.
+      Error: so it is.
     """
     if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-        raise ValueError(f"{message} It must be an integer from {minimum}; got {value!r}.")
+        raise Error(f"{message} It must be an integer from {minimum}; got {value!r}.")
 
 
 def check_dim(dim: Any, ndim: int, name: str) -> int:
@@ -42,10 +44,10 @@ def check_dim(dim: Any, ndim: int, name: str) -> int:
       name: of the operation.
 
     Raises:
-      ValueError: the tensor is a scalar, or it has no such dimension.
+      Error: the tensor is a scalar, or it has no such dimension.
     """
     if not isinstance(dim, int) or isinstance(dim, bool) or not -ndim <= dim < ndim:
-        raise ValueError(
+        raise Error(
             f"{name}: dim must be an integer from {-ndim} to {ndim - 1} for a tensor of {ndim} dimensions; "
             f"got {dim!r}."
         )

@@ -7,6 +7,7 @@ import torch
 
 from ipu_pipeline.poptorch import markers
 from ipu_pipeline.poptorch.dtypes import to_numpy, to_torch
+from ipu_pipeline.poptorch.errors import Error
 from ipu_pipeline.poptorch.operations.beam_search import beam_search
 from ipu_pipeline.poptorch.operations.checks import check_int, check_tensor
 
@@ -33,17 +34,17 @@ def ctc_beam_search_decoder(
       shape (batch, top_paths, time), `blank` behind the end.
 
     Raises:
-      ValueError: an argument is none of these.
+      Error: an argument is none of these.
     """
     check_tensor(probs, "ctc_beam_search_decoder: probs must be a torch.tensor argument.")
     check_tensor(lengths, "ctc_beam_search_decoder: lengths must be a torch.tensor argument.")
     if probs.dim() != 3 or not probs.is_floating_point() or 0 in probs.shape:
-        raise ValueError(
+        raise Error(
             "ctc_beam_search_decoder: probs must be floating-point numbers of shape (time, batch, classes)"
             f"; got {probs.dtype} of shape {tuple(probs.shape)}."
         )
     if tuple(lengths.shape) != (probs.shape[1],) or lengths.is_floating_point():
-        raise ValueError(
+        raise Error(
             f"ctc_beam_search_decoder: lengths must be integers of shape ({probs.shape[1]},), one for each "
             f"element of the batch; got {lengths.dtype} of shape {tuple(lengths.shape)}."
         )
@@ -51,12 +52,12 @@ def ctc_beam_search_decoder(
     check_int(beam_width, "ctc_beam_search_decoder: beam_width is a number of prefixes.")
     check_int(top_paths, "ctc_beam_search_decoder: top_paths is a number of sequences.")
     if blank >= probs.shape[2]:
-        raise ValueError(
+        raise Error(
             f"ctc_beam_search_decoder: blank must be less than the number of classes, {probs.shape[2]}; "
             f"got {blank}."
         )
     if top_paths > beam_width:
-        raise ValueError(
+        raise Error(
             f"ctc_beam_search_decoder: top_paths must be at most beam_width, {beam_width}; got {top_paths}."
         )
     return list(_OPERATIONS.ctc_beam_search_decoder(probs.detach(), lengths, blank, beam_width, top_paths))

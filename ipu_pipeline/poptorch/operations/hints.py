@@ -44,13 +44,13 @@ def nop(tensor: torch.Tensor) -> torch.Tensor:
       tensor: of any shape and dtype.
 
     Raises:
-      ValueError: it is no tensor.
+      Error: it is no tensor.
     """
     check_tensor(tensor, "nop must take a torch.tensor argument.")
     return markers.copy_opaquely(tensor)
 
 
-def recomputationCheckpoint(*tensors: torch.Tensor) -> Any:
+def recomputationCheckpoint(*tensors: Any) -> Any:
     """Says what the backward of a stage keeps of its forward. Everything else is then computed again.
 
     A model that calls it, and trains, holds of each micro-batch in flight what goes into its stages and
@@ -58,16 +58,20 @@ def recomputationCheckpoint(*tensors: torch.Tensor) -> Any:
     everything that its backward needs. Numbers are the same.
 
     Args:
-      *tensors: of any shape and dtype, not within the body of a loop or a conditional.
+      *tensors: of any shape and dtype, not within the body of a loop or a conditional. One list or tuple of
+        them may stand for several.
 
     Returns:
-      The tensor, or a tuple of several. They are to be used from here on.
+      The tensor, or a tuple of several, or the like of the list. They are to be used from here on.
 
     Raises:
       ValueError: one is no tensor.
     """
+    if len(tensors) == 1 and isinstance(tensors[0], (list, tuple)):
+        return type(tensors[0])([recomputationCheckpoint(tensor) for tensor in tensors[0]])
     for tensor in tensors:
-        check_tensor(tensor, "recomputationCheckpoint takes tensors only.")
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"recomputationCheckpoint takes tensors; got {type(tensor).__name__}.")
     kept = tuple(map(markers.keep_for_backward, tensors)) if markers.is_traced() else tensors
     return kept[0] if len(kept) == 1 else kept
 
@@ -82,11 +86,10 @@ class NameScope:
         """Takes the name.
 
         Raises:
-          TypeError: it is no string.
+          AssertionError: it is no string.
           ValueError: it is empty.
         """
-        if not isinstance(name, str):
-            raise TypeError(f"NameScope: name must be a string; got {name!r}.")
+        assert isinstance(name, str), f"NameScope: name must be a string; got {name!r}."
         if not name:
             raise ValueError("NameScope: name must not be empty.")
         self.name = name
@@ -109,7 +112,8 @@ def set_available_memory(tensor: torch.Tensor, available_memory_proportion: floa
       available_memory_proportion: from 0 to 1.
 
     Raises:
-      ValueError: it is no tensor, or no proportion.
+      Error: it is no tensor.
+      ValueError: the proportion is none.
     """
     check_tensor(tensor, "You may only set available memory for torch.tensor values.")
     if not 0 <= available_memory_proportion <= 1:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from ipu_pipeline.poptorch import markers
+from ipu_pipeline.poptorch.errors import Error
 from ipu_pipeline.poptorch.operations.checks import check_int, check_tensor
 
 __all__ = ["PRINT", "Layout", "ipu_print_tensor", "print_array"]
@@ -50,13 +51,13 @@ class Layout:
             minimum = 1 if name == "edge_items" else 0
             check_int(getattr(self, name), f"ipu_print_tensor: {name} is a number.", minimum)
         if self.float_format not in _FORMATS:
-            raise ValueError(
+            raise Error(
                 f"ipu_print_tensor: float_format must be one of {', '.join(_FORMATS)}; got "
                 f"{self.float_format!r}."
             )
         for name in ("separator", "open_bracket", "close_bracket"):
             if not isinstance(getattr(self, name), str):
-                raise ValueError(f"ipu_print_tensor: {name} must be a string; got {getattr(self, name)!r}.")
+                raise Error(f"ipu_print_tensor: {name} must be a string; got {getattr(self, name)!r}.")
 
     def write(self, array: np.ndarray[Any, Any]) -> str:
         """An array as text; a scalar is a number."""
@@ -164,13 +165,13 @@ def ipu_print_tensor(
       The same values. They are to be used from here on: what nobody uses is not printed.
 
     Raises:
-      ValueError: it is no tensor, or the layout is none.
+      Error: it is no tensor, or the layout is none.
     """
     check_tensor(tensor, "ipu print tensor must take a torch.tensor argument.")
     if not isinstance(title, str):
-        raise ValueError(f"ipu_print_tensor: title must be a string; got {title!r}.")
+        raise Error(f"ipu_print_tensor: title must be a string; got {title!r}.")
     if not isinstance(print_gradient, bool):
-        raise ValueError(f"ipu_print_tensor: print_gradient must be a bool; got {print_gradient!r}.")
+        raise Error(f"ipu_print_tensor: print_gradient must be a bool; got {print_gradient!r}.")
     layout = (
         summarise_threshold,
         edge_items,

@@ -6,6 +6,7 @@ import torch
 
 from ipu_pipeline.poptorch import markers
 from ipu_pipeline.poptorch.enums import MatMulSerializationMode
+from ipu_pipeline.poptorch.errors import Error
 from ipu_pipeline.poptorch.operations.checks import check_int, check_tensor
 
 __all__ = ["SERIALIZED", "SerializedLinear", "serializedMatMul"]
@@ -37,7 +38,7 @@ def serializedMatMul(
 
     Raises:
       AssertionError: the mode, the factor or keep_precision is of a wrong type.
-      ValueError: the factor does not divide the dimension, or there is no such dimension.
+      Error: the factor does not divide the dimension, or there is no such dimension.
     """
     for tensor in (lhs, rhs):
         check_tensor(tensor, "serializedMatMul must take torch.tensor arguments.")
@@ -52,14 +53,14 @@ def serializedMatMul(
         return torch.matmul(lhs, rhs)
     cut = rhs if mode is MatMulSerializationMode.OutputChannels else lhs
     if cut.dim() < (1 if mode is MatMulSerializationMode.ReducingDim else 2):
-        raise ValueError(
+        raise Error(
             f"serializedMatMul: {mode} needs a matrix; {'rhs' if cut is rhs else 'lhs'} has "
             f"{cut.dim()} dimensions."
         )
     length = cut.shape[-2 if mode is MatMulSerializationMode.InputChannels else -1]
     check_int(factor, "serializedMatMul: factor is the number of parts.")
     if length % factor:
-        raise ValueError(
+        raise Error(
             f"serializedMatMul: factor must divide the dimension that {mode} cuts, {length}; got {factor}."
         )
     made: torch.Tensor = _OPERATIONS.serialized_matmul(lhs, rhs, mode.value, factor, keep_precision)
@@ -93,7 +94,7 @@ class SerializedLinear(torch.nn.Linear):
         """The product, of shape (..., out_features), plus the bias.
 
         Raises:
-          AssertionError, ValueError: as `serializedMatMul`.
+          AssertionError, Error: as `serializedMatMul`.
         """
         made = serializedMatMul(x, self.weight.t(), self.mode, self.factor)
         return made if self.bias is None else made + self.bias

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ipu_pipeline.poptorch import markers
+from ipu_pipeline.poptorch.errors import Error
 from ipu_pipeline.poptorch.operations.checks import check_dim, check_int, check_tensor
 
 __all__ = ["SLICE", "UPDATE", "dynamic_slice", "dynamic_update"]
@@ -35,7 +36,7 @@ def dynamic_slice(
       A tensor of `tensor`'s shape, with ceil(size / step) along `dim`.
 
     Raises:
-      ValueError: `start` is no tensor of one integer; or the part is larger than the tensor; or a number is
+      Error: `start` is no tensor of one integer; or the part is larger than the tensor; or a number is
         none.
       IndexError: in plain torch, where the part is not within the tensor.
     """
@@ -45,7 +46,7 @@ def dynamic_slice(
     check_int(size, "Size must be an integer.")
     check_int(step, "Step must be an integer.")
     if size > tensor.shape[dim]:
-        raise ValueError(
+        raise Error(
             f"dynamic_slice: size {size} is larger than dimension {dim} of the tensor, {tensor.shape[dim]}."
         )
     sliced: torch.Tensor = _OPERATIONS.dynamic_slice(tensor, dim, start, size, step)
@@ -65,26 +66,24 @@ def dynamic_update(
       size: of the part.
 
     Raises:
-      ValueError: `start` is no tensor of one integer; or the tensors do not go together.
+      Error: `start` is no tensor of one integer; or the tensors do not go together.
       IndexError: in plain torch, where the part is not within the tensor.
     """
     check_tensor(input, "dynamic_update must take a torch.tensor argument.")
     check_tensor(src, "dynamic_update must take a torch.tensor argument.")
     if input.dim() != src.dim():
-        raise ValueError(
+        raise Error(
             "input and src tensors must have same dimensionality. They have "
             f"{input.dim()} and {src.dim()} dimensions."
         )
     if input.dtype != src.dtype:
-        raise ValueError(
-            f"input and src tensor must have same dtype. They have {input.dtype} and {src.dtype}."
-        )
+        raise Error(f"input and src tensor must have same dtype. They have {input.dtype} and {src.dtype}.")
     dim = check_dim(dim, input.dim(), "dynamic_update")
     _check_start(start, "dynamic_update")
     check_int(size, "Size must be an integer.")
     wanted = [size if number == dim else length for number, length in enumerate(input.shape)]
     if list(src.shape) != wanted or size > input.shape[dim]:
-        raise ValueError(
+        raise Error(
             f"dynamic_update: src must have the shape of input, {tuple(input.shape)}, with size {size} "
             f"along dimension {dim}, at most {input.shape[dim]}; it has {tuple(src.shape)}."
         )
@@ -95,7 +94,7 @@ def dynamic_update(
 def _check_start(start: Any, name: str) -> None:
     check_tensor(start, f"Slice start argument to {name} must be a torch.tensor.")
     if start.numel() != 1 or start.is_floating_point() or start.dtype is torch.bool:
-        raise ValueError(
+        raise Error(
             f"{name}: start must have one integer; got a tensor of {start.dtype} with {start.numel()} "
             "elements."
         )

@@ -11,6 +11,7 @@ from ipu_pipeline.engine.state import Collected
 from ipu_pipeline.poptorch.enums import OutputMode
 from ipu_pipeline.poptorch.execution.compiled import CompiledModel
 from ipu_pipeline.poptorch.execution.outputs import join_outputs
+from ipu_pipeline.poptorch.graphs.anchored_gradients import is_gradient
 from ipu_pipeline.poptorch.options import Options
 
 __all__ = ["Anchored", "AnchoredValues"]
@@ -32,10 +33,13 @@ class AnchoredValues:
         Args:
           collected: what the last stage gave.
           dtypes: of its leaves.
-          first: the place of the first leaf that was asked for by name.
+          first: the place of the first leaf that was asked for by name; gradients are behind values.
           mode: the output mode of the call, for values without one of their own.
         """
-        for place, (short, anchor) in enumerate(self._options.anchored_tensors.items(), first):
+        anchored = self._options.anchored_tensors
+        shorts = sorted(anchored, key=lambda short: is_gradient(anchored[short].long_name))
+        for place, short in enumerate(shorts, first):
+            anchor = anchored[short]
             wanted = mode if anchor.output_mode in (None, OutputMode.Default) else anchor.output_mode
             is_own = wanted is anchor.output_mode
             period = anchor.output_return_period if is_own else self._options.output_return_period

@@ -1,0 +1,125 @@
+"""Gradients of values within a model, by micro-batch: what `Options.anchorTensor` takes as Gradient___name.
+
+A backward has no results but gradients of variables, summed over micro-batches. So it passes those that are
+wanted to the host while it runs, which keeps them by micro-batch until the call ends.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+
+from ipu_pipeline import engine
+from ipu_pipeline.engine.state import Collected
+from ipu_pipeline.poptorch.dtypes import jax_dtype
+
+__all__ = ["PREFIX", "AnchoredGradients", "is_gradient", "name_gradients"]
+
+PREFIX = "Gradient___"
+
+
+def is_gradient(name: str) -> bool:
+    """Whether the name of a value is that of a gradient."""
+    return name.startswith(PREFIX)
+
+
+def name_gradients(
+    names: Mapping[str, torch.fx.Node], reaching: Collection[torch.fx.Node]
+) -> dict[str, torch.fx.Node]:
+    """The values whose gradients can be looked at, by the gradients' names.
+
+    Args:
+      names: of all values.
+      reaching: those that the loss depends on.
+    """
+    return {f"{PREFIX}{name}": node for name, node in names.items() if node in reaching}
+
+
+class AnchoredGradients:
+    """The gradients that are kept of a call: of each micro-batch's loss, before they are averaged.
+
+    Attributes:
+      nodes: the values that they are gradients of.
+    """
+
+    def __init__(self, nodes: Sequence[torch.fx.Node]) -> None:
+        """Nothing has been kept yet."""
+        self.nodes = nodes
+        self._lock = threading.Lock()  # devices pass theirs from several threads
+        self._found: dict[tuple[torch.fx.Node, int, bytes], np.ndarray[Any, Any]] = {}
+
+    @property
+    def dtypes(self) -> list[torch.dtype]:
+        """Those of the gradients, in the order of `nodes`."""
+        return [node.meta["val"].dtype for node in self.nodes]
+
+    def pass_on(self, node: torch.fx.Node, value: Any) -> Any:
+        """The same value; its gradient goes to the host too, if it is wanted.
+
+        Args:
+          node: what the value is of.
+          value: in a stage that is being traced.
+        """
+        if node not in self.nodes:
+            return value
+        note = functools.partial(self._note, node)
+
+        @jax.custom_vjp
+        def give(value: Any, replica: Any, tag: Any) -> Any:
+            del replica, tag
+            return value
+
+        def forward(value: Any, replica: Any, tag: Any) -> tuple[Any, Any]:
+            return give(value, replica, tag), (replica, tag)
+
+        def backward(place: Any, gradient: Any) -> tuple[Any, None, None]:
+            jax.debug.callback(note, *place, gradient)
+            return gradient, None, None
+
+        give.defvjp(forward, backward)
+        return give(value, engine.replica_index(), engine.micro_batch_tag())
+
+    def _note(self, node: torch.fx.Node, replica: Any, tag: Any, gradient: Any) -> None:
+        key = (node, int(replica), np.asarray(tag).tobytes())
+        found = np.array(gradient)
+        with self._lock:  # a variable of several stages has a gradient in each
+            self._found[key] = self._found[key] + found if key in self._found else found
+
+    def forget(self) -> None:
+        """Forgets what an interrupted call left."""
+        jax.effects_barrier()
+        self._found.clear()
+
+    def join(self, collected: Sequence[Collected], has_replicas: bool) -> list[Collected]:
+        """What the last stage gave, with gradients in place of its last leaf; it waits for them.
+
+        Args:
+          collected: the last leaf is each micro-batch's `engine.micro_batch_tag`.
+          has_replicas: whether leaves have an axis of these in front.
+        """
+        jax.effects_barrier()
+        joined = []
+        for part in collected:
+            *leaves, tags = part.outputs
+            tags = np.asarray(tags)
+            found = [self._stack(node, tags, has_replicas) for node in self.nodes]
+            joined.append(replace(part, outputs=[*leaves, *found]))
+        self._found.clear()
+        return joined
+
+    def _stack(self, node: torch.fx.Node, tags: Any, has_replicas: bool) -> np.ndarray[Any, Any]:
+        """A gradient of as many micro-batches and replicas as there are tags."""
+        value = node.meta["val"]
+        zeros = np.zeros(tuple(value.shape), jax_dtype(value.dtype))  # for where it has no way to the loss
+        stacked = np.empty((*tags.shape[:-1], *zeros.shape), zeros.dtype)
+        for place in np.ndindex(*tags.shape[:-1]):
+            replica = place[-1] if has_replicas else 0
+            stacked[place] = self._found.get((node, replica, tags[place].tobytes()), zeros)
+        return stacked
