@@ -1,7 +1,9 @@
 """Errors of running programs as PopTorch's; what is left after one; times, and spans in the report."""
 
 import json
+import re
 import time
+import traceback
 
 import jax
 import pytest
@@ -266,3 +268,36 @@ def test_an_exception_in_a_function_on_the_host(ipus):
         model(x)
     fails[0] = False
     assert torch.allclose(model(x), 2 * torch.tanh(x))
+
+
+def test_an_error_within_forward_has_the_users_lines_and_the_module():
+    """Plain torch shows as much; torch's export would add 80 frames of its own."""
+
+    class Wrong(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Linear(4, 2))
+
+        def forward(self, x):
+            return self.layers(x)
+
+    with pytest.raises(RuntimeError, match="must have same reduction dim") as raised:
+        poptorch.inferenceModel(Wrong(), make_options())(torch.ones(2, 3))
+    (note,) = raised.value.__notes__
+    layer, place = r"Linear\(in_features=4, out_features=2, bias=True\)", rf"{__file__}:\d+ \(forward\)"
+    expected = (
+        rf"This happened in module layers.1, {layer}, while the model's forward was captured, at {place}."
+    )
+    assert re.fullmatch(expected, note)
+    frames = traceback.extract_tb(raised.value.__traceback__)
+    assert [frame.name for frame in frames[-3:]] == ["forward", "forward", "forward"]
+    assert frames[-3].filename == __file__
+    assert len(frames) < 20
+    usual = jax.config.jax_traceback_filtering
+    jax.config.update("jax_traceback_filtering", "off")
+    try:
+        with pytest.raises(RuntimeError, match="must have same reduction dim") as raised:
+            poptorch.inferenceModel(Wrong(), make_options())(torch.ones(2, 3))
+    finally:
+        jax.config.update("jax_traceback_filtering", usual)
+    assert len(traceback.extract_tb(raised.value.__traceback__)) > 60

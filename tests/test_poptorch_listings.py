@@ -567,8 +567,15 @@ def test_each_row_names_a_test_that_exists(heading):
         assert f"def {name}(" in (Path(__file__).parent / file).read_text(), name
 
 
-def test_the_pages_example(capsys):
+def test_the_pages_examples(capsys):
+    """The loop of torch's and the pipelined one print the same losses."""
     for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL):
         exec(compile(block, str(PAGE), "exec"), {"__name__": "example"})  # noqa: S102  # the page is ours
+    printed, loss = capsys.readouterr().out, r"epoch \d: loss (\S+)\n"
+    found, told = (
+        [float(value) for value in re.findall(loss, text)] for text in (printed, PAGE.read_text())
+    )
+    assert found == pytest.approx(told, rel=1e-3)
+    assert found[:3] == pytest.approx(found[3:], rel=1e-3)
     expected = r"right (9\d|100)%, on \d+ values\ntensor\(0\.\d+\)\n"
-    assert re.fullmatch(expected, capsys.readouterr().out)
+    assert re.fullmatch(expected, re.sub(loss, "", printed))

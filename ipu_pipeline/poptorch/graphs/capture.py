@@ -28,6 +28,7 @@ from ipu_pipeline.poptorch.graphs.checkpoints import keep_inputs_of_checkpoints,
 from ipu_pipeline.poptorch.graphs.losses import choose_loss, mark_losses
 from ipu_pipeline.poptorch.graphs.multi_convs import check_multi_convs
 from ipu_pipeline.poptorch.graphs.own_backwards import capture_own_backwards, keeping_own_backwards
+from ipu_pipeline.poptorch.graphs.tracebacks import Shortened
 from ipu_pipeline.poptorch.lowering.decompositions import decompositions
 from ipu_pipeline.poptorch.lowering.substitutes import exportable
 from ipu_pipeline.poptorch.lowering.without_values import WithoutValues
@@ -130,7 +131,7 @@ def capture(
         stack.enter_context(exportable())
         stack.enter_context(WithoutValues())
         stack.enter_context(_quiet())
-        with refusals.explained(model):
+        with Shortened(model), refusals.explained(model):
             program = torch.export.export(flat, tuple(tensors), strict=False)
         _exclude_files(program.graph_module, excluded_files)
         refusals.check_values(program)

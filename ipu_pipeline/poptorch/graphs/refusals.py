@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from torch.export.graph_signature import OutputKind
-from torch.fx.experimental.proxy_tensor import _AttrProxy
 
 from ipu_pipeline.poptorch import markers
 from ipu_pipeline.poptorch.errors import Error
 from ipu_pipeline.poptorch.graphs.control_flow_errors import describe_control_flow_error
+from ipu_pipeline.poptorch.graphs.tracebacks import innermost_user_line, without_proxy
 from ipu_pipeline.poptorch.logs import warn_once
 from ipu_pipeline.poptorch.lowering.unsupported import describe_place
 from ipu_pipeline.poptorch.structures import Structure
@@ -59,16 +59,10 @@ class Held:
     def of(model: torch.nn.Module) -> Held:
         """What a model holds now."""
         return Held(
-            {n: _without_proxy(m) for n, m in model.named_modules(remove_duplicate=False)},
+            {n: without_proxy(m) for n, m in model.named_modules(remove_duplicate=False)},
             dict(model.named_parameters(remove_duplicate=False)),
             dict(model.named_buffers(remove_duplicate=False)),
         )
-
-
-def _without_proxy(module: Any) -> torch.nn.Module:
-    """The module that one stands for, where torch traces a model that has it under two names."""
-    found: torch.nn.Module = getattr(module, "get_base")() if isinstance(module, _AttrProxy) else module  # noqa: B009
-    return found
 
 
 _MODULE_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
@@ -99,7 +93,7 @@ def explained(model: torch.nn.Module) -> Iterator[None]:
     try:
         yield
     except known as error:
-        place = _innermost_user_line(error)
+        place = innermost_user_line(error)
         raise Error(f"{place} asks for a value of a tensor. {_WITHOUT_VALUES}") from error
     except TorchDynamoException as error:
         raise Error(
@@ -129,7 +123,7 @@ def explained(model: torch.nn.Module) -> Iterator[None]:
             ) from error
         if ".numpy() is not supported" in str(error):
             raise Error(
-                f"{_innermost_user_line(error)} asks for a value of a tensor. {_WITHOUT_VALUES}"
+                f"{innermost_user_line(error)} asks for a value of a tensor. {_WITHOUT_VALUES}"
             ) from error
         raise
     except AssertionError as error:
@@ -397,15 +391,3 @@ def _is_symbolic(value: Any) -> bool:
 
 def _without_prefix(target: str | None) -> str:
     return str(target).removeprefix("model.")
-
-
-def _innermost_user_line(error: BaseException) -> str:
-    place = "The model"
-    traceback = error.__traceback__
-    while traceback is not None:
-        code = traceback.tb_frame.f_code
-        package = traceback.tb_frame.f_globals.get("__name__", "").split(".")[0]
-        if package not in ("torch", "ipu_pipeline", "contextlib", "unittest"):
-            place = f"{code.co_filename}:{traceback.tb_lineno} ({code.co_name})"
-        traceback = traceback.tb_next
-    return place
