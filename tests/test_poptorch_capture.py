@@ -3,6 +3,7 @@
 import builtins
 import copy
 import io
+import re
 import signal
 import threading
 
@@ -537,7 +538,7 @@ class Wrong(torch.nn.Module):
 
     def forward(self, x):
         found = torch.nn.functional.mse_loss(self.linear(x), x)
-        return self.compute(found, self.linear.weight)  # at fault
+        return self.compute(found, self.linear.weight)
 
 
 def changed_by_another_name(found, _weight):
@@ -563,9 +564,10 @@ def scaled_in_place(found, weight):
 def test_what_is_computed_from_a_loss_and_returned_is_no_loss(compute):
     with pytest.raises(poptorch.Error) as raised:
         poptorch.trainingModel(seeded(lambda: Wrong(compute)), make_options())(x)
+    (line,) = re.findall(rf"The value is from module Wrong, {__file__}:(\d+):", str(raised.value))
+    assert 0 <= int(line) - compute.__code__.co_firstlineno < 4
     for part in (
         "The model returns a value that is computed from a loss",
-        "return self.compute(found, self.linear.weight)  # at fault",
         "found = torch.nn.functional.mse_loss(self.linear(x), x)",
         "wrap it in poptorch.identity_loss(loss, reduction='mean')",
     ):

@@ -11,6 +11,8 @@
 - `torch.autocast` for any kind of device is for the devices that there are.
 - Random numbers come from the options' seed: a seed or a generator within forward would be without effect.
 - Packed sequences have shapes that depend on values: see `packed_sequences`.
+- Of the lines that an operation comes from, torch keeps those in functions called "forward"; here all of
+  the user's are kept.
 - `torch.distributions` looks whether its parameters and samples are valid; that is left out, unless the
   model asks for it (`validate_args=True`).
 - Encoder and decoder layers compare the mask with a causal one, as a hint for faster code; here the mask
@@ -22,7 +24,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 import math
+import traceback
 import unittest.mock
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -34,6 +38,7 @@ from torch.utils._pytree import tree_map_only
 from ipu_pipeline.poptorch import markers
 from ipu_pipeline.poptorch.logs import warn_once
 from ipu_pipeline.poptorch.lowering import packed_sequences
+from ipu_pipeline.poptorch.lowering.unsupported import is_users
 
 __all__ = ["exportable"]
 
@@ -263,6 +268,12 @@ def _seed(seed: Any) -> Any:
     return torch.default_generator
 
 
+def _keep_users_frames(tracer: Any, frames: traceback.StackSummary) -> traceback.StackSummary:
+    del tracer
+    within = itertools.dropwhile(lambda frame: frame.name != "forward", frames)
+    return traceback.StackSummary.from_list(frame for frame in within if is_users(frame.filename))
+
+
 _make_distribution = torch.distributions.Distribution.__init__
 
 
@@ -346,6 +357,9 @@ def exportable() -> Iterator[None]:
         stack.enter_context(_replaced(functional, "gaussian_nll_loss", _as_loss(_gaussian_nll_loss)))
         stack.enter_context(_replaced(_functions, "multilabel_margin_loss", _multilabel_margin_loss))
         stack.enter_context(_replaced(_BatchNorm, "forward", _batch_norm))
+        stack.enter_context(
+            _replaced(torch.fx.proxy.TracerBase, "_filter_traceback_frames", _keep_users_frames)
+        )
         distribution = torch.distributions.Distribution
         stack.enter_context(_replaced(distribution, "__init__", _make_unvalidated))
         stack.enter_context(_replaced(distribution, "_validate_sample", _validate_nothing))

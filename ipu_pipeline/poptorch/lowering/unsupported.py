@@ -13,7 +13,7 @@ from ipu_pipeline.poptorch.dtypes import jax_dtype
 from ipu_pipeline.poptorch.lowering.control_flow import CONTROL_FLOW
 from ipu_pipeline.poptorch.lowering.registry import find_lowering
 
-__all__ = ["describe_place", "describe_unsupported", "find_unsupported", "find_users_frames"]
+__all__ = ["describe_place", "describe_unsupported", "find_unsupported", "find_users_frames", "is_users"]
 
 _FRAME = re.compile(
     r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)(?:\n\s*(?P<text>\S.*))?'
@@ -21,7 +21,7 @@ _FRAME = re.compile(
 _NOT_THE_USERS = (
     os.path.dirname(torch.__file__),
     os.path.dirname(os.path.dirname(__file__)),
-    "<eval_with_key>",  # what torch made of a branch
+    "<",  # code without a file, as what torch makes of a branch
 )
 
 
@@ -73,9 +73,14 @@ def describe_place(node: torch.fx.Node) -> str:
     return f"{module}, {frame['file']}:{frame['line']}{text}"
 
 
+def is_users(file: str) -> bool:
+    """Whether a file is neither torch's nor ours."""
+    return not file.startswith(_NOT_THE_USERS)
+
+
 def find_users_frames(text: str) -> list[re.Match[str]]:
     """The frames of a traceback that are neither torch's nor ours, with `file`, `line` and `text`."""
-    return [frame for frame in _FRAME.finditer(text) if not frame["file"].startswith(_NOT_THE_USERS)]
+    return [frame for frame in _FRAME.finditer(text) if is_users(frame["file"])]
 
 
 _NO_LOWERING = "has no lowering"
