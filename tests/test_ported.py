@@ -144,9 +144,11 @@ def run_unet(argv):
     rates = [args.learning_rate] * (estimator.get_variable_value("global_step") // count)
     dataset = unet_industrial.training_input_fn(estimator.params)()
     start, updates = initial_variables(program, args.seed), make_updates(dataset, rates, count)
-    expected = plain_loop(
-        program, start, updates, lambda rate: optax.rmsprop(rate, decay=0.9), is_mean=True
-    )
+
+    def make_optimizer(rate):
+        return optax.rmsprop(rate, decay=0.9, eps=1e-10, initial_scale=1.0)
+
+    expected = plain_loop(program, start, updates, make_optimizer, is_mean=True)
     return variables, results, expected
 
 

@@ -1,6 +1,7 @@
-"""Optimizers around Optax transformations."""
+"""Optimizers around Optax transformations, and TensorFlow 1's."""
 
 from ipu_pipeline.engine.updates.reporting import with_metrics
+from ipu_pipeline.optimizers import tf1
 from ipu_pipeline.optimizers.accumulating import GradientAccumulationOptimizerV2
 from ipu_pipeline.optimizers.averaging import with_averaged_weights
 from ipu_pipeline.optimizers.cross_replica import (
@@ -18,6 +19,7 @@ __all__ = [
     "MapGradientOptimizer",
     "OutfeedOptimizer",
     "OutfeedOptimizerMode",
+    "tf1",
     "with_averaged_weights",
     "with_metrics",
 ]

@@ -13,6 +13,7 @@ import optax
 
 import ipu_pipeline as ipu
 from ipu_pipeline import ipu_pipeline_estimator, ipu_run_config, normalization_ops
+from ipu_pipeline.optimizers import tf1
 from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput
 
 
@@ -116,7 +117,7 @@ def model_fn(mode, params):
         return loss, dice_score(is_found, mask)
 
     def optimizer_function(loss):
-        return OptimizerFunctionOutput(optax.rmsprop(params["learning_rate"], decay=0.9), loss)
+        return OptimizerFunctionOutput(tf1.RMSPropOptimizer(params["learning_rate"], decay=0.9), loss)
 
     def eval_metrics_fn(loss, dice):
         return {"loss": loss, "dice": dice}
