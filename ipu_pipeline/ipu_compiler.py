@@ -29,12 +29,16 @@ def compile(fn: Callable[..., Any], inputs: Sequence[Any] | None = None) -> Prog
         placeholder that `fn`, a stage or an optimizer function uses as an array need not be among them.
 
     Returns:
-      The program, for `Session.run`.
+      The program, for `Session.run`, which gives the values that `fn` returns as a list, even if there is
+      only one; for a dict or a nested structure, the same structure. If `fn` returns only operations, or
+      nothing, the result is None. Operations that follow values are left out of the list. The program is
+      also the sequence of these values, each of which can be run: `(loss,) = compile(...)`, `compiled[0]`.
 
     Raises:
       RuntimeError: called outside of `scopes.ipu_scope`, or JAX's CPU backend is running already with
         fewer devices than the programs need (see `set_num_devices`).
       TypeError: `fn` is not callable, or an input is neither a placeholder nor an array.
+      ValueError: `fn` returns an operation before a value.
       Others: what is wrong with the function; see `pipelining_ops.pipeline`.
     """
     if not callable(fn):

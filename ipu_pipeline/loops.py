@@ -50,7 +50,8 @@ def repeat(
       infeed_queue: dequeued once an iteration.
 
     Returns:
-      The inputs that the next iteration would get, in a list; a single one bare; None if there are none.
+      The inputs that the next iteration would get, in a list; a single one bare; an operation if there are
+      none.
 
     Raises:
       TypeError, ValueError: an argument is not usable, or the body does not return its inputs.
@@ -149,7 +150,7 @@ def _loop(
     operands = [*([count] if loop_call.has_count_operand else []), *traced.captured, *leaves]
     results = jax.tree.unflatten(tree, builder.add(loop_call, operands, avals))
     if not results:
-        return None
+        return Operation("repeat")
     return results[0] if len(results) == 1 else results
 
 

@@ -254,7 +254,7 @@ def test_loops_are_traced(tmp_path):
     with ipu.scopes.ipu_scope("/device:IPU:0"):
         compiled = ipu.ipu_compiler.compile(program, [])
     with ipu.Session() as session, ipu.reports.capture(tmp_path) as captured:
-        assert session.run(compiled) == 24.0
+        assert session.run(compiled) == [24.0]
     (facts,) = captured.profile.pipelines
     assert facts.kind == "loop"
     found = [

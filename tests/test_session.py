@@ -134,7 +134,7 @@ def test_computing_around_pipelines():
     assert len(program.calls) == 2
     with ipu.Session() as session:
         result = session.run(program, {rate: 0.5, x: [1.0, 2.0]})
-        assert result["ops"] == (None, None)
+        assert result["ops"] == (None, None)  # operations have no values
         assert result["between"] == -20  # v = 1 - 2*0.5*3 = -2
         assert result["after"] == -2 - 0.5 * (3 - 40)
         assert result["seven"] == 7
@@ -444,7 +444,7 @@ def test_integers_that_do_not_fit():
     wide = ipu.placeholder(np.int64, name="number")
     program = front.compile_program(lambda number: number, [wide])
     with ipu.Session() as session:
-        assert session.run(program, {wide: 5}).dtype == np.int32
+        assert session.run(program[0], {wide: 5}).dtype == np.int32
         with pytest.raises(ValueError, match="does not fit int32"):
             session.run(program, {wide: 2**40})
     with pytest.raises(ValueError, match=r"inputs\[0\].*does not fit int32"):
@@ -472,7 +472,7 @@ def test_constant_inputs_beside_placeholders():
     rate = ipu.placeholder(np.float32, name="rate")
     program = front.compile_program(lambda a, b: a * b, [np.ones(3, "float32"), rate])
     with ipu.Session() as session:
-        np.testing.assert_array_equal(session.run(program, {rate: 2}), [2, 2, 2])
+        np.testing.assert_array_equal(session.run(program, {rate: 2}), [[2, 2, 2]])
 
 
 def test_one_infeed_in_two_pipelines():
@@ -509,7 +509,7 @@ def test_a_list_is_checked_before_anything_runs():
             with pytest.raises(TypeError, match="fetch must be"):
                 session.run([model.program, wrong], {model.rate: 0.1})
         assert session.update_count() == 0
-        assert session.run([model.program, (scaled,)], {model.rate: 0.1}) == [None, (2.0,)]
+        assert session.run([model.program, (scaled,)], {model.rate: 0.1}) == [None, ([2.0],)]
 
 
 def test_programs_with_the_same_names_and_other_shapes():
@@ -520,7 +520,7 @@ def test_programs_with_the_same_names_and_other_shapes():
     for chosen in programs:
         with ipu.Session() as session:
             session.run(ipu.global_variables_initializer())
-            assert set(session.run(chosen)) == {2.0}
+            assert set(session.run(chosen)[0]) == {2.0}
         with pytest.raises(RuntimeError, match="closed"):
             session.run(chosen)
 

@@ -73,17 +73,49 @@ def test_initial_values():
     assert np.unique(matrix).size == 20
     assert not np.array_equal(matrix, value_of("m", (4, 5), seed=1)[0])
     assert not np.array_equal(matrix, value_of("n", (4, 5))[0])
-    np.testing.assert_array_equal(value_of("b", (5,))[0], np.zeros(5, "float32"))
     np.testing.assert_array_equal(value_of("c", (2,), initializer=3)[0], [3, 3])
     np.testing.assert_array_equal(value_of("d", initializer=[1.0, 2.0])[0], [1, 2])
     counter, spec = value_of("i", (), jnp.int32)
-    assert counter.dtype == jnp.int32
+    assert (counter, counter.dtype) == (0, jnp.int32)
     assert not spec.trainable
     key = jax.random.fold_in(jax.random.key(0), scopes.hash_name("u"))
     np.testing.assert_array_equal(
         value_of("u", (3,), initializer=jax.nn.initializers.normal())[0],
         jax.nn.initializers.normal()(key, (3,), jnp.float32),
     )
+
+
+@pytest.mark.parametrize(("shape", "fan"), [((400,), 400), ((), 1), ((1,), 1)])
+def test_the_default_initializer_of_vectors_and_scalars(shape, fan):
+    """As TensorFlow 1: Glorot uniform for every rank, with both fans the size of a vector."""
+    values = np.array([value_of("b", shape, seed=seed)[0] for seed in range(40)])
+    limit = np.sqrt(6 / (2 * fan))
+    assert np.abs(values).max() <= limit
+    assert np.abs(values).max() > 0.9 * limit
+    assert abs(values.mean()) < 0.2 * limit
+    named, _spec = value_of("b", shape, initializer="glorot_uniform")
+    np.testing.assert_array_equal(named, values[0])
+
+
+@pytest.mark.parametrize(
+    ("initializer", "dtype"),
+    [
+        (1, "int32"),
+        ([1, 2], "int32"),
+        (True, "bool"),
+        (1.0, "float32"),
+        (np.ones(2), "float32"),
+        (np.float16(1), "float16"),
+        (np.arange(3), "int32"),
+        (np.arange(3, dtype=np.uint8), "uint8"),
+        (jnp.ones(2, jnp.bfloat16), "bfloat16"),
+    ],
+)
+def test_the_dtype_of_a_constant_initializer(initializer, dtype):
+    value, spec = value_of("c", initializer=initializer)
+    assert value.dtype == spec.dtype == dtype
+    assert spec.trainable is bool(jnp.issubdtype(spec.dtype, jnp.floating))
+    assert value_of("c", None, jnp.float32, initializer)[1].dtype == "float32"
 
 
 @pytest.mark.parametrize(
@@ -225,7 +257,7 @@ def test_one_input_needs_no_list():
     with ipu.scopes.ipu_scope("/device:IPU:0"):
         program = ipu.ipu_compiler.compile(lambda x: x * 2, np.float32(3))
     with ipu.Session() as session:
-        assert session.run(program) == 6
+        assert session.run(program) == [6]
 
 
 @pytest.mark.parametrize("device_mapping", [[0, 0], [0, 1]])

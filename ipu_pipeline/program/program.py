@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,13 +17,14 @@ from ipu_pipeline.engine.tracing import frames, hoisting
 from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.graph.operations import Operation
 from ipu_pipeline.graph.placeholders import Placeholder, live_placeholders, standing
+from ipu_pipeline.graph.symbols import Symbol
 from ipu_pipeline.program.calls import Call, PipelineCall, ProgramBuilder, building, run_call_p
 from ipu_pipeline.program.loss_weights import is_weight
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
 from ipu_pipeline.reports.placement_report import Placement
 from ipu_pipeline.reports.program_summary import ProgramSummary
 
-__all__ = ["CallStep", "Program", "Segment", "build_program", "read_atom"]
+__all__ = ["CallStep", "Output", "Program", "Segment", "build_program", "read_atom"]
 
 
 class CallStep(NamedTuple):
@@ -51,15 +52,33 @@ class Segment:
     reads: dict[Any, VariableSpec]
 
 
+@dataclass(frozen=True, eq=False)
+class Output:
+    """A value that a compiled function returns; `Session.run` runs the program once for all of them.
+
+    Attributes:
+      program: the program.
+      number: the position of the value among the leaves of what the function returns.
+    """
+
+    program: Program
+    number: int
+
+
 class Program:
     """What `ipu_compiler.compile` returns, for `Session.run`. It is data; `session.running` runs it.
+
+    It is also the sequence of the values that the compiled function returns, each of which can be run, as
+    in TensorFlow 1: `(loss,) = compile(...)`, `session.run(compiled[0])`. If the function returns a dict,
+    the values are found by its keys.
 
     Attributes:
       steps: segments, pipelines and loops, in the order in which they run.
       input_vars: the jaxpr variables of its inputs.
       constants: the jaxpr variables that stand for constant arrays, with their values.
-      result_tree: the structure of what the compiled function returns.
-      result_atoms: the atoms of its leaves, None for an operation.
+      result_tree: the structure of what `Session.run` returns: a list, a dict or another pytree of leaves;
+        without leaves if the function returns operations or nothing.
+      result_atoms: the atoms of its leaves.
     """
 
     def __init__(
@@ -80,6 +99,37 @@ class Program:
         self.result_tree = result_tree
         self.result_atoms = list(result_atoms)
         self.constants = dict(constants)
+
+    @property
+    def outputs(self) -> Any:
+        """The values that the compiled function returns, in their structure; None if there are none."""
+        if not self.result_atoms:
+            return None
+        return self.result_tree.unflatten([Output(self, n) for n in range(len(self.result_atoms))])
+
+    def _known_outputs(self) -> Any:
+        if not self.result_atoms:
+            raise TypeError(
+                "The compiled function returns no values, only operations or nothing, so the program "
+                "cannot be indexed or unpacked. Run it as a whole: session.run(program)."
+            )
+        return self.outputs
+
+    def __iter__(self) -> Iterator[Any]:
+        """Goes through the values; through the keys, if the function returns a dict."""
+        return iter(self._known_outputs())
+
+    def __getitem__(self, key: Any) -> Any:
+        """A value, or what was returned in its place."""
+        return self._known_outputs()[key]
+
+    def __len__(self) -> int:
+        """How many values there are."""
+        return len(self._known_outputs())
+
+    def __bool__(self) -> bool:
+        """True, whatever the function returns."""
+        return True
 
     @property
     def ipu_device(self) -> int:
@@ -179,11 +229,6 @@ class Program:
         raise AssertionError("the call is one of the steps")
 
     @property
-    def has_results(self) -> bool:
-        """Whether the compiled function returns anything but operations."""
-        return any(atom is not None for atom in self.result_atoms)
-
-    @property
     def infeeds(self) -> list[IPUInfeedQueue]:
         """The infeeds of its pipelines and loops."""
         return [call.infeed_queue for call in self.calls if call.infeed_queue is not None]
@@ -235,9 +280,9 @@ def build_program(
         builder.placeholders = dict(zip(live, arguments[len(inputs) :], strict=True))
         frame = frames.Frame(builder.names, False, "the compiled function", is_stage=False)
         with building(builder), standing(builder.capture), frames.frame(frame):
-            leaves, tree = jax.tree.flatten(function(*given))
-        result[:] = [tree, [isinstance(leaf, Operation) for leaf in leaves]]
-        return [leaf for leaf in leaves if not isinstance(leaf, Operation)]
+            leaves, tree = jax.tree.flatten(_returned(function(*given)))
+        result[:] = [tree]
+        return leaves
 
     avals = [
         value.aval if isinstance(value, Placeholder) else jax.ShapeDtypeStruct(value.shape, value.dtype)
@@ -278,8 +323,7 @@ def build_program(
     for replication, outfed in outfeeds:
         count = replication.count if outfed.is_of_replicas else None
         outfed.queue.bind(outfed.tree, outfed.avals, count)
-    tree, is_operation = result
-    outputs = iter(flat.outputs)
+    (tree,) = result
     num_given = len(inputs)
     captured = dict(zip(live, flat.inputs[num_given:], strict=True))
     used = list(builder.captured)
@@ -290,9 +334,40 @@ def build_program(
         [*flat.inputs[:num_given], *(captured[known] for known in used)],
         _make_steps(flat, reads, builder.calls),
         tree,
-        [None if operation else next(outputs) for operation in is_operation],
+        list(flat.outputs),
         flat.constants,
     )
+
+
+def _returned(values: Any) -> Any:
+    """What a program returns of what its function returns, as TensorFlow 1's `xla.compile` has it.
+
+    Values are returned in a list, a single one too. Operations, which have no values, follow them and are
+    left out; within other structures None takes their places.
+
+    Raises:
+      ValueError: an operation stands before a value.
+    """
+    if isinstance(values, tuple):
+        values = list(values)
+    elif isinstance(values, Symbol) or jax.tree_util.all_leaves([values]):
+        values = [values]
+    if not isinstance(values, list):
+        return _without_operations(values)
+    is_operation = [isinstance(value, Operation) for value in values]
+    num_values = len(values) - sum(is_operation)
+    if any(is_operation[:num_values]):
+        first = is_operation.index(True)
+        raise ValueError(
+            f"The compiled function returns the operation {values[first].name!r} at position {first}, "
+            "before a value. Return values first and operations last, or leave operations out: they run "
+            "anyway."
+        )
+    return _without_operations(values[:num_values])
+
+
+def _without_operations(values: Any) -> Any:
+    return jax.tree.map(lambda leaf: None if isinstance(leaf, Operation) else leaf, values)
 
 
 def _make_steps(

@@ -2,48 +2,72 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-import jax
-
 from ipu_pipeline.graph.operations import InitializerOperation
-from ipu_pipeline.program.program import Program
+from ipu_pipeline.program.program import Output, Program
 from ipu_pipeline.queues.infeed import InfeedOperation, IPUInfeedQueue
 from ipu_pipeline.queues.outfeed import OutfeedOperation
 
-__all__ = ["concerns_devices", "find_infeeds", "flatten_fetches"]
+__all__ = ["concerns_devices", "find_infeeds", "find_runs", "give_results"]
 
 
-def flatten_fetches(fetch: Any) -> tuple[list[Any], Any]:
-    """What is to be run, one after another, and its structure.
+def find_runs(fetch: Any) -> list[Any]:
+    """The programs and operations that are to be run, in order; each once, however often it is there.
 
     Raises:
       TypeError: something there is nothing that can be run.
     """
-    fetches, tree = jax.tree.flatten(fetch, is_leaf=lambda node: not isinstance(node, (list, tuple)))
-    for one in fetches:
-        if not isinstance(one, (Program, InfeedOperation, OutfeedOperation, InitializerOperation)):
+    runs: list[Any] = []
+    for one in _leaves(fetch):
+        run = one.program if isinstance(one, Output) else one
+        if not isinstance(run, (Program, InfeedOperation, OutfeedOperation, InitializerOperation)):
             raise TypeError(
-                "Session.run: fetch must be a compiled program, an infeed's initializer, what an "
-                "outfeed's dequeue() returned, global_variables_initializer(), or a list or dict of "
-                f"them; got {type(one).__name__}."
+                "Session.run: fetch must be a compiled program or one of its values, an infeed's "
+                "initializer, what an outfeed's dequeue() returned, global_variables_initializer(), or a "
+                f"list or dict of them; got {type(run).__name__}."
             )
-    return fetches, tree
+        if not any(run is known for known in runs):
+            runs.append(run)
+    return runs
+
+
+def give_results(fetch: Any, values: Mapping[int, Any]) -> Any:
+    """What `Session.run` returns: the results in the place of what was run.
+
+    Args:
+      fetch: what was run.
+      values: what each of `find_runs` gave, by its `id`; a program the leaves of its results.
+    """
+    if isinstance(fetch, dict):
+        return {key: give_results(one, values) for key, one in fetch.items()}
+    if isinstance(fetch, (list, tuple)):
+        given = [give_results(one, values) for one in fetch]
+        if isinstance(fetch, list):
+            return given
+        return type(fetch)(*given) if hasattr(fetch, "_fields") else tuple(given)
+    if isinstance(fetch, Output):
+        return values[id(fetch.program)][fetch.number]
+    if isinstance(fetch, Program):
+        return fetch.result_tree.unflatten(values[id(fetch)]) if fetch.result_atoms else None
+    return values[id(fetch)]
 
 
 def find_infeeds(fetch: Any) -> list[IPUInfeedQueue]:
     """The infeeds of all programs of it."""
-    if isinstance(fetch, dict):
-        fetch = list(fetch.values())
-    if isinstance(fetch, (list, tuple)):
-        return [infeed for one in fetch for infeed in find_infeeds(one)]
-    return list(fetch.infeeds) if isinstance(fetch, Program) else []
+    programs = [one.program if isinstance(one, Output) else one for one in _leaves(fetch)]
+    return [infeed for one in programs if isinstance(one, Program) for infeed in one.infeeds]
 
 
 def concerns_devices(fetch: Any) -> bool:
     """Whether something of it runs on devices; queues alone do not."""
+    return not all(isinstance(one, (InfeedOperation, OutfeedOperation)) for one in _leaves(fetch))
+
+
+def _leaves(fetch: Any) -> list[Any]:
     if isinstance(fetch, dict):
-        return any(map(concerns_devices, fetch.values()))
+        fetch = list(fetch.values())
     if isinstance(fetch, (list, tuple)):
-        return any(map(concerns_devices, fetch))
-    return not isinstance(fetch, (InfeedOperation, OutfeedOperation))
+        return [leaf for one in fetch for leaf in _leaves(one)]
+    return [fetch]

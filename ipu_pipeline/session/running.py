@@ -52,7 +52,7 @@ def run_program(
     store: Store,
     resumption: Resumption,
     limit: Limit,
-) -> Any:
+) -> list[np.ndarray[Any, Any]]:
     """Runs a program; see `Session.run`.
 
     Args:
@@ -63,7 +63,7 @@ def run_program(
       limit: where its pipelines end.
 
     Returns:
-      What the compiled function returned, as NumPy arrays.
+      The leaves of what the compiled function returned, as NumPy arrays.
     """
     values = dict(program.constants)
     for var, value in zip(program.input_vars, program.feed(feed_dict), strict=True):
@@ -90,8 +90,7 @@ def run_program(
         else:
             results = _run_loop(step.call, operands, devices, store, resumption)
             values.update(zip(step.results, results, strict=True))
-    fetched = [None if atom is None else np.array(read_atom(values, atom)) for atom in program.result_atoms]
-    return program.result_tree.unflatten(fetched)
+    return [np.array(read_atom(values, atom)) for atom in program.result_atoms]
 
 
 def check_feeds(programs: Sequence[Program], feed_dict: Mapping[Any, Any]) -> None:

@@ -28,7 +28,7 @@ from ipu_pipeline.queues.infeed import IPUInfeedQueue
 from ipu_pipeline.queues.outfeed import OutfeedOperation
 from ipu_pipeline.reports.capturing import start_automatic_report
 from ipu_pipeline.session import entries, exporting
-from ipu_pipeline.session.fetches import concerns_devices, flatten_fetches
+from ipu_pipeline.session.fetches import concerns_devices, find_runs, give_results
 from ipu_pipeline.session.resuming import Resumption, check_snapshot
 from ipu_pipeline.session.running import Limit, check_feeds, run_program
 from ipu_pipeline.session.store import Store
@@ -336,14 +336,17 @@ class Session:
         can be read.
 
         Args:
-          fetch: a program, an infeed's `initializer` or `deleter`, what an outfeed's `dequeue` returned,
-            `global_variables_initializer()`, or a list or dict of them, which are run in that order.
+          fetch: a program or one of its values (`program[0]`), an infeed's `initializer` or `deleter`, what
+            an outfeed's `dequeue` returned, `global_variables_initializer()`, or a list, tuple or dict of
+            them. They are run in that order, each once: a program once for all its values that are there.
           feed_dict: placeholder -> value, for programs.
 
         Returns:
-          What the compiled function returned, as NumPy arrays, with None for pipelines; for a dequeue the
-          elements (see `IPUOutfeedQueue.dequeue`); None for initializers. For a list, a list; for a dict,
-          a dict.
+          For a program, the values that the compiled function returns, as NumPy arrays: a list, even of one
+          value; a dict or another pytree if the function returns that; None if it returns only operations,
+          such as a pipeline's, or nothing. For one of a program's values, the array. For a dequeue the
+          elements (see `IPUOutfeedQueue.dequeue`); None for initializers. For a list, tuple or dict, the
+          same structure with these results.
 
         Raises:
           OutOfRangeError: an infeed's data ended; completed weight updates stand.
@@ -361,14 +364,11 @@ class Session:
     def _run(self, fetch: Any, feed_dict: Mapping[Any, Any]) -> Any:
         if self._is_closed:
             raise RuntimeError("Attempted to use a closed Session.")
-        if isinstance(fetch, dict):  # in its own order, which is not JAX's
-            return dict(zip(fetch, self._run(list(fetch.values()), feed_dict), strict=True))
-        fetches, tree = flatten_fetches(fetch)
-        programs = [one for one in fetches if isinstance(one, Program)]
-        outfeeds = [one.queue for one in fetches if isinstance(one, OutfeedOperation)]
+        runs = find_runs(fetch)
+        programs = [one for one in runs if isinstance(one, Program)]
+        outfeeds = [one.queue for one in runs if isinstance(one, OutfeedOperation)]
         try:
-            values = self._run_all(fetches, programs, feed_dict)
-            result = jax.tree.unflatten(tree, values)
+            values = self._run_all(runs, programs, feed_dict)
         except BaseException:
             with interrupts.deferred():  # what was dequeued before it failed goes to nobody
                 for outfeed in outfeeds:
@@ -379,7 +379,7 @@ class Session:
             raise
         for outfeed in outfeeds:
             outfeed.drop()
-        return list(result) if isinstance(result, tuple) else result
+        return give_results(fetch, {id(one): value for one, value in zip(runs, values, strict=True)})
 
     def run_part(
         self,
@@ -405,7 +405,7 @@ class Session:
                 self._limit = Limit()
 
     def _run_all(
-        self, fetches: Sequence[Any], programs: Sequence[Program], feeds: Mapping[Any, Any]
+        self, runs: Sequence[Any], programs: Sequence[Program], feeds: Mapping[Any, Any]
     ) -> list[Any]:
         check_feeds(programs, feeds)
         self._resumption.check(programs)
@@ -413,16 +413,16 @@ class Session:
             self._store.check_loaded(compiled_programs())
         if any(call.trains for program in programs for call in program.calls):
             self._store.check_weights("run")
-        if any(isinstance(one, InitializerOperation) for one in fetches):
+        if any(isinstance(one, InitializerOperation) for one in runs):
             self._store.check_weights("global_variables_initializer")
-        needs_devices = any(isinstance(one, (Program, InitializerOperation)) for one in fetches)
+        needs_devices = any(isinstance(one, (Program, InitializerOperation)) for one in runs)
         if needs_devices:
             self._select_devices()
         return [
             run_program(one, feeds, self._store, self._resumption, self._limit)
             if isinstance(one, Program)
             else self._run_operation(one)
-            for one in fetches
+            for one in runs
         ]
 
     def _select_devices(self) -> None:

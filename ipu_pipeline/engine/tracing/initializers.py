@@ -7,7 +7,22 @@ from typing import Any
 
 import jax
 
-__all__ = ["find_initializer"]
+__all__ = ["find_initializer", "glorot_uniform"]
+
+
+def glorot_uniform(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """TensorFlow 1's default initializer, for every rank: uniform between -limit and limit.
+
+    The limit is sqrt(6 / (fan_in + fan_out)). For rank 2 and more the fans are JAX's; for rank 1 both are
+    the size, and for a scalar both are 1.
+
+    Source: tf.glorot_uniform_initializer of TensorFlow 1.15; Glorot and Bengio (2010).
+    """
+    if len(shape) >= 2:
+        return jax.nn.initializers.glorot_uniform()(key, shape, dtype)
+    fan = shape[0] if shape else 1
+    scaled = jax.nn.initializers.variance_scaling(1 / fan, "fan_in", "uniform")
+    return scaled(key, (1, fan), dtype).reshape(shape)
 
 
 def _random_uniform(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
@@ -16,7 +31,7 @@ def _random_uniform(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.A
 
 _INITIALIZERS: dict[str, Callable[[], Any]] = {
     "glorot_normal": jax.nn.initializers.glorot_normal,
-    "glorot_uniform": jax.nn.initializers.glorot_uniform,
+    "glorot_uniform": lambda: glorot_uniform,
     "he_normal": jax.nn.initializers.he_normal,
     "he_uniform": jax.nn.initializers.he_uniform,
     "lecun_normal": jax.nn.initializers.lecun_normal,

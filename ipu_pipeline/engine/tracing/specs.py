@@ -12,8 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from ipu_pipeline.engine.tracing import scopes
+from ipu_pipeline.engine.tracing.initializers import glorot_uniform
 
-__all__ = ["Initializer", "VariableSpec", "initial_value", "is_of_numbers", "make_spec", "serial_numbers"]
+__all__ = [
+    "Initializer",
+    "VariableSpec",
+    "dtype_of_constant",
+    "initial_value",
+    "is_of_numbers",
+    "make_spec",
+    "serial_numbers",
+]
 
 Initializer: TypeAlias = "Callable[[jax.Array, tuple[int, ...], Any], jax.Array]"
 
@@ -81,6 +90,21 @@ def is_of_numbers(dtype: np.dtype[Any]) -> bool:
     return dtype == np.bool_ or bool(jnp.issubdtype(dtype, jnp.number))
 
 
+def dtype_of_constant(value: Any) -> np.dtype[Any]:
+    """The dtype that TensorFlow 1 gives a variable whose initializer is a constant, as far as JAX has it.
+
+    Args:
+      value: a number, or nested lists of them: int32, float32, ...; or an array of JAX or NumPy: its own.
+    """
+    if isinstance(value, (np.ndarray, np.generic, jax.Array)):
+        return np.dtype(jax.dtypes.canonicalize_dtype(value.dtype))
+    found = np.asarray(value).dtype
+    return _DTYPES_OF_PYTHON.get(found.kind, found)
+
+
+_DTYPES_OF_PYTHON = {kind: np.dtype(dtype) for kind, dtype in {"i": "i4", "f": "f4", "c": "c8"}.items()}
+
+
 def make_spec(full_name: str, shape: Any, dtype: Any, initializer: Any, trainable: bool) -> VariableSpec:
     """The specification of a variable that was asked for; see `get_variable`."""
     given = dtype
@@ -118,11 +142,7 @@ def make_spec(full_name: str, shape: Any, dtype: Any, initializer: Any, trainabl
             )
         initializer = _constant_initializer(constant)
     elif initializer is None:
-        initializer = (
-            jax.nn.initializers.glorot_uniform()
-            if is_inexact and len(shape) >= 2
-            else jax.nn.initializers.zeros
-        )
+        initializer = glorot_uniform if is_inexact else jax.nn.initializers.zeros
     return VariableSpec(full_name, shape, dtype, initializer, bool(trainable) and is_inexact)
 
 

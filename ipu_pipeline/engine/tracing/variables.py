@@ -19,7 +19,7 @@ from jax.extend import core as jex_core
 from ipu_pipeline.engine import jax_compat
 from ipu_pipeline.engine.tracing import frames, scopes
 from ipu_pipeline.engine.tracing.initializers import find_initializer
-from ipu_pipeline.engine.tracing.specs import VariableSpec, make_spec, serial_numbers
+from ipu_pipeline.engine.tracing.specs import VariableSpec, dtype_of_constant, make_spec, serial_numbers
 
 __all__ = ["assign", "assign_variable_p", "get_variable", "read_variable_p"]
 
@@ -54,10 +54,11 @@ def get_variable(
     Args:
       name: the name within the current scope.
       shape: its shape; None if `initializer` is an array, or if the variable exists.
-      dtype: its dtype; None: that of the scope, by default float32.
+      dtype: its dtype; None: that of the scope, if it was opened with one; else that of `initializer`, if
+        this is a constant (int32 for `initializer=1`, as in TensorFlow 1); else float32.
       initializer: `init(key, shape, dtype)` as in `jax.nn.initializers`, its name in Keras
         ("glorot_uniform"), or a constant array or scalar. None: that of the scope, by default Glorot
-        uniform for floating-point variables of rank 2 and more, zeros for others.
+        uniform for floating-point variables of any rank, as in TensorFlow 1, and zeros for others.
       trainable: whether a pipeline with an optimizer trains it. Integers and booleans are never trained.
       regularizer: warns: TensorFlow 1 collects what it gives, for programs that add it to their loss. Add
         it where the loss is computed, or use `optax.add_decayed_weights`.
@@ -89,14 +90,19 @@ def get_variable(
             stacklevel=2,
         )
     scope = scopes.current()
+    initializer = scope.initializer if initializer is None else find_initializer(initializer)
+    dtype = scope.dtype if dtype is None else dtype
+    if dtype is None:
+        is_constant = initializer is not None and not callable(initializer)
+        dtype = dtype_of_constant(initializer) if is_constant else jnp.float32
     getter: Callable[..., Any] = _get
     for custom_getter in scope.custom_getters:
         getter = functools.partial(custom_getter, getter)
     value: jax.Array = getter(
         scopes.join(scope.name, name),
         shape=shape,
-        dtype=(jnp.float32 if scope.dtype is None else scope.dtype) if dtype is None else dtype,
-        initializer=scope.initializer if initializer is None else find_initializer(initializer),
+        dtype=dtype,
+        initializer=initializer,
         regularizer=None,
         trainable=trainable,
     )
