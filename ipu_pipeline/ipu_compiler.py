@@ -16,44 +16,50 @@ from ipu_pipeline.scopes import current_ipu_device
 __all__ = ["compile"]
 
 
-def compile(fn: Callable[..., Any], inputs: Sequence[Any] | None = None) -> Program:
+def compile(computation: Callable[..., Any], inputs: Sequence[Any] | None = None) -> Program:
     """Traces a function and checks all that can be checked without running it.
 
     It does not start JAX's backend; XLA compiles when the program first runs. If the devices are a CPU's,
     there will be as many as the programs need that were compiled before the backend starts.
 
     Args:
-      fn: takes one array per input. It calls `pipelining_ops.pipeline` or `loops.repeat`, may compute
-        before, between and after them, and returns what `Session.run` is to return.
+      computation: a function that takes one array per input. It calls `pipelining_ops.pipeline` or
+        `loops.repeat`, may compute before, between and after them, and returns what `Session.run` is to
+        return.
       inputs: placeholders, or values that are the same in every run. One alone need not be in a list. A
-        placeholder that `fn`, a stage or an optimizer function uses as an array need not be among them.
+        placeholder that the function, a stage or an optimizer function uses as an array need not be among
+        them.
 
     Returns:
-      The program, for `Session.run`, which gives the values that `fn` returns as a list, even if there is
-      only one; for a dict or a nested structure, the same structure. If `fn` returns only operations, or
-      nothing, the result is None. Operations that follow values are left out of the list. The program is
-      also the sequence of these values, each of which can be run: `(loss,) = compile(...)`, `compiled[0]`.
+      The program, for `Session.run`, which gives the values that the function returns as a list, even if
+      there is only one; for a dict or a nested structure, the same structure. If the function returns only
+      operations, or nothing, the result is None. Operations that follow values are left out of the list.
+      The program is also the sequence of these values, each of which can be run: `(loss,) = compile(...)`,
+      `compiled[0]`.
 
     Raises:
       RuntimeError: called outside of `scopes.ipu_scope`, or JAX's CPU backend is running already with
         fewer devices than the programs need (see `set_num_devices`).
-      TypeError: `fn` is not callable, or an input is neither a placeholder nor an array.
-      ValueError: `fn` returns an operation before a value.
+      TypeError: `computation` is not callable, or an input is neither a placeholder nor an array.
+      ValueError: the function returns an operation before a value.
       Others: what is wrong with the function; see `pipelining_ops.pipeline`.
     """
-    if not callable(fn):
-        raise TypeError(f"ipu_compiler.compile: fn must be a function; got {fn!r}.")
+    if not callable(computation):
+        raise TypeError(f"ipu_compiler.compile: computation must be a function; got {computation!r}.")
     device = current_ipu_device()
     if device is None:
+        name = getattr(computation, "__name__", computation)
         raise RuntimeError(
-            f"The function {getattr(fn, '__name__', fn)!r} is not placed on an IPU device. Compile it "
+            f"The function {name!r} is not placed on an IPU device. Compile it "
             'within `with ipu.scopes.ipu_scope("/device:IPU:0"):`.'
         )
     if inputs is None:
         inputs = []
     elif not isinstance(inputs, (list, tuple)):
         inputs = [inputs]
-    program = build_program(fn, [_check_input(index, value) for index, value in enumerate(inputs)], device)
+    program = build_program(
+        computation, [_check_input(index, value) for index, value in enumerate(inputs)], device
+    )
     reserve_ipus(device, program.num_ipus)
     register(program)
     return program

@@ -152,11 +152,11 @@ def test_wrong_data_sets():
         IPUInfeedQueue(iter(scalars(1)))
     with pytest.raises(TypeError, match="must be iterable, or a callable.*got int"):
         IPUInfeedQueue(3)
-    with pytest.raises(ValueError, match="dataset is empty"):
+    with pytest.raises(ValueError, match="The dataset of the infeed is empty"):
         _shapes = IPUInfeedQueue([]).element
     with pytest.raises(ValueError, match="leaf of type str"):
         _shapes = IPUInfeedQueue(["text"]).element
-    with pytest.raises(ValueError, match=r"element 0 .*its dtype is \[\('a', '<i4'\)\]"):
+    with pytest.raises(ValueError, match=r"Element 0 .*its dtype is \[\('a', '<i4'\)\]"):
         _shapes = IPUInfeedQueue([np.zeros(2, [("a", np.int32)])]).element
     queue = IPUInfeedQueue([np.zeros(1), np.array(["text"])])
     queue.initialize()
@@ -194,7 +194,7 @@ def test_outfeed_buffer_depth(depth):
 
 def test_outfeed_mode():
     with pytest.raises(TypeError, match="outfeed_mode must be an IPUOutfeedMode; got 'all'"):
-        IPUOutfeedQueue("all")
+        IPUOutfeedQueue(outfeed_mode="all")
 
 
 def test_outfeed_copies_to_the_host_beyond_its_depth():
@@ -458,7 +458,7 @@ def test_what_nobody_got_is_dequeued_again(mode, monkeypatch):
         )
 
     with ipu.scopes.ipu_scope("/device:IPU:0"):
-        program = ipu.ipu_compiler.compile(model)
+        program, other = ipu.ipu_compiler.compile(model), ipu.ipu_compiler.compile(model)
     with ipu.Session() as session:
         session.run([infeed.initializer, program])
         with monkeypatch.context() as patch:
@@ -466,7 +466,7 @@ def test_what_nobody_got_is_dequeued_again(mode, monkeypatch):
             with pytest.raises(KeyboardInterrupt):
                 session.run(outfeed.dequeue())
         with pytest.raises(OutOfRangeError):
-            session.run([outfeed.dequeue(), program, outfeed.dequeue(), program])
+            session.run([outfeed.dequeue(), program, outfeed.dequeue(), other])
         found = session.run(outfeed.dequeue())
         expected = 2 * np.repeat(np.arange(8, dtype="float32")[:, None], 2, 1)
         np.testing.assert_array_equal(found, expected if mode is IPUOutfeedMode.ALL else expected[-1])

@@ -251,16 +251,62 @@ def test_a_dict_is_run_in_its_order():
 @pytest.mark.parametrize(
     ("argument", "reason"),
     [
-        ("feed_name", "told apart by what they are"),
         ("device_ordinal", "by its ipu_scope"),
         ("optimise_latency", "as"),
     ],
 )
 def test_arguments_of_queues_that_mean_nothing(argument, reason):
+    queues = ipu.ipu_outfeed_queue.IPUOutfeedQueue, ipu.ipu_infeed_queue.IPUInfeedQueue
+    queues[0](**{argument: 0})  # what Graphcore has where it is not given
+    queues[1]([np.zeros(1)], **{argument: 0})
     with pytest.warns(UserWarning, match=f"IPUOutfeedQueue.{argument}=1. has no effect: .*{reason}"):
         ipu.ipu_outfeed_queue.IPUOutfeedQueue(**{argument: 1})
     with pytest.warns(UserWarning, match=f"IPUInfeedQueue.{argument}=1. has no effect: .*{reason}"):
         ipu.ipu_infeed_queue.IPUInfeedQueue([np.zeros(1)], **{argument: 1})
+
+
+def test_positions_of_queues_in_all_sdks():
+    """The second argument of an infeed was its name, then the device's number; it never was a depth."""
+    infeed, outfeed = ipu.ipu_infeed_queue.IPUInfeedQueue, ipu.ipu_outfeed_queue.IPUOutfeedQueue
+    modes = ipu.ipu_outfeed_queue.IPUOutfeedMode
+    data = [np.zeros(1)]
+    depths = [infeed(data, *some).prefetch_depth for some in ((), (0,), ("in",), (None,))]
+    assert depths == [3, 3, 3, 3]
+    assert infeed(data, 0, 5).prefetch_depth == infeed(data, "in", 0, 1, 2, 5).prefetch_depth == 5
+    assert infeed(data, "in", prefetch_depth=5).prefetch_depth == 5
+    assert infeed(data, data_to_prefetch=7).prefetch_depth == 7
+    assert infeed(data, "in", 0, 2).replication_factor == 2
+    assert infeed(data, replication_factor=2).replication_factor == 2
+    with pytest.warns(UserWarning, match="IPUInfeedQueue.device_ordinal=1. has no effect"):
+        infeed(data, 1)
+    assert outfeed(modes.LAST).outfeed_mode is outfeed("out", modes.LAST).outfeed_mode is modes.LAST
+    assert outfeed("out", outfeed_all=False).outfeed_mode is modes.LAST
+    assert outfeed("out", None, True, 0, 3).replication_factor == 3
+    with pytest.warns(UserWarning, match="io_batch_size=4. has no effect"):
+        outfeed("out", io_batch_size=4)
+    for wrong in (
+        lambda: infeed(data, 0, 3, False, 4),
+        lambda: infeed(data, 0, 3, prefetch_depth=4),
+        lambda: outfeed("out", modes.ALL, True),
+        lambda: outfeed(modes.ALL, outfeed_mode=modes.ALL),
+        lambda: outfeed(outfeed_all="yes"),
+    ):
+        with pytest.raises(TypeError, match="position|outfeed_all"):
+            wrong()
+    for number in (0, True, 1.5):
+        with pytest.raises(ValueError, match="replication_factor must be an integer of at least 1"):
+            infeed(data, replication_factor=number)
+
+
+def test_errors_name_queues_by_their_feed_names():
+    queue = ipu.ipu_infeed_queue.IPUInfeedQueue([np.zeros(1, np.float32)], "training")
+    compiled = front.compile_program(lambda: ipu.loops.repeat(1, lambda x: None, [], queue))
+    with ipu.Session() as session, pytest.raises(RuntimeError, match="The infeed 'training' has not been"):
+        session.run(compiled)
+    outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue("losses")
+    assert not outfeed.enqueued
+    with pytest.raises(ValueError, match="The outfeed 'losses' was dequeued before"):
+        outfeed.read()
 
 
 # Functions

@@ -243,7 +243,7 @@ def test_assign_outside_of_stages():
 @pytest.mark.parametrize(
     ("function", "inputs", "message"),
     [
-        ("no function", None, "fn must be a function; got 'no function'"),
+        ("no function", None, "computation must be a function; got 'no function'"),
         (lambda x: x, [[1, [2, 3]]], "input"),
         (lambda x: x, "text", "input"),
     ],

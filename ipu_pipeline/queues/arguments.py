@@ -1,34 +1,83 @@
-"""Arguments that Graphcore's queues have and that mean nothing here."""
+"""The arguments of Graphcore's queues, in the positions that they have had, and what they mean here.
+
+The first argument was a queue's name until SDK 2.0; what follows it then was in another order. Source:
+`ipu_infeed_queue` and `ipu_outfeed_queue` of Graphcore's TensorFlow 1, SDK 1.4 to 3.0.
+"""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["warn_of_queue_arguments"]
+__all__ = ["check_replication_factor", "join_arguments", "warn_of_arguments"]
 
 _REASONS = {
-    "feed_name": "queues are told apart by what they are",
     "device_ordinal": "the program that uses the queue says where it runs, by its ipu_scope",
     "optimise_latency": "elements go to the devices as soon as they can",
+    "io_batch_size": "elements are copied to the host when buffer_depth says so",
+}
+_DEFAULTS: dict[str, tuple[Any, ...]] = {
+    "device_ordinal": (None, 0),
+    "optimise_latency": (None, False),
+    "io_batch_size": (None, 1),
 }
 
 
-def warn_of_queue_arguments(
-    queue: str, feed_name: Any, device_ordinal: Any, optimise_latency: Any, stacklevel: int = 3
-) -> None:
-    """Warns of each argument that was given.
+def join_arguments(
+    queue: str,
+    positions: Sequence[Any],
+    newer: Sequence[str],
+    older: Sequence[str],
+    keywords: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The arguments by name.
 
     Args:
       queue: the class that got them.
-      feed_name: as given; None if it was not.
-      device_ordinal: likewise.
-      optimise_latency: likewise, False.
+      positions: those without names.
+      newer: the names of the positions.
+      older: the names of the positions if the first one is a string, the queue's name.
+      keywords: the others; None stands for one that was not given.
+
+    Returns:
+      All of `keywords`, with the values of the positions.
+
+    Raises:
+      TypeError: there are too many, or one is given twice.
+    """
+    names = older if positions and isinstance(positions[0], str) else newer
+    if len(positions) > len(names):
+        raise TypeError(
+            f"{queue} takes at most {len(names)} of these arguments by position, {', '.join(names)}; got "
+            f"{len(positions)}."
+        )
+    given = dict(zip(names, positions, strict=False))
+    for name, value in given.items():
+        if value is not None and keywords[name] is not None:
+            raise TypeError(
+                f"{queue} got {name} twice: {value!r} by its position, and {keywords[name]!r} by its name. "
+                f"The positions are {', '.join(names)}."
+            )
+    return {**keywords, **{name: value for name, value in given.items() if value is not None}}
+
+
+def warn_of_arguments(queue: str, arguments: Mapping[str, Any], stacklevel: int = 3) -> None:
+    """Warns of each argument that has no effect here and is not what it is by default.
+
+    Args:
+      queue: the class that got them.
+      arguments: by name.
       stacklevel: of the warnings.
     """
-    given = {"feed_name": feed_name, "device_ordinal": device_ordinal, "optimise_latency": optimise_latency}
-    for name, value in given.items():
-        if value is not None and value is not False:
-            warnings.warn(
-                f"{queue}({name}={value!r}) has no effect: {_REASONS[name]}.", stacklevel=stacklevel
-            )
+    for name, reason in _REASONS.items():
+        value = arguments.get(name)
+        if value not in _DEFAULTS[name]:
+            warnings.warn(f"{queue}({name}={value!r}) has no effect: {reason}.", stacklevel=stacklevel)
+
+
+def check_replication_factor(queue: str, value: Any) -> None:
+    """Raises a ValueError if a number of replicas is not usable; None is."""
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    if value is not None and not (is_integer and value >= 1):
+        raise ValueError(f"{queue}: replication_factor must be an integer of at least 1; got {value!r}.")

@@ -9,11 +9,20 @@ import jax
 
 from ipu_pipeline.engine.devices.feeds import Take
 from ipu_pipeline.engine.jaxprs.shapes import as_shape
-from ipu_pipeline.queues.arguments import warn_of_queue_arguments
+from ipu_pipeline.queues.arguments import check_replication_factor, join_arguments, warn_of_arguments
 from ipu_pipeline.queues.feeder import Feeder, Place, as_array
 from ipu_pipeline.queues.positions import DataPass, Position, is_factory, is_sequence
 
 __all__ = ["IPUInfeedQueue", "InfeedOperation"]
+
+_POSITIONS = ("device_ordinal", "prefetch_depth", "optimise_latency")
+_OLDER_POSITIONS = (
+    "feed_name",
+    "device_ordinal",
+    "replication_factor",
+    "data_to_prefetch",
+    "prefetch_depth",
+)
 
 
 class InfeedOperation:
@@ -37,11 +46,13 @@ class IPUInfeedQueue:
     def __init__(
         self,
         dataset: Any,
-        prefetch_depth: int = 3,
-        *,
+        *positions: Any,
+        prefetch_depth: int | None = None,
         feed_name: str | None = None,
         device_ordinal: int | None = None,
-        optimise_latency: bool = False,
+        replication_factor: int | None = None,
+        data_to_prefetch: int | None = None,
+        optimise_latency: bool | None = None,
     ) -> None:
         """Takes the data set; nothing is read from it yet.
 
@@ -51,18 +62,40 @@ class IPUInfeedQueue:
             iterator. A data source of tensorflow-datasets, a grain data set or loader, a
             tf.data.Dataset and a torch DataLoader are such; an array is what NumPy can make one of.
             A tuple or list becomes positional arguments of the first stage, a dict keyword arguments.
-          prefetch_depth: how many elements are fetched ahead, 1..255. A program on one device takes blocks
-            of elements, and of these one is fetched ahead where it is larger; programs that handle chunks
-            of several elements have four chunks fetched ahead.
-          feed_name: has no effect and warns, like what follows; there for TensorFlow 1 code.
-          device_ordinal: likewise.
-          optimise_latency: likewise.
+          *positions: Graphcore's: `device_ordinal`, `prefetch_depth`, `optimise_latency`; or, if the first
+            is a string, those of its first SDKs: `feed_name`, `device_ordinal`, `replication_factor`,
+            `data_to_prefetch`, `prefetch_depth`.
+          prefetch_depth: how many elements are fetched ahead, 1..255; None: 3. A program on one device
+            takes blocks of elements, and of these one is fetched ahead where it is larger; programs that
+            handle chunks of several elements have four chunks fetched ahead.
+          feed_name: what errors call it.
+          device_ordinal: other than 0 has no effect and warns.
+          replication_factor: how many replicas the programs that use it have; None: that of the program.
+          data_to_prefetch: the older name of `prefetch_depth`.
+          optimise_latency: True has no effect and warns.
 
         Raises:
-          TypeError: the data set cannot be iterated over, or only once.
-          ValueError: `prefetch_depth` is out of range.
+          TypeError: the data set cannot be iterated over, or only once; or an argument is given twice.
+          ValueError: `prefetch_depth` or `replication_factor` is out of range.
         """
-        warn_of_queue_arguments("IPUInfeedQueue", feed_name, device_ordinal, optimise_latency)
+        arguments = join_arguments(
+            "IPUInfeedQueue",
+            positions,
+            _POSITIONS,
+            _OLDER_POSITIONS,
+            {
+                "prefetch_depth": prefetch_depth,
+                "feed_name": feed_name,
+                "device_ordinal": device_ordinal,
+                "replication_factor": replication_factor,
+                "data_to_prefetch": data_to_prefetch,
+                "optimise_latency": optimise_latency,
+            },
+        )
+        warn_of_arguments("IPUInfeedQueue", arguments)
+        check_replication_factor("IPUInfeedQueue", arguments["replication_factor"])
+        depths = [arguments[name] for name in ("prefetch_depth", "data_to_prefetch")]
+        prefetch_depth = next((depth for depth in depths if depth is not None), 3)
         is_integer = isinstance(prefetch_depth, int) and not isinstance(prefetch_depth, bool)
         if not is_integer or not 1 <= prefetch_depth <= 255:
             raise ValueError(f"prefetch_depth must be an integer from 1 to 255; got {prefetch_depth!r}.")
@@ -78,7 +111,9 @@ class IPUInfeedQueue:
                 f"{type(dataset).__name__}."
             )
         self._dataset = dataset
-        self._prefetch_depth = prefetch_depth
+        self._prefetch_depth = int(prefetch_depth)
+        self._replication_factor: int | None = arguments["replication_factor"]
+        self._name = "infeed" if arguments["feed_name"] is None else f"infeed {arguments['feed_name']!r}"
         self._peeked: DataPass | None = None
         self._element: Any = None
         self._feeder: Feeder | None = None
@@ -91,6 +126,16 @@ class IPUInfeedQueue:
     def prefetch_depth(self) -> int:
         """How many elements are fetched ahead."""
         return self._prefetch_depth
+
+    @property
+    def replication_factor(self) -> int | None:
+        """How many replicas the programs that use it must have; None: any number."""
+        return self._replication_factor
+
+    @property
+    def dequeued(self) -> bool:
+        """Whether a program that takes its elements has been traced."""
+        return self._element is not None
 
     @property
     def initializer(self) -> InfeedOperation:
@@ -126,8 +171,8 @@ class IPUInfeedQueue:
                 try:
                     first = data.peek()
                 except StopIteration:
-                    raise ValueError("IPUInfeedQueue: the dataset is empty.") from None
-            what = "IPUInfeedQueue: element 0 of the dataset"
+                    raise ValueError(f"The dataset of the {self._name} is empty.") from None
+            what = f"Element 0 of the dataset of the {self._name}"
             self._element = jax.tree.map(lambda leaf: as_shape(as_array(leaf, what)), first)
             self._peeked = data
         return self._element
@@ -189,7 +234,8 @@ class IPUInfeedQueue:
                 else "has not been initialized"
             )
             raise RuntimeError(
-                f"The infeed {state}. Run its initializer first: session.run(infeed_queue.initializer)."
+                f"The {self._name} {state}. Run its initializer first: "
+                "session.run(infeed_queue.initializer)."
             )
 
     def connect(self, place: Place, num_taken: int = 1, is_tentative: bool = False) -> Take:

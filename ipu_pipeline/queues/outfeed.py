@@ -17,10 +17,20 @@ from ipu_pipeline.engine.state import is_readable
 from ipu_pipeline.engine.tracing import frames
 from ipu_pipeline.engine.tracing.enqueuing import enqueue
 from ipu_pipeline.graph.operations import Operation
-from ipu_pipeline.queues.arguments import warn_of_queue_arguments
+from ipu_pipeline.queues.arguments import check_replication_factor, join_arguments, warn_of_arguments
 from ipu_pipeline.queues.synthetic import uses_synthetic_data
 
 __all__ = ["IPUOutfeedMode", "IPUOutfeedQueue", "OutfeedOperation"]
+
+_POSITIONS = ("outfeed_mode", "device_ordinal", "buffer_depth", "optimise_latency")
+_OLDER_POSITIONS = (
+    "feed_name",
+    "outfeed_mode",
+    "outfeed_all",
+    "device_ordinal",
+    "replication_factor",
+    "io_batch_size",
+)
 
 
 class IPUOutfeedMode(enum.Enum):
@@ -76,35 +86,73 @@ class IPUOutfeedQueue:
 
     def __init__(
         self,
-        outfeed_mode: IPUOutfeedMode = IPUOutfeedMode.ALL,
-        buffer_depth: int = 3,
-        *,
+        *positions: Any,
+        outfeed_mode: IPUOutfeedMode | None = None,
+        buffer_depth: int | None = None,
         feed_name: str | None = None,
         device_ordinal: int | None = None,
-        optimise_latency: bool = False,
+        outfeed_all: bool | None = None,
+        replication_factor: int | None = None,
+        io_batch_size: int | None = None,
+        optimise_latency: bool | None = None,
     ) -> None:
         """Makes an empty queue.
 
         Args:
-          outfeed_mode: see `IPUOutfeedMode`.
-          buffer_depth: how many enqueued elements stay on the device before they are copied to the host.
-            Those of a weight update that is not complete stay there, too.
-          feed_name: has no effect and warns, like what follows; there for TensorFlow 1 code.
-          device_ordinal: likewise.
-          optimise_latency: likewise.
+          *positions: Graphcore's: `outfeed_mode`, `device_ordinal`, `buffer_depth`, `optimise_latency`; or,
+            if the first is a string, those of its first SDKs: `feed_name`, `outfeed_mode`, `outfeed_all`,
+            `device_ordinal`, `replication_factor`, `io_batch_size`.
+          outfeed_mode: see `IPUOutfeedMode`; None: ALL.
+          buffer_depth: how many enqueued elements stay on the device before they are copied to the host;
+            None: 3. Those of a weight update that is not complete stay there, too.
+          feed_name: what errors call it.
+          device_ordinal: other than 0 has no effect and warns.
+          outfeed_all: the older way to say the mode: True for ALL, False for LAST.
+          replication_factor: how many replicas the programs that use it have; None: that of the program.
+          io_batch_size: other than 1 has no effect and warns.
+          optimise_latency: True has no effect and warns.
 
         Raises:
-          TypeError: the mode is none.
-          ValueError: `buffer_depth` is below 1.
+          TypeError: the mode is none, or an argument is given twice.
+          ValueError: `buffer_depth` or `replication_factor` is below 1.
         """
-        warn_of_queue_arguments("IPUOutfeedQueue", feed_name, device_ordinal, optimise_latency)
+        arguments = join_arguments(
+            "IPUOutfeedQueue",
+            positions,
+            _POSITIONS,
+            _OLDER_POSITIONS,
+            {
+                "outfeed_mode": outfeed_mode,
+                "buffer_depth": buffer_depth,
+                "feed_name": feed_name,
+                "device_ordinal": device_ordinal,
+                "outfeed_all": outfeed_all,
+                "replication_factor": replication_factor,
+                "io_batch_size": io_batch_size,
+                "optimise_latency": optimise_latency,
+            },
+        )
+        warn_of_arguments("IPUOutfeedQueue", arguments)
+        check_replication_factor("IPUOutfeedQueue", arguments["replication_factor"])
+        buffer_depth = 3 if arguments["buffer_depth"] is None else arguments["buffer_depth"]
+        outfeed_mode, outfeed_all = arguments["outfeed_mode"], arguments["outfeed_all"]
+        if outfeed_all not in (None, True, False):
+            raise TypeError(f"outfeed_all must be True or False; got {outfeed_all!r}.")
+        if outfeed_all is not None and outfeed_mode is not None:
+            raise TypeError(
+                "Give either outfeed_mode or outfeed_all; outfeed_all is the older way to say it."
+            )
+        if outfeed_mode is None:
+            outfeed_mode = IPUOutfeedMode.LAST if outfeed_all is False else IPUOutfeedMode.ALL
         if not isinstance(outfeed_mode, IPUOutfeedMode):
             raise TypeError(f"outfeed_mode must be an IPUOutfeedMode; got {outfeed_mode!r}.")
         is_integer = isinstance(buffer_depth, int) and not isinstance(buffer_depth, bool)
         if not is_integer or buffer_depth < 1:
             raise ValueError(f"buffer_depth must be an integer of at least 1; got {buffer_depth!r}.")
         self._mode = outfeed_mode
-        self._buffer_depth = buffer_depth
+        self._buffer_depth = int(buffer_depth)
+        self._replication_factor: int | None = arguments["replication_factor"]
+        self._name = "outfeed" if arguments["feed_name"] is None else f"outfeed {arguments['feed_name']!r}"
         self._structure: tuple[Any, tuple[jax.ShapeDtypeStruct, ...]] | None = None
         self._count_replicas: Callable[[], int] | None = None  # of the program that was compiled last
         self._num_replicas: int | None = None  # of what ran last
@@ -117,6 +165,16 @@ class IPUOutfeedQueue:
     def outfeed_mode(self) -> IPUOutfeedMode:
         """The mode."""
         return self._mode
+
+    @property
+    def replication_factor(self) -> int | None:
+        """How many replicas the programs that use it must have; None: any number."""
+        return self._replication_factor
+
+    @property
+    def enqueued(self) -> bool:
+        """Whether a program that enqueues to it has been compiled."""
+        return self._structure is not None
 
     def check(self, tree: Any, avals: Sequence[jax.ShapeDtypeStruct]) -> None:
         """Called before `bind`, with the same, for all queues of a program.
@@ -163,8 +221,8 @@ class IPUOutfeedQueue:
         is_kept = self._mode is IPUOutfeedMode.ALL and not self._is_empty
         if is_kept and self._num_replicas not in (None, number):
             raise ValueError(
-                f"An outfeed has elements of {self._num_replicas} replica(s) that were not dequeued, and "
-                f"the program that is to run has {number}. Dequeue before."
+                f"The {self._name} has elements of {self._num_replicas} replica(s) that were not "
+                f"dequeued, and the program that is to run has {number}. Dequeue before."
             )
         self._num_replicas = number
 
@@ -274,7 +332,7 @@ class IPUOutfeedQueue:
         """
         if self._structure is None:
             raise ValueError(
-                "The outfeed was dequeued before any program that enqueues to it was compiled."
+                f"The {self._name} was dequeued before any program that enqueues to it was compiled."
             )
         tree, avals = self._structure
         parts = [*self._on_host, *self._on_device]
@@ -284,7 +342,7 @@ class IPUOutfeedQueue:
                 zeros = [np.zeros(shape, a.dtype) for shape, a in zip(shapes, avals, strict=True)]
                 return self._unflatten(tree, zeros)
             if not parts:
-                raise ValueError("The outfeed is in mode LAST and nothing has been enqueued yet.")
+                raise ValueError(f"The {self._name} is in mode LAST and nothing has been enqueued yet.")
             arrays = [leaf[-1] for leaf in parts[-1].on_host().stacked()]
         else:
             stacks = [part.on_host().stacked() for part in parts]
