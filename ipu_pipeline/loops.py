@@ -20,7 +20,7 @@ from ipu_pipeline.engine.tracing.stages import as_arguments, check_signature
 from ipu_pipeline.graph.operations import Operation
 from ipu_pipeline.graph.placeholders import Placeholder, as_traced_inputs
 from ipu_pipeline.program.calls import LoopCall, current_builder
-from ipu_pipeline.program.replication import Replication
+from ipu_pipeline.program.replication import make_replication
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
 
 __all__ = ["repeat", "while_loop"]
@@ -33,11 +33,18 @@ def repeat(
     body: Callable[..., Any],
     inputs: Any = None,
     infeed_queue: IPUInfeedQueue | None = None,
+    use_while_v1: bool = True,
 ) -> Any:
     """Runs a body a number of times on the device, within one `Session.run`.
 
     On one device the loop is one compiled program, which handles blocks of iterations. A body with
     `scopes.ipu_shard` runs one iteration at a time, shard after shard.
+
+    A body whose optimizer is a `CrossReplicaOptimizer` has as many replicas as there are times its IPUs in
+    what `IPUConfig` selects, and runs one iteration of each at a time. Each replica has elements of the
+    infeed, carried values and random numbers of its own; docs/replicas.md says what they share. What the
+    loop returns is then of each replica its own for what follows in the program, and `Session.run` gives
+    that of the first one.
 
     Args:
       n: how many times, from 0: an integer, or a traced integer scalar.
@@ -47,7 +54,8 @@ def repeat(
         outside.
       inputs: the inputs of the first iteration: arrays, or pytrees of them, in a list; one alone need not
         be in a list.
-      infeed_queue: dequeued once an iteration.
+      infeed_queue: dequeued once an iteration, by each replica.
+      use_while_v1: has no effect, as both kinds of loop are one here; there for TensorFlow 1 code.
 
     Returns:
       The inputs that the next iteration would get, in a list; a single one bare; an operation if there are
@@ -63,35 +71,45 @@ def repeat(
           return learning_rate, train_op, outfeed_queue.enqueue(loss)
       repeat(160, body, [learning_rate], infeed_queue)
     """
-    count = _check_count(n)
+    del use_while_v1
+    count = _check_count(n, "ipu.loops.repeat: n")
     return _loop("ipu.loops.repeat", body, inputs, infeed_queue, count, None)
 
 
 def while_loop(
-    cond: Callable[..., Any],
+    condition: Callable[..., Any],
     body: Callable[..., Any],
-    loop_vars: Any = None,
+    inputs: Any = None,
     infeed_queue: IPUInfeedQueue | None = None,
+    maximum_iterations: Any = None,
+    use_while_v1: bool = True,
 ) -> Any:
     """Runs a body on the device as long as a condition holds, within one `Session.run`.
 
     Args:
-      cond: takes the loop variables, returns a boolean scalar; asked before each iteration. It may use no
-        variables, random keys or values from outside.
+      condition: takes the inputs of an iteration, without the infeed's element, and returns a boolean
+        scalar; asked before each iteration. It may use no variables, random keys or values from outside.
+        With several replicas it must give the same in all of them.
       body: as for `repeat`.
-      loop_vars: the loop variables before the first iteration, at least one, as `inputs` of `repeat`.
+      inputs: those of the first iteration, at least one, as for `repeat`.
       infeed_queue: dequeued once an iteration. On one device, elements that its `prefetch_depth` has
         fetched ahead are handled together; those that the loop did not need come first in the next run.
+      maximum_iterations: how many iterations there are at most, as `n` of `repeat`; None: any number.
+      use_while_v1: as for `repeat`.
 
     Returns:
-      The loop variables after the last iteration, as `repeat` does.
+      The inputs that the next iteration would get, as `repeat` does.
 
     Raises:
       As `repeat`; and ValueError if the condition does not return a boolean scalar.
     """
-    if not callable(cond):
-        raise TypeError(f"ipu.loops.while_loop: cond must be a function; got {cond!r}.")
-    return _loop("ipu.loops.while_loop", body, loop_vars, infeed_queue, None, cond)
+    del use_while_v1
+    if not callable(condition):
+        raise TypeError(f"ipu.loops.while_loop: condition must be a function; got {condition!r}.")
+    count = maximum_iterations
+    if count is not None:
+        count = _check_count(count, "ipu.loops.while_loop: maximum_iterations")
+    return _loop("ipu.loops.while_loop", body, inputs, infeed_queue, count, condition)
 
 
 def _loop(
@@ -120,10 +138,10 @@ def _loop(
             f"{what} was called within a computational stage or the body of a loop; use jax.lax.scan or "
             "jax.lax.fori_loop there."
         )
-    leaves, tree = as_traced_inputs(inputs, f"{what}: {'inputs' if cond is None else 'loop_vars'}")
+    leaves, tree = as_traced_inputs(inputs, f"{what}: inputs")
     num_inputs = tree.num_leaves
     if cond is not None and not num_inputs:
-        raise ValueError(f"{what}: loop_vars must have at least one variable, for cond to look at.")
+        raise ValueError(f"{what}: inputs must have at least one array, which the condition takes.")
     element = None if infeed_queue is None else infeed_queue.element
     avals = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
     place = f"the body {getattr(body, '__name__', type(body).__name__)} of {what}"
@@ -139,13 +157,21 @@ def _loop(
     traced = trace_body(call, avals, element, builder.names, place, given)
     condition = None if cond is None else _trace_condition(cond, tree, avals, what)
     loop = Loop(traced, condition)
-    averages = traced.training is not None and traced.training.averages_replicas
+    training = traced.training
     loop_call = LoopCall(
         loop=loop,
         has_count_operand=jax_compat.is_traced(count),
         count=None if jax_compat.is_traced(count) else count,
         infeed_queue=infeed_queue,
-        replication=Replication(builder.ipu_device, loop.num_devices, averages),
+        replication=make_replication(
+            builder.ipu_device,
+            loop.num_devices,
+            traced.pipeline,
+            [infeed_queue, *(entry.target for entry, _places in traced.enqueued)],
+            trains=training is not None,
+            averages=training is not None and training.averages_replicas,
+            sharded=["replicated_optimizer_state_sharding"] if training and training.shards_state else [],
+        ),
     )
     operands = [*([count] if loop_call.has_count_operand else []), *traced.captured, *leaves]
     results = jax.tree.unflatten(tree, builder.add(loop_call, operands, avals))
@@ -192,19 +218,17 @@ def _describe(tree: Any) -> str:
     return str(jax.tree.unflatten(tree, ["*"] * tree.num_leaves)).replace("'*'", "*")
 
 
-def _check_count(n: Any) -> Any:
+def _check_count(n: Any, what: str) -> Any:
     if isinstance(n, Placeholder):
         n = n.traced()
     if jax_compat.is_traced(n):
         if n.shape != () or not jnp.issubdtype(n.dtype, jnp.integer):
-            raise TypeError(
-                f"ipu.loops.repeat: n must be an integer scalar; got {n.dtype.name}{list(n.shape)}."
-            )
+            raise TypeError(f"{what} must be an integer scalar; got {n.dtype.name}{list(n.shape)}.")
         return n
     if not isinstance(n, (int, np.integer)) or isinstance(n, bool):
-        raise TypeError(f"ipu.loops.repeat: n must be an integer; got {n!r}.")
+        raise TypeError(f"{what} must be an integer; got {n!r}.")
     if not 0 <= n <= _MAX_INT32:
-        raise ValueError(f"ipu.loops.repeat: n must be from 0 to {_MAX_INT32}; got {n}.")
+        raise ValueError(f"{what} must be from 0 to {_MAX_INT32}; got {n}.")
     return int(n)
 
 
@@ -212,7 +236,7 @@ def _trace_condition(
     cond: Callable[..., Any], tree: Any, avals: Sequence[jax.ShapeDtypeStruct], what: str
 ) -> Callable[[list[Any]], Any]:
     """The condition as a function of the carried values, traced once."""
-    frame = frames.Frame(frames.ProgramNames(), False, f"the cond of {what}", is_stage=False)
+    frame = frames.Frame(frames.ProgramNames(), False, f"the condition of {what}", is_stage=False)
 
     def call(*values: Any) -> Any:
         with frames.frame(frame):
@@ -223,13 +247,13 @@ def _trace_condition(
     if len(results) != 1 or results[0].shape != () or results[0].dtype != np.bool_:
         described = ", ".join(f"{aval.dtype.name}{list(aval.shape)}" for aval in results)
         raise ValueError(
-            f"{what}: cond must return a boolean scalar; it returned {described or 'nothing'}."
+            f"{what}: condition must return a boolean scalar; it returned {described or 'nothing'}."
         )
     Captures().check(closed_jaxpr.consts, frame.place)
     if frame.names.variables:
         raise ValueError(
-            f"{what}: cond asks for variable {next(iter(frame.names.variables))}, but may only use the "
-            "loop variables. Let the body return what cond needs."
+            f"{what}: condition asks for variable {next(iter(frame.names.variables))}, but may only use "
+            "the inputs. Let the body return what the condition needs."
         )
     evaluate = jex_core.jaxpr_as_fun(closed_jaxpr)
     return lambda carried: evaluate(*carried)[0]

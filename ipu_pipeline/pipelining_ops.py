@@ -46,7 +46,7 @@ from ipu_pipeline.program.pipeline_arguments import (
     check_sharding,
 )
 from ipu_pipeline.program.registry import reserve_ipus
-from ipu_pipeline.program.replication import Replication
+from ipu_pipeline.program.replication import make_replication
 from ipu_pipeline.program.stage_options import PipelineStageOptions, compiler_options
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
 from ipu_pipeline.queues.outfeed import IPUOutfeedQueue
@@ -313,8 +313,15 @@ def pipeline(
     engine_pipeline.trace(element, *jax.tree.unflatten(input_tree, input_avals))
     averages = optimizer is not None and optimizer.averages_replicas
     num_devices = engine_pipeline.num_devices
-    replication = Replication(builder.ipu_device, num_devices, averages, sharded=tuple(sharded))
-    replication.check(trains=not is_inference)
+    replication = make_replication(
+        builder.ipu_device,
+        num_devices,
+        engine_pipeline.traced,
+        [infeed_queue, outfeed_queue],
+        trains=not is_inference,
+        averages=averages,
+        sharded=sharded,
+    )
     call = PipelineCall(
         name=name or "Pipeline",
         pipeline=engine_pipeline,

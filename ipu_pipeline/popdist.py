@@ -12,7 +12,7 @@ import jax
 from ipu_pipeline import config
 from ipu_pipeline.engine import peers
 from ipu_pipeline.processes.joining import join_by_environment
-from ipu_pipeline.program.calls import PipelineCall
+from ipu_pipeline.program.calls import Call
 from ipu_pipeline.program.registry import compiled_programs
 
 __all__ = [
@@ -100,18 +100,14 @@ def _process_numbers() -> tuple[int, int]:
     return (jax.process_index(), jax.process_count()) if others is None else (others.index, others.count)
 
 
-def _find_call() -> PipelineCall:
-    """The pipeline that may have replicas and was compiled last."""
-    calls = [
-        call
-        for program in compiled_programs()
-        for call in program.calls
-        if isinstance(call, PipelineCall) and (call.replication.averages or call.replication.asked)
-    ]
+def _find_call() -> Call:
+    """The pipeline or loop that may have replicas and was compiled last."""
+    calls = [call for program in compiled_programs() for call in program.calls if call.replication.is_said]
     if not calls:
         raise RuntimeError(
-            "popdist: the number of replicas is known by the pipelines that are compiled and have a "
-            "cross-replica optimizer, or are an estimator's; there is none. Compile the program before."
+            "popdist: the number of replicas is known by the pipelines and loops that are compiled and "
+            "have a cross-replica optimizer, or are an estimator's; there is none. Compile the program "
+            "before."
         )
     return calls[-1]
 

@@ -62,12 +62,12 @@ def test_devices_are_made_as_needed():
                 x = ipu.layers.Dropout(0.5)(x * jax.random.uniform(ipu.next_rng_key()))
                 return ipu.layers.Dense(2)(x)
         def trained(rate):
-            return ipu.pipelining_ops.pipeline(
+            return rate * 2 + 1, ipu.pipelining_ops.pipeline(
                 [stage, lambda x: jnp.mean(x)], gradient_accumulation_count=1, repeat_count=2,
                 inputs=[np.ones((2, 2), "float32")],
                 optimizer_function=lambda loss: ipu.pipelining_ops.OptimizerFunctionOutput(
                     optax.adam(0.1), loss),
-                outfeed_queue=ipu.ipu_outfeed_queue.IPUOutfeedQueue()), rate * 2 + 1
+                outfeed_queue=ipu.ipu_outfeed_queue.IPUOutfeedQueue())
         rate = ipu.placeholder(np.float32)
         with ipu.scopes.ipu_scope("/device:IPU:0"):
             compiled = ipu.ipu_compiler.compile(trained, [rate])

@@ -343,7 +343,7 @@ def loop_program(number):
     return front.compile_program(function), infeed.initializer
 
 
-def test_loops_have_one_replica():
+def test_a_loop_of_one_replica():
     program, initializer = loop_program(4)
     select(1)
     with ipu.Session(seed=3) as session:
@@ -353,12 +353,6 @@ def test_loops_have_one_replica():
         session.run(program)
         _losses, wanted = loop(plain_loss, before, elements_of(4), 1, optax.sgd(0.1), count=4)
         models.assert_trees_close(session.variables, jax.tree.map(np.asarray, wanted))
-    select(2)
-    program, initializer = loop_program(2)
-    with ipu.Session() as session:
-        session.run(initializer)
-        with pytest.raises(NotImplementedError, match="IPUs for 2 replicas; loops of ipu.loops have one"):
-            session.run(program)
 
 
 # How many replicas there are.
@@ -403,7 +397,7 @@ def test_ipus_that_are_no_multiple(number):
     select(number)
     session, _variables = started(model)
     text = (
-        f"IPUConfig selects {number} IPUs for /device:IPU:0, but the pipeline has 4 IPUs and a "
+        f"IPUConfig selects {number} IPUs for /device:IPU:0, but the pipeline or loop has 4 IPUs and a "
         "cross-replica optimizer: the number must be a multiple of 4, .*auto_select_ipus to 4 or 8"
     )
     with session, pytest.raises(ValueError, match=text):
@@ -489,7 +483,7 @@ def test_one_replica_shares_nothing_out():
     session, _variables = started(model)
     with (
         session,
-        pytest.warns(UserWarning, match="replicated_weight_sharding of the pipeline .* has no effect"),
+        pytest.warns(UserWarning, match="replicated_weight_sharding of .* has no effect"),
     ):
         model.run(session)
 

@@ -264,8 +264,8 @@ def test_a_variable_assigned_from_another_shard():
 def test_assigned_variables_and_a_return_to_their_shard(rng):
     def body(x):
         with ipu_shard(0):
-            count = ipu.get_variable("count", (), trainable=False)
-            total = ipu.get_variable("total", (), trainable=False)
+            count = ipu.get_variable("count", initializer=0.0, trainable=False)
+            total = ipu.get_variable("total", initializer=0.0, trainable=False)
             x = x @ kernel("a") + count
             ipu.assign("count", count + 1.0)
         with ipu_shard(1):

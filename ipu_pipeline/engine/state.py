@@ -9,7 +9,17 @@ from typing import Any
 
 import jax
 
-__all__ = ["Collected", "Handed", "PipelineState", "Progress", "RunState", "StepOutputs", "is_readable"]
+__all__ = [
+    "Collected",
+    "Handed",
+    "OfReplicas",
+    "PipelineState",
+    "Progress",
+    "RunState",
+    "StepOutputs",
+    "is_readable",
+    "of_replica",
+]
 
 
 def is_readable(array: Any) -> bool:
@@ -17,6 +27,23 @@ def is_readable(array: Any) -> bool:
     if getattr(array, "is_fully_addressable", True):
         return True
     return bool(array.is_fully_replicated and array.addressable_shards)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, eq=False)
+class OfReplicas:
+    """A value of which each replica has its own, as what a replicated loop carries; a pytree.
+
+    Attributes:
+      values: in the order of the replicas.
+    """
+
+    values: tuple[Any, ...]
+
+
+def of_replica(value: Any, replica: int) -> Any:
+    """What a replica has: its own value, or the one that is the same for all."""
+    return value.values[replica] if isinstance(value, OfReplicas) else value
 
 
 @jax.tree_util.register_dataclass

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from typing import Any
 
 import numpy as np
@@ -44,7 +43,8 @@ class GradientAccumulationOptimizerV2(Optimizer):
           num_mini_batches: iterations per weight update, from 1.
           offload_weight_update_variables: whether the optimizer's state lies in host memory between weight
             updates; None is False.
-          replicated_optimizer_state_sharding: True warns: there is one replica, and nothing is sharded.
+          replicated_optimizer_state_sharding: whether each replica keeps a part of the optimizer's state
+            and updates its part of the weights; with one replica the run warns that it has no effect.
           dtype: of the accumulators: None for that of the variable, a dtype, or a function from a variable
             (with `name`, `shape` and `dtype`) to a dtype. The optimizer gets them, and the variable, in the
             wider of this dtype and the variable's, which its state has too: with float32, a float16 model
@@ -67,16 +67,16 @@ class GradientAccumulationOptimizerV2(Optimizer):
                 "offload_weight_update_variables must be True, False or None; got "
                 f"{offload_weight_update_variables!r}."
             )
-        if replicated_optimizer_state_sharding:
-            warnings.warn(
-                "replicated_optimizer_state_sharding will have no effect since there is one replica: "
-                "nothing is sharded.",
-                stacklevel=2,
+        if replicated_optimizer_state_sharding not in (False, True):
+            raise TypeError(
+                "replicated_optimizer_state_sharding must be True or False; got "
+                f"{replicated_optimizer_state_sharding!r}."
             )
         if dtype is not None and not callable(dtype):
             check_float_dtype(dtype, "dtype")
         self.num_mini_batches = int(num_mini_batches)
         self.offloads_state = bool(offload_weight_update_variables)
+        self.shards_state = bool(replicated_optimizer_state_sharding)
         self.dtype = dtype
         self.reduction_method = GradientAccumulationReductionMethod.parse(reduction_method)
 
@@ -84,5 +84,11 @@ class GradientAccumulationOptimizerV2(Optimizer):
         """Adds the accumulation."""
         if inner.accumulation is not None:
             raise ValueError("An optimizer can accumulate gradients only once; two are nested.")
-        own = Accumulation(self.num_mini_batches, self.dtype, self.reduction_method, self.offloads_state)
+        own = Accumulation(
+            self.num_mini_batches,
+            self.dtype,
+            self.reduction_method,
+            self.offloads_state,
+            self.shards_state,
+        )
         return dataclasses.replace(inner, accumulation=own)

@@ -43,12 +43,14 @@ class Accumulation:
       dtype: of the accumulators, as given.
       reduction_method: of the gradients.
       offloads_state: whether the optimizer's state lies in host memory between updates.
+      shards_state: whether the replicas share out the optimizer's state.
     """
 
     num_mini_batches: int = 1
     dtype: Any = None
     reduction_method: GradientAccumulationReductionMethod = GradientAccumulationReductionMethod.SUM
     offloads_state: bool = False
+    shards_state: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,6 +186,7 @@ class Optimizer(abc.ABC):
             gradient_map=unwrapped.gradient_map,
             accumulator_dtypes=dtypes,
             offloads_state=accumulation.offloads_state,
+            shards_state=accumulation.shards_state,
             averages_replicas=unwrapped.averages_replicas,
         )
         record_training_step(recorder, step, loss, captures.values)

@@ -15,9 +15,9 @@ __all__ = ["CrossReplicaGradientAccumulationOptimizerV2", "CrossReplicaOptimizer
 class CrossReplicaOptimizer(Optimizer):
     """Says that gradients are averaged over replicas, and so how many replicas there are.
 
-    A pipeline of S IPUs with such an optimizer has as many replicas as there are times S IPUs in what
-    `IPUConfig` selects. The gradients of a weight update, accumulated in each replica, are averaged over
-    the replicas once, and the wrapped optimizer gets the means: the variables stay the same in all of
+    A pipeline or loop of S IPUs with such an optimizer has as many replicas as there are times S IPUs in
+    what `IPUConfig` selects. The gradients of a weight update, accumulated in each replica, are averaged
+    over the replicas once, and the wrapped optimizer gets the means: the variables stay the same in all of
     them. It may stand anywhere in a nest of optimizers.
 
     Example:
@@ -44,8 +44,7 @@ class CrossReplicaOptimizer(Optimizer):
 class CrossReplicaGradientAccumulationOptimizerV2(GradientAccumulationOptimizerV2):
     """A `GradientAccumulationOptimizerV2` that is a `CrossReplicaOptimizer` as well.
 
-    It is for the bodies of loops, which have one replica so far; a pipeline accumulates by itself, and
-    takes a `CrossReplicaOptimizer`.
+    It is for the bodies of loops; a pipeline accumulates by itself, and takes a `CrossReplicaOptimizer`.
 
     Example:
       optimizer = CrossReplicaGradientAccumulationOptimizerV2(optax.sgd(0.01), num_mini_batches=16)

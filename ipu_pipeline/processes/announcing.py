@@ -48,12 +48,9 @@ class Run:
     def __init__(self, name: str, model: Pipeline | Loop, devices: Sequence[Any], count: int) -> None:
         """Made by `running`."""
         is_loop = isinstance(model, Loop)
-        if isinstance(model, Loop):
-            ipus, self._size = set(model.body.shards), len(devices)
-        else:
-            self._size = model.num_ipus  # of each replica
-            starts = range(0, self._size * model.num_replicas, self._size)
-            ipus = {start + ipu for start in starts for ipu in model.device_mapping}
+        self._size = model.num_ipus  # of each replica
+        starts = range(0, self._size * model.num_replicas, self._size)
+        ipus = {start + ipu for start in starts for ipu in model.device_mapping}
         self._facts = {
             "name": name,
             "trains": model.updates is not None,

@@ -42,6 +42,7 @@ __all__ = [
     "ProgramBuilder",
     "building",
     "current_builder",
+    "find_num_replicas",
     "run_call_p",
 ]
 
@@ -87,6 +88,11 @@ class _Call(abc.ABC):
     def trains(self) -> bool:
         """Whether there is an optimizer."""
         return self.runner.updates is not None
+
+    @property
+    @abc.abstractmethod
+    def outfeeds(self) -> list[Outfed]:
+        """The queues that it enqueues to."""
 
     @property
     @abc.abstractmethod
@@ -192,17 +198,6 @@ class PipelineCall(_Call):
             )
         return count
 
-    def find_num_replicas(self) -> int:
-        """How many replicas it has on the devices that are selected.
-
-        Raises:
-          ValueError: these do not fit, or its outfeeds still have elements of another number of replicas.
-        """
-        number = self.replication.settle(self.name, self.trains)
-        for outfed in self.outfeeds:
-            outfed.queue.expect_replicas(number if outfed.is_of_replicas else 1)
-        return number
-
     def find_recomputation(self) -> Recomputation | None:
         """What stages keep, by the configured system. Warns if the user's mode has no effect."""
         if config.allows_recomputation():
@@ -262,10 +257,11 @@ class LoopCall(_Call):
 
     Attributes:
       loop: the engine's.
-      count: how many iterations; None if an operand says so, or a condition.
+      count: how many iterations, at most if it has a condition; None if an operand says so, or only the
+        condition.
       has_count_operand: whether the first operand does.
       infeed_queue: its feed.
-      replication: which replicas it would have.
+      replication: how many replicas it has, and where.
     """
 
     loop: Loop
@@ -304,12 +300,6 @@ class LoopCall(_Call):
         )
         return f"{training.num_mini_batches} mini-batches, {training.reduction.name} of {described}"
 
-    def check_replicas(self) -> None:
-        """Raises a NotImplementedError if there would be several replicas; see `PipelineCall`."""
-        self.replication.refuse(self.name)
-        for outfed in self.outfeeds:
-            outfed.queue.expect_replicas(1)
-
     @property
     def outfeeds(self) -> list[Outfed]:
         """The queues that it enqueues to."""
@@ -321,7 +311,9 @@ class LoopCall(_Call):
         body = self.loop.body
         summary = summarize(body.pipeline, self.loop.programs, body.shards, len(body.changing))
         sent = summarize_update(self.loop.updates, body.shards)
-        return CallPlacement(self.name, *summary, unit="iteration", sent=sent)
+        return CallPlacement(
+            self.name, *summary, unit="iteration", sent=sent, replicas=self.replication.name_devices()
+        )
 
     def summary(self) -> PipelineSummary:
         """What its parts will need and do."""
@@ -329,6 +321,19 @@ class LoopCall(_Call):
 
 
 Call: TypeAlias = PipelineCall | LoopCall
+
+
+def find_num_replicas(call: Call) -> int:
+    """How many replicas a pipeline or loop has on the devices that are selected.
+
+    Raises:
+      ValueError: these do not fit, or its outfeeds still have elements of another number of replicas.
+    """
+    number = call.replication.settle(call.name)
+    for outfed in call.outfeeds:
+        outfed.queue.expect_replicas(number if outfed.is_of_replicas else 1)
+    return number
+
 
 run_call_p = jex_core.Primitive("run_call")
 run_call_p.multiple_results = True

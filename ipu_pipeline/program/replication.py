@@ -1,8 +1,8 @@
-"""How many replicas a pipeline has, and on which IPUs: known when devices are selected.
+"""How many replicas a pipeline or loop has, and on which IPUs: known when devices are selected.
 
-There is more than one only where somebody says so: an optimizer that averages over replicas, and then as
-many as fit the IPUs that `IPUConfig` selects; or `IPURunConfig.num_replicas`. That more IPUs are selected
-does not do it.
+There is more than one only where something says so: an optimizer that averages over replicas, or without an
+optimizer what computes with other replicas, and then as many as fit the IPUs that `IPUConfig` selects; the
+`replication_factor` of a queue; or `IPURunConfig.num_replicas`. That more IPUs are selected does not do it.
 """
 
 from __future__ import annotations
@@ -15,8 +15,12 @@ from typing import Any
 
 from ipu_pipeline import config
 from ipu_pipeline.config_categories import warn_once
+from ipu_pipeline.engine.tracing.replicas import uses_replicas
+from ipu_pipeline.engine.tracing.traced import TracedPipeline
+from ipu_pipeline.queues.infeed import IPUInfeedQueue
+from ipu_pipeline.queues.outfeed import IPUOutfeedQueue
 
-__all__ = ["Asked", "Replication", "asking_for"]
+__all__ = ["Asked", "Replication", "asking_for", "make_replication"]
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,45 @@ def asking_for(num_replicas: int, num_ipus: int) -> Iterator[None]:
         _asked.reset(token)
 
 
+def make_replication(
+    ipu_device: int,
+    num_ipus: int,
+    traced: TracedPipeline,
+    queues: Sequence[IPUInfeedQueue | IPUOutfeedQueue | None],
+    *,
+    trains: bool,
+    averages: bool,
+    sharded: Sequence[str] = (),
+) -> Replication:
+    """That of a pipeline or loop that has been traced.
+
+    Args:
+      ipu_device: as of `Replication`.
+      num_ipus: likewise.
+      traced: its stages.
+      queues: its infeed and outfeed; those that its stages enqueue to are found.
+      trains: as of `Replication`.
+      averages: likewise.
+      sharded: likewise.
+
+    Raises:
+      ValueError: see `Replication.check`.
+    """
+    targets = [entry.target for entry in traced.enqueued if isinstance(entry.target, IPUOutfeedQueue)]
+    factors = [queue.replication_factor for queue in (*queues, *targets) if queue is not None]
+    made = Replication(
+        ipu_device,
+        num_ipus,
+        trains,
+        averages,
+        any(uses_replicas(stage.flat) for stage in traced.stages),
+        tuple(factor for factor in factors if factor is not None),
+        sharded=tuple(sharded),
+    )
+    made.check()
+    return made
+
+
 @dataclass(frozen=True)
 class Replication:
     """What decides how many replicas a pipeline or loop has.
@@ -52,7 +95,10 @@ class Replication:
     Attributes:
       ipu_device: the n of its `/device:IPU:<n>`.
       num_ipus: how many IPUs one replica uses.
-      averages: whether its optimizer averages gradients over replicas.
+      trains: whether it has an optimizer.
+      averages: whether that averages gradients over replicas.
+      communicates: whether its stages compute with other replicas, or with their number among them.
+      factors: what its queues say the number of replicas is.
       asked: what an estimator was told.
       norm_group_size: how many replicas share statistics of batch normalization, by the configuration when
         it was traced.
@@ -61,29 +107,43 @@ class Replication:
 
     ipu_device: int
     num_ipus: int
+    trains: bool
     averages: bool = False
+    communicates: bool = False
+    factors: tuple[int, ...] = ()
     asked: Asked | None = field(default_factory=_asked.get)
     norm_group_size: int = field(default_factory=config.norm_group_size)
     sharded: tuple[str, ...] = ()
 
     @property
     def may_be_several(self) -> bool:
-        """Whether there may be more than one replica."""
-        return self.averages if self.asked is None else self.asked.num_replicas > 1
+        """Whether the IPUs that are selected may make more than one replica."""
+        return self.averages or (self.communicates and not self.trains)
 
-    def check(self, trains: bool) -> None:
-        """Raises if gradients of several replicas would not be averaged.
+    @property
+    def is_said(self) -> bool:
+        """Whether something says how many replicas there are."""
+        return self.may_be_several or self.asked is not None or bool(self.factors)
 
-        Args:
-          trains: whether there is an optimizer.
+    def check(self) -> None:
+        """Raises if the number of replicas is contradictory, or their gradients would not be averaged.
 
         Raises:
-          ValueError: `num_replicas` is above 1, and there is no optimizer that averages over them.
+          ValueError: two queues have different numbers, or an estimator another one; or there would be
+            several replicas, and the optimizer does not average over them.
         """
-        if self.asked is not None and self.asked.num_replicas > 1 and trains and not self.averages:
+        said = {*self.factors, *([] if self.asked is None else [self.asked.num_replicas])}
+        if len(said) > 1:
             raise ValueError(
-                f"This is not a valid replicated pipeline: num_replicas is {self.asked.num_replicas}, but "
-                "no optimizer averages the gradients over the replicas. Wrap the optimizer in "
+                "The replication_factor of all queues of a program, and num_replicas, must be the same; "
+                f"got {', '.join(map(str, sorted(said)))}."
+            )
+        number = max(said, default=1)
+        if number > 1 and self.trains and not self.averages:
+            argument = "replication_factor of a queue" if self.asked is None else "num_replicas"
+            raise ValueError(
+                f"This is not a valid replicated pipeline or loop: {argument} is {number}, but no "
+                "optimizer averages the gradients over the replicas. Wrap the optimizer in "
                 "ipu.optimizers.CrossReplicaOptimizer."
             )
 
@@ -91,42 +151,63 @@ class Replication:
         """How many replicas there are, by the devices that are selected now.
 
         Raises:
-          ValueError: the number of IPUs that were configured is not a multiple of those of a replica.
+          ValueError: the number of IPUs that were configured is not a multiple of those of a replica, or
+            makes another number of replicas than queues have.
         """
         if self.asked is not None:
             return self.asked.num_replicas
         configured = config.num_configured(self.ipu_device)
-        if not self.averages or configured is None or configured < self.num_ipus:
-            return 1
-        if configured % self.num_ipus:
-            fitting = configured // self.num_ipus * self.num_ipus
+        number = 1
+        if self.may_be_several and configured is not None and configured >= self.num_ipus:
+            number = configured // self.num_ipus
+        wanted = self.factors[0] if self.factors else number
+        if wanted != number and self.may_be_several:
+            needed = wanted * self.num_ipus
+            raise ValueError(
+                f"A queue has replication_factor={wanted}, but IPUConfig selects IPUs for {number} "
+                f"replica(s) of {self.num_ipus} IPU(s): set IPUConfig.auto_select_ipus to {needed}, or "
+                "leave replication_factor out."
+            )
+        is_uneven = configured is not None and configured > self.num_ipus and configured % self.num_ipus
+        if is_uneven and (self.averages or number > 1):
+            fitting = number * self.num_ipus
+            reason = "a cross-replica optimizer" if self.averages else "stages that use other replicas"
             raise ValueError(
                 f"IPUConfig selects {configured} IPUs for /device:IPU:{self.ipu_device}, but the pipeline "
-                f"has {self.num_ipus} IPUs and a cross-replica optimizer: the number must be a multiple of "
+                f"or loop has {self.num_ipus} IPUs and {reason}: the number must be a multiple of "
                 f"{self.num_ipus}, one for each replica. Set IPUConfig.auto_select_ipus to {fitting} or "
                 f"{fitting + self.num_ipus} (with require_power_of_two = False where that is no power of "
                 "two), or leave the cross-replica optimizer out."
             )
-        return configured // self.num_ipus
+        return wanted
 
-    def settle(self, name: str, trains: bool) -> int:
-        """How many replicas a pipeline that is to run has; warns of arguments that do nothing there.
+    def settle(self, name: str) -> int:
+        """How many replicas a pipeline or loop that is to run has; warns of arguments without effect.
 
         Args:
-          name: the pipeline's.
-          trains: whether there is an optimizer.
+          name: the pipeline's, or the loop's.
 
         Raises:
-          ValueError: as `count`; or replicas would share statistics otherwise than was traced.
+          ValueError: as `count`; replicas would share statistics otherwise than was traced; or the stages
+            use other replicas, and there would be several without an optimizer that averages over them.
         """
         number = self.count()
-        if trains:
+        configured = config.num_configured(self.ipu_device)
+        if self.trains and self.communicates and not self.averages and number == 1 and self.asked is None:
+            possible = 1 if configured is None else configured // self.num_ipus
+            if possible > 1:
+                raise ValueError(
+                    f"{name!r} trains and computes with other replicas (cross_replica_ops, "
+                    f"replication_index), and IPUConfig selects IPUs for {possible} of them, but no "
+                    "optimizer averages the gradients over the replicas. Wrap the optimizer in "
+                    f"ipu.optimizers.CrossReplicaOptimizer, or select {self.num_ipus} IPU(s)."
+                )
+        if self.trains:
             self._check_norms(number, name)
         for argument in self.sharded if number == 1 else ():
             warn_once(
                 f"{name}.{argument}",
-                f"{argument} of the pipeline {name!r} has no effect: there is one replica, and nothing is "
-                "sharded.",
+                f"{argument} of {name!r} has no effect: there is one replica, and nothing is sharded.",
             )
         return number
 
@@ -142,19 +223,6 @@ class Replication:
             raise ValueError(
                 f"{setting} must be 1, for statistics of each replica, or the number of replicas, for those"
                 f" of all; the pipeline {name!r} has {num_replicas}. It is {configured}."
-            )
-
-    def refuse(self, name: str) -> None:
-        """Raises a NotImplementedError if there are several replicas, as of a loop.
-
-        Args:
-          name: the loop's.
-        """
-        if (number := self.count()) > 1:
-            raise NotImplementedError(
-                f"The loop {name!r} has a cross-replica optimizer and {self.num_ipus} IPU(s), and "
-                f"IPUConfig selects IPUs for {number} replicas; loops of ipu.loops have one. Use "
-                f"pipelining_ops.pipeline, or set IPUConfig.auto_select_ipus to {self.num_ipus}."
             )
 
     def name_devices(self) -> tuple[tuple[str, ...], ...]:

@@ -7,7 +7,6 @@ iterations.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,13 +21,14 @@ from ipu_pipeline.engine.devices.elsewhere import is_here
 from ipu_pipeline.engine.devices.everywhere import read_everywhere
 from ipu_pipeline.engine.devices.feeds import Take, take_nothing
 from ipu_pipeline.engine.devices.placing import put_host_copies
-from ipu_pipeline.engine.devices.rows import make_rows
+from ipu_pipeline.engine.devices.rows import Row, make_rows
 from ipu_pipeline.engine.execution.contract import Request, Runner
 from ipu_pipeline.engine.execution.watched import rehearse
+from ipu_pipeline.engine.state import OfReplicas, RunState, of_replica
 from ipu_pipeline.graph.placeholders import Placeholder
 from ipu_pipeline.processes import announcing, interrupts
-from ipu_pipeline.program.calls import LoopCall, PipelineCall
-from ipu_pipeline.program.program import CallStep, Program, read_atom
+from ipu_pipeline.program.calls import Call, LoopCall, PipelineCall, find_num_replicas
+from ipu_pipeline.program.program import CallStep, Program, Segment, read_atom
 from ipu_pipeline.queues.synthetic import make_synthetic, uses_synthetic_data
 from ipu_pipeline.session.resuming import Resumption
 from ipu_pipeline.session.store import Store
@@ -72,7 +72,7 @@ def run_program(
         if isinstance(step, CallStep) and isinstance(step.call, PipelineCall):
             for atom in step.operands[: step.call.has_count_operand]:
                 if isinstance(atom, jex_core.Literal) or atom in values:
-                    step.call.check_count(read_atom(values, atom))
+                    step.call.check_count(of_replica(read_atom(values, atom), 0))
     for infeed in program.infeeds:
         infeed.check_initialized()
     devices = config.devices_for(program.ipu_device, program.num_ipus)
@@ -81,8 +81,8 @@ def run_program(
         if not isinstance(step, CallStep):
             read = read_everywhere([store.variable(spec) for spec in step.reads.values()])
             values.update(zip(step.reads, read, strict=True))
-            arguments = put_host_copies([values[v] for v in step.arguments], row)
-            values.update(zip(step.results, step.function(*arguments), strict=True))
+            made = _run_segment(step, [values[v] for v in step.arguments], row)
+            values.update(zip(step.results, made, strict=True))
             continue
         operands = [read_atom(values, atom) for atom in step.operands]
         if isinstance(step.call, PipelineCall):
@@ -90,7 +90,30 @@ def run_program(
         else:
             results = _run_loop(step.call, operands, devices, store, resumption)
             values.update(zip(step.results, results, strict=True))
-    return [np.array(read_atom(values, atom)) for atom in program.result_atoms]
+    return [np.array(of_replica(read_atom(values, atom), 0)) for atom in program.result_atoms]
+
+
+def _run_segment(segment: Segment, arguments: Sequence[Any], row: Row) -> list[Any]:
+    """What is computed between calls: of what replicas have apart, for each replica."""
+    sizes = {len(value.values) for value in arguments if isinstance(value, OfReplicas)}
+    if len(sizes) != 1:  # none, or those of loops with different numbers of replicas
+        own = [of_replica(value, 0) for value in arguments]
+        return segment.function(*put_host_copies(own, row))
+    made = [
+        segment.function(*put_host_copies([of_replica(value, replica) for value in arguments], row))
+        for replica in range(sizes.pop())
+    ]
+    return [OfReplicas(values) for values in zip(*made, strict=True)]
+
+
+def _fit_replicas(operands: Sequence[Any], num_replicas: int) -> list[Any]:
+    """Operands for so many replicas: what another number of replicas has apart is that of the first one."""
+    return [
+        value
+        if isinstance(value, OfReplicas) and len(value.values) == num_replicas
+        else of_replica(value, 0)
+        for value in operands
+    ]
 
 
 def check_feeds(programs: Sequence[Program], feed_dict: Mapping[Any, Any]) -> None:
@@ -116,12 +139,13 @@ def _run_pipeline(
 ) -> None:
     pipeline, inputs, count = call.pipeline, operands, None
     if call.has_count_operand:
-        count, inputs = call.check_count(operands[0]), operands[1:]
+        count, inputs = call.check_count(of_replica(operands[0], 0)), operands[1:]
     if call.trains:
         pipeline.set_recomputation(call.find_recomputation())
     resumption.before_run(call)
     runner, devices = _prepare(call, devices)
     num_replicas = pipeline.num_replicas
+    inputs = _fit_replicas(inputs, num_replicas)
     _introduce(call, runner)
     take: Take = take_nothing
     is_synthetic = uses_synthetic_data()
@@ -163,12 +187,12 @@ def _run_pipeline(
         jax.block_until_ready((state.variables, state.optimizer_state))
 
 
-def _prepare(call: PipelineCall, devices: Sequence[Any]) -> tuple[Runner[Any], Sequence[Any]]:
-    """What runs a pipeline, and the devices that it takes of those that are selected."""
-    num_replicas = call.find_num_replicas()
-    call.pipeline.set_replicas(num_replicas, utils.replicas_are_identical())
+def _prepare(call: Call, devices: Sequence[Any]) -> tuple[Runner[Any], Sequence[Any]]:
+    """What runs a pipeline or loop, and the devices that it takes of those that are selected."""
+    num_replicas = find_num_replicas(call)
+    call.runner.set_replicas(num_replicas, utils.replicas_are_identical())
     devices = call.replication.choose_devices(devices, num_replicas)
-    return call.pipeline.prepare(devices), devices
+    return call.runner.prepare(devices), devices
 
 
 def reads_data(program: Program) -> bool:
@@ -186,57 +210,84 @@ def _run_loop(
     resumption: Resumption,
 ) -> list[Any]:
     loop, body = call.loop, call.loop.body
+    resumption.before_run(call)
+    runner, devices = _prepare(call, devices)
+    num_replicas = loop.num_replicas
     count = call.count
     if call.has_count_operand:
-        count, operands = max(0, int(operands[0])), operands[1:]
-    call.check_replicas()
+        count, operands = max(0, int(of_replica(operands[0], 0))), operands[1:]
+    operands = _fit_replicas(operands, num_replicas)
     num_captured = len(body.captured)
     constant, changing = loop.split_carried(operands[num_captured:])
     inputs = [*operands[:num_captured], *constant]
-    resumption.before_run(call)
-    runner = loop.prepare(devices)
     _introduce(call, runner)
     total = _block_limit(call, count)
     every = loop.updated_every
-    num_fetched = runner.num_fetched(total, every)
+    num_fetched = runner.num_fetched(total, every)  # by all replicas
+    most = num_fetched // num_replicas
     state = store.place_loop_state(call)
     take: Take = take_nothing
     infeed, is_synthetic = call.infeed_queue, uses_synthetic_data()
     if infeed is not None and is_synthetic:
         infeed = None
         take = make_synthetic(runner, jax.tree.leaves(body.pipeline.element)[len(changing) :], num_fetched)
-    if infeed is not None and count != 0:
-        take = infeed.connect(runner.place_element, num_fetched, is_tentative=count is None)
+    if not runner.takes_elements or count == 0:
+        infeed = None
+    if infeed is not None:
+        take = infeed.connect(runner.place_element, num_fetched, is_tentative=loop.has_condition)
     done = 0
     if (watcher := watching.current()) is not None:
-        limit = num_fetched if count is None else min(num_fetched, count)
+        limit = most if count is None else min(most, count)
         rehearse(watcher, runner, state, Request(inputs, every, limit, total, changing))
     with announcing.running(store, call.name, loop, runner, devices, total) as told:
-        while (count is None or done < count) and loop.goes_on(inputs, changing):
-            limit = num_fetched if count is None else min(num_fetched, count - done)
-            elements = take(limit)  # an interrupt may end this; what has been taken is run
-            with interrupts.deferred(), _replacing(store, runner):  # see _run_pipeline
+        try:
+            while (count is None or done < count) and loop.goes_on(inputs, changing):
+                limit = most if count is None else min(most, count - done)
                 request = Request(inputs, every, limit, total, changing, done)
-                pending = runner.fetch(state, request, functools.partial(_give, elements))
-                progress = runner.run(state, pending)
-                state, changing = progress.state, progress.carried
-                num_unneeded = pending.count - progress.count
-                done += progress.count
-                store.keep_loop(call, state)
-                if infeed is not None:
-                    infeed.mark(num_unneeded)
-                for part in () if is_synthetic else progress.collected:
-                    enqueued = loop.split_enqueued(part)
-                    for (entry, _places), leaves in zip(body.enqueued, enqueued, strict=True):
-                        entry.target.extend(leaves, part.size)
-                told.done(progress.count, state.pipeline.update_count if call.trains else None)
-            if infeed is not None and num_unneeded:
-                infeed.give_back()
+                pending = runner.fetch(state, request, take)
+                with interrupts.deferred(), _replacing(store, runner):  # see _run_pipeline
+                    progress = runner.run(state, pending)
+                    state, changing = progress.state, progress.carried
+                    num_unneeded = pending.count - progress.count
+                    done += progress.count
+                    store.keep_loop(call, state)
+                    if infeed is not None:
+                        infeed.mark(num_unneeded)
+                    for part in () if is_synthetic else progress.collected:
+                        enqueued = loop.split_enqueued(part)
+                        for (entry, _places), leaves in zip(body.enqueued, enqueued, strict=True):
+                            entry.target.extend(leaves, part.size)
+                    num_updates = state.pipeline.update_count if call.trains else None
+                    told.done(progress.count * num_replicas, num_updates)
+                if infeed is not None and num_unneeded:
+                    infeed.give_back()
+        except BaseException:
+            with contextlib.suppress(Exception):  # the first error is the one to tell
+                _settle(call, runner, store, state, done)
+            raise
+        state = _settle(call, runner, store, state, done)
         jax.block_until_ready((state.pipeline.variables, state.pipeline.optimizer_state))
+    changing = jax.tree.unflatten(*_read_carried(changing))
     return loop.join_carried(constant, changing)
 
 
-def _introduce(call: PipelineCall | LoopCall, runner: Runner[Any]) -> None:
+def _settle(call: LoopCall, runner: Runner[Any], store: Store, state: RunState, done: int) -> RunState:
+    """The state at the end of a loop's run, kept; what is still to be joined of replicas is."""
+    if not done:
+        return state
+    with interrupts.deferred(), _replacing(store, runner):
+        state = runner.settle(state)
+        store.keep_loop(call, state)
+    return state
+
+
+def _read_carried(changing: Sequence[Any]) -> tuple[Any, list[Any]]:
+    """The structure of carried values and their leaves, such that this process can read them."""
+    leaves, tree = jax.tree.flatten(list(changing))
+    return tree, read_everywhere(leaves)
+
+
+def _introduce(call: Call, runner: Runner[Any]) -> None:
     """Says who runs, if somebody watches."""
     if (watcher := watching.current()) is not None:
         watcher.introduce(runner, call.runner, call.name)
@@ -250,15 +301,11 @@ def _replacing(store: Store, runner: Runner[Any]) -> contextlib.AbstractContextM
     return contextlib.nullcontext() if runner.waits_for_python else store.lock
 
 
-def _give(elements: Sequence[Any], wanted: int) -> Sequence[Any]:
-    """A `Take` of elements that have been taken already."""
-    assert len(elements) <= wanted
-    return elements
-
-
 def _block_limit(call: LoopCall, count: int | None) -> int:
     """How many iterations of a loop may be run together."""
-    if count is None:  # by a condition: no more than have been fetched ahead
-        return _BLIND_ITERATIONS if call.infeed_queue is None else call.infeed_queue.prefetch_depth
+    if call.loop.has_condition:  # no more than have been fetched ahead
+        most = _BLIND_ITERATIONS if call.infeed_queue is None else call.infeed_queue.prefetch_depth
+        return most if count is None else min(most, max(1, count))
+    assert count is not None
     # A count that is known when the program runs should not be compiled for.
     return 1 << (count - 1).bit_length() if call.has_count_operand and count > 0 else count

@@ -22,7 +22,7 @@ from ipu_pipeline.engine.devices.residence import Residence
 from ipu_pipeline.engine.jaxprs.shapes import num_bytes
 from ipu_pipeline.engine.planning.memory import Brought, IpuMemory, StageMemory, find_fed, plan_ipus
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms
-from ipu_pipeline.engine.state import PipelineState, Progress, RunState
+from ipu_pipeline.engine.state import PipelineState, Progress, RunState, of_replica
 from ipu_pipeline.engine.tracing.traced import Source
 
 __all__ = ["Iterated", "Pending", "Request", "Runner"]
@@ -49,7 +49,8 @@ class Request:
     """What is to be run.
 
     Attributes:
-      inputs: the leaves of the inputs that stay the same.
+      inputs: the leaves of the inputs that stay the same; `OfReplicas` where replicas have their own, and
+        likewise below.
       every: micro-batches per weight update.
       limit: micro-batches to run in this call at most; of a pipeline those of whole updates.
       total: micro-batches of the run, which the sizes of blocks depend on.
@@ -63,6 +64,14 @@ class Request:
     total: int
     carried: Sequence[Any] = ()
     iteration: int = 0
+
+    def of_replica(self, replica: int) -> Request:
+        """The request as a replica has it."""
+        return dataclasses.replace(
+            self,
+            inputs=[of_replica(value, replica) for value in self.inputs],
+            carried=[of_replica(value, replica) for value in self.carried],
+        )
 
 
 class Pending(Protocol):
@@ -173,6 +182,10 @@ class Runner(abc.ABC, Generic[PendingT]):
     @abc.abstractmethod
     def run(self, state: RunState, pending: PendingT) -> Progress:
         """The rest. It takes the memory of accumulators, and if that was allowed of all the state."""
+
+    def settle(self, state: RunState) -> RunState:
+        """The state at the end of a loop's run, with what replicas have apart joined; see `Replicated`."""
+        return state
 
     def plan_memory(
         self, accumulator_dtypes: Mapping[str, Any], stages: Sequence[StageMemory], every: int

@@ -66,13 +66,13 @@ class PendingStep:
       request: what they are a part of.
       count: how many there are.
       accumulated: what they gave; None of a loop, whose accumulators are part of its state.
-      chunk: of a loop, the placed leaves of the feed.
+      elements: of a loop, what the iteration takes of the feed.
     """
 
     request: Request
     count: int
     accumulated: Accumulated | None
-    chunk: Sequence[Any]
+    elements: Sequence[Any] = ()
 
 
 class Executor(Runner[PendingStep]):
@@ -129,6 +129,7 @@ class Executor(Runner[PendingStep]):
         )
         carried = () if iterated is None else iterated.carried
         self._carried_places = [traced.outputs.index(source) for source in carried]
+        self._fed_slots = [slot for slot in self.plan.feed_slots if slot.leaf >= len(carried)]
         self._feed = Feed(functools.partial(self._place_leaves, put, len(carried)), self._chunk.size)
         self._is_compiled = False
         self._options = options
@@ -204,26 +205,59 @@ class Executor(Runner[PendingStep]):
     def fetch(self, state: RunState, request: Request, take: Take) -> PendingStep:
         """Runs the micro-batches of an update; of a loop, only gets that of an iteration."""
         if self.iterated is not None:
-            elements = take(1)
-            return PendingStep(request, 1, None, self._feed.place(elements) if self._is_fed else [])
+            return PendingStep(request, 1, None, self.take_iteration(take))
         if not self._is_compiled:
             self.compile(state, request)
-        return PendingStep(request, request.every, finish(self.accumulating(state, request, take)), ())
+        return PendingStep(request, request.every, finish(self.accumulating(state, request, take)))
 
     def accumulating(self, state: RunState, request: Request, take: Take) -> Dispatching:
         """Runs the micro-batches of an update, and stops after each dispatch; arguments as of `fetch`."""
-        residence, readers = self.residence, [feed_slot.row for feed_slot in self.plan.feed_slots]
-        if residence.has_peers:
-            residence.begin_step()
-            take = take_everywhere(residence, readers, take, request.every)
+        take = self._take_everywhere(take, request.every)
 
         def next_chunk() -> Sequence[Any]:
-            if readers and not self.is_fed_here:
+            if self._fed_slots and not self.is_fed_here:
                 return self._not_fed()
             elements = gather(take, self.chunk_size, self.chunk_size)
-            return self._feed.place(elements) if readers else []
+            return self._feed.place(elements) if self._fed_slots else []
 
         return self._accumulate(state, request, next_chunk, request.every)
+
+    def take_iteration(self, take: Take) -> Sequence[Any]:
+        """What an iteration of a loop takes of the feed."""
+        take = self._take_everywhere(take, 1)
+        return [] if self._fed_slots and not self.is_fed_here else take(1)
+
+    def iterating(self, state: RunState, request: Request, elements: Sequence[Any]) -> Dispatching:
+        """Runs an iteration of a loop, and stops after each dispatch.
+
+        Args:
+          state: before it; its accumulators' memory is taken.
+          request: as of `fetch`.
+          elements: from `take_iteration`.
+        """
+        residence = self.residence
+        if residence.has_peers:
+            residence.begin_step()
+
+        def put_carried(arrays: Sequence[Any], row: Row) -> list[Any]:
+            return put_host_copies(arrays, row, tag=residence.tag(f"carried values to {row.ipu}"))
+
+        carried = iter(self._place_leaves(put_carried, 0, request.carried))
+        if self._fed_slots and not self.is_fed_here:
+            fed = iter(self._not_fed())
+        else:
+            fed = iter(self._feed.place(elements) if self._fed_slots else [])
+        num_carried = len(request.carried)
+        chunk = [next(carried if slot.leaf < num_carried else fed) for slot in self.plan.feed_slots]
+        return self._accumulate(state, request, lambda: chunk, 1)
+
+    def _take_everywhere(self, take: Take, count: int) -> Take:
+        """Takes so many micro-batches in all processes, or in none."""
+        residence = self.residence
+        if not residence.has_peers:
+            return take
+        residence.begin_step()
+        return take_everywhere(residence, [slot.row for slot in self._fed_slots], take, count)
 
     @property
     def chunk_size(self) -> int:
@@ -233,25 +267,20 @@ class Executor(Runner[PendingStep]):
     @functools.cached_property
     def is_fed_here(self) -> bool:
         """Whether this process puts micro-batches on devices."""
-        return any(feed_slot.row.is_here for feed_slot in self.plan.feed_slots)
+        return any(feed_slot.row.is_here for feed_slot in self._fed_slots)
 
     @property
     def takes_elements(self) -> bool:
         """Whether this process has a stage that reads micro-batches; or there is nothing to read."""
-        return not self.plan.feed_slots or self.is_fed_here
+        return not self._fed_slots or self.is_fed_here
 
     def _not_fed(self) -> list[Any]:
         """What stands for the leaves of a micro-batch or chunk in a process that has none of them."""
         element = jax.tree.leaves(self.residence.traced.element)
         return [
             absent((*self._chunk.axes, *element[leaf].shape), element[leaf].dtype, row.replicated)
-            for leaf, row, _slot in self.plan.feed_slots
+            for leaf, row, _slot in self._fed_slots
         ]
-
-    @property
-    def _is_fed(self) -> bool:
-        num_carried = len(self._carried_places)
-        return any(feed_slot.leaf >= num_carried for feed_slot in self.plan.feed_slots)
 
     def compile(self, state: RunState, request: Request) -> None:
         """Compiles the programs of all stages, and those of the weight update."""
@@ -282,13 +311,9 @@ class Executor(Runner[PendingStep]):
         """Runs the weight update, and of a loop the iteration before."""
         request, accumulated = pending.request, pending.accumulated
         if accumulated is None:
-            carried = iter(self._place_leaves(put_host_copies, 0, request.carried))
-            fed = iter(pending.chunk)
-            num_carried = len(request.carried)
-            chunk = [next(carried if slot.leaf < num_carried else fed) for slot in self.plan.feed_slots]
             if not self._is_compiled:
                 self.compile(state, request)
-            accumulated = finish(self._accumulate(state, request, lambda: chunk, pending.count))
+            accumulated = finish(self.iterating(state, request, pending.elements))
         state = self.with_optimizer(state, accumulated.first_outputs)
         before = state.pipeline
         leaves = jax.tree.leaves(before.optimizer_state)

@@ -1,9 +1,12 @@
-"""Runs a pipeline on several replicas: micro-batches in columns, one per replica, and one update for all.
+"""Runs a pipeline or loop on several replicas: micro-batches in columns, and one weight update for all.
 
 State is one for all replicas, on the rows of their devices. A column is an `Executor` with a row of one
 device per stage; micro-batch k of replica r is element k * R + r of the data. The columns start their
 programs in turn. Then one program per row joins what they accumulated, and the weight update runs on the
 rows as it does on single devices.
+
+A loop runs one iteration at a time. Each replica has its own carried values; what it accumulates, and the
+variables that its stages assign, stay its own until the next weight update, or the end of the run.
 """
 
 from __future__ import annotations
@@ -12,9 +15,9 @@ import collections
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -38,13 +41,15 @@ from ipu_pipeline.engine.execution.templates import Joint
 from ipu_pipeline.engine.execution.weight_updates import WeightUpdate
 from ipu_pipeline.engine.planning.memory import Brought
 from ipu_pipeline.engine.programs.chunks import ChunkForm
-from ipu_pipeline.engine.state import Handed, PipelineState, Progress, RunState
+from ipu_pipeline.engine.state import Handed, OfReplicas, PipelineState, Progress, RunState
 from ipu_pipeline.engine.tracing.keys import as_int32
 from ipu_pipeline.engine.tracing.replicas import uses_replicas
 from ipu_pipeline.engine.updates.accumulators import Accumulator
 from ipu_pipeline.engine.updates.environment import UpdateCounts
 
 __all__ = ["Replicated"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,21 +69,23 @@ class Dealt:
 
 @dataclass(frozen=True, eq=False)
 class PendingReplicas:
-    """Micro-batches that have run.
+    """Micro-batches that have run, or of a loop those of the iteration that will.
 
     Attributes:
       request: what they are a part of.
       count: how many there are per replica.
-      accumulated: what they gave, per replica.
+      accumulated: what they gave, per replica; None of a loop.
+      elements: of a loop, what each replica takes of the feed.
     """
 
     request: Request
     count: int
-    accumulated: list[Accumulated]
+    accumulated: list[Accumulated] | None
+    elements: Sequence[Sequence[Any]] = ()
 
 
 class Replicated(Runner[PendingReplicas]):
-    """Runs a pipeline on several replicas.
+    """Runs a pipeline or loop on several replicas.
 
     Accumulators are tuples here, with an array per replica.
 
@@ -102,14 +109,15 @@ class Replicated(Runner[PendingReplicas]):
           donate: whether an update may reuse the memory of the variables and optimizer state before it.
           options: XLA's, per program.
         """
-        super().__init__(residence, columns[0].programs, None)
+        super().__init__(residence, columns[0].programs, columns[0].iterated)
         warn_unless_one_is_free(residence.rows)
         self.columns = tuple(columns)
         self._make_joint()
         for column in columns:
             column.told_as, column.gathered = self, residence.sharded
         self._options = options
-        self.waits_for_python = residence.updates is not None and residence.updates.has_callbacks
+        if self.iterated is None:  # of a pipeline, `fetch` waits for what stages call
+            self.waits_for_python = residence.updates is not None and residence.updates.has_callbacks
         self._weight_update = WeightUpdate(residence, donate, options.update, self.waits_for_python)
         rows = [row for column in columns for row in column.residence.rows]
         self._rows = {row.devices[0]: row for row in rows}
@@ -209,8 +217,10 @@ class Replicated(Runner[PendingReplicas]):
         if self._is_compiled:
             return
         columns = [
-            column.as_column(own, request)
-            for column, own in zip(self.columns, self._split_state(state), strict=True)
+            column.as_column(own, request.of_replica(replica))
+            for replica, (column, own) in enumerate(
+                zip(self.columns, self._split_state(state), strict=True)
+            )
         ]
         chunk = ChunkForm(self.columns[0].chunk_size)
         found = compile_ahead(columns, self._weight_update, chunk, self._options, not self.has_callbacks)
@@ -220,8 +230,50 @@ class Replicated(Runner[PendingReplicas]):
         self._is_compiled = True
 
     def fetch(self, state: RunState, request: Request, take: Take) -> PendingReplicas:
-        """Runs the micro-batches of an update, those of all replicas at the same time."""
+        """Runs the micro-batches of an update, those of all replicas at the same time.
+
+        Of a loop it only gets those of an iteration.
+        """
         self.compile(state, request)
+        take_of = self._deal(take)
+        if self.iterated is not None:
+            return PendingReplicas(
+                request,
+                1,
+                None,
+                self._of_each(lambda replica, column: column.take_iteration(take_of(replica))),
+            )
+        states = self._split_state(state)
+
+        def accumulate(replica: int, column: Executor) -> Dispatching:
+            return column.accumulating(states[replica], request.of_replica(replica), take_of(replica))
+
+        dispatching = self._of_each(accumulate)
+        return PendingReplicas(
+            request, request.every, self._finish_in_turn(dispatching, state.pipeline.variables)
+        )
+
+    def _of_each(self, function: Callable[[int, Executor], T]) -> list[T]:
+        """What a function of a replica and its column gives for each.
+
+        It raises the first error once all were tried, since other processes wait for each of them.
+        """
+        found, errors = [], []
+        for replica, column in enumerate(self.columns):
+            try:
+                found.append(function(replica, column))
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+        return found
+
+    def _deal(self, take: Take) -> Callable[[int], Take]:
+        """What gives each replica its micro-batches, dealt out in turn.
+
+        Args:
+          take: gives those of all of them.
+        """
         number, size = len(self.columns), self.columns[0].chunk_size
         waiting: list[collections.deque[Any]] = [collections.deque() for _column in self.columns]
 
@@ -235,23 +287,16 @@ class Replicated(Runner[PendingReplicas]):
 
             return take_some
 
-        dispatching, errors = [], []
-        for replica, (column, own) in enumerate(zip(self.columns, self._split_state(state), strict=True)):
-            try:
-                dispatching.append(column.accumulating(own, request, take_of(replica)))
-            except Exception as error:  # other processes wait to hear of this replica, and of the others
-                errors.append(error)
-        if errors:
-            raise errors[0]
-        return PendingReplicas(
-            request, request.every, self._finish_in_turn(dispatching, state.pipeline.variables)
-        )
+        return take_of
 
     def run(self, state: RunState, pending: PendingReplicas) -> Progress:
-        """Joins what the replicas gave, and runs the weight update."""
+        """Joins what the replicas gave, and runs the weight update; of a loop, the iteration before."""
+        request, found = pending.request, pending.accumulated
+        if found is None:
+            found = self._iterate(state, pending)
+        parts = found
         if self.residence.has_peers:
             self.residence.begin_step()
-        request, parts = pending.request, pending.accumulated
         if self._gathers_outputs:
             parts = gather_outputs(self.residence, parts)
         read_first, read_last = self._weight_update.read
@@ -261,16 +306,24 @@ class Replicated(Runner[PendingReplicas]):
         state = self.with_optimizer(state, None)
         before = state.pipeline
         leaves = jax.tree.leaves(before.optimizer_state)
-        variables, means, accumulators = self._reduce(parts, int(as_int32(before.execution_count)))
         updated: list[Handed] = []
-        if self.residence.updates is not None:
+        step = int(as_int32(before.execution_count))
+        assigned = [part.assigned for part in parts]
+        accumulated = [part.accumulators for part in parts]
+        is_full = state.num_accumulated + pending.count == request.every
+        if is_full:
+            variables, means, accumulators = self._reduce(accumulated, assigned, step)
+        else:
+            variables = self._join_assigned(assigned)
+            accumulators = {key: tuple(own[key] for own in accumulated) for key in accumulated[0]}
+        if is_full and self.residence.updates is not None:
             made = self._weight_update.run(
                 before.variables,
                 leaves,
                 means,
                 self._first_of([part.last_outputs for part in parts], read_last),
                 UpdateCounts(request.every, int(as_int32(before.update_count))),
-                watched.watched_updates(self, self._weight_update, int(as_int32(before.execution_count))),
+                watched.watched_updates(self, self._weight_update, step),
             )
             leaves = made.state_leaves
             variables = {**variables, **made.variables}
@@ -279,18 +332,49 @@ class Replicated(Runner[PendingReplicas]):
         told = [parts[replica] for replica in self._told]
         return Progress(
             after,
-            [],
+            [OfReplicas(values) for values in zip(*(part.carried for part in parts), strict=True)],
             [join_collected(some) for some in zip(*(part.collected for part in told), strict=True)],
-            pending.count * len(self.columns),
+            pending.count * (len(self.columns) if self.iterated is None else 1),
             [join_handed(some) for some in zip(*(part.enqueued for part in told), strict=True)],
             updated,
         )
 
+    def _iterate(self, state: RunState, pending: PendingReplicas) -> list[Accumulated]:
+        """Runs an iteration of a loop in each replica."""
+        states = self._split_state(state)
+        dispatching = [
+            column.iterating(states[replica], pending.request.of_replica(replica), elements)
+            for replica, (column, elements) in enumerate(zip(self.columns, pending.elements, strict=True))
+        ]
+        return self._finish_in_turn(dispatching, state.pipeline.variables)
+
+    def settle(self, state: RunState) -> RunState:
+        """The state at the end of a loop's run: the same for all replicas, as after a weight update.
+
+        Accumulators become their means over the replicas, from which each replica goes on: since they are
+        linear in the gradients, the mean at the weight update is the same.
+        """
+        number, pipeline = len(self.columns), state.pipeline
+        parts = {name: self._split(pipeline.variables[name]) for name in self.assigned}
+        assigned = [{name: own[replica] for name, own in parts.items()} for replica in range(number)]
+        accumulated = [
+            {key: own[replica] for key, own in state.accumulators.items()} for replica in range(number)
+        ]
+        if self.residence.has_peers:
+            self.residence.begin_step()
+        variables, means, _zeros = self._reduce(
+            accumulated, assigned, int(as_int32(pipeline.execution_count))
+        )
+        pipeline = dataclasses.replace(pipeline, variables={**pipeline.variables, **variables})
+        return RunState(pipeline, means, state.num_accumulated)
+
     def make_accumulators(
         self, dtypes: Mapping[str, Any], known: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Zeros, per replica."""
-        assert not known
+        """Accumulators, per replica: zeros, or what `settle` left."""
+        if known:
+            placed = self.residence.make_accumulators(dtypes, known)
+            return {key: tuple(self._split(value)) for key, value in placed.items()}
         made = [column.make_accumulators(dtypes) for column in self.columns]
         return {key: tuple(own[key] for own in made) for key in made[0]}
 
@@ -394,10 +478,20 @@ class Replicated(Runner[PendingReplicas]):
 
     # What the replicas gave.
 
+    def _join_assigned(self, assigned: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Variables that stages assigned, of each replica its own, by full name."""
+        rows, owners = self.residence.rows, self.residence.traced.owners
+        return {name: join([own[name] for own in assigned], rows[owners[name]]) for name in assigned[0]}
+
     def _reduce(
-        self, parts: Sequence[Accumulated], step: int
+        self, accumulated: Sequence[Mapping[str, Any]], assigned: Sequence[Mapping[str, Any]], step: int
     ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         """What replicas accumulated and assigned in the step of that number, joined.
+
+        Args:
+          accumulated: of each replica, by key; the memory is taken.
+          assigned: of each replica, by full name.
+          step: for whoever asks how far this process has come.
 
         Returns:
           Variables that stages assign, by full name: the means of floating ones, else those of the first
@@ -411,20 +505,19 @@ class Replicated(Runner[PendingReplicas]):
             return by_row.setdefault(rows[stage], Parts())
 
         plan = self.residence.accumulator_plan
-        for key in parts[0].accumulators:
+        for key in accumulated[0]:
             stage = (plan.extra.get(key) or Accumulator(key, owners[key])).stage
-            own = [part.accumulators[key] for part in parts]
+            own = [part[key] for part in accumulated]
             if self.residence.offloads_accumulators:
                 columns = [column.residence.rows[stage] for column in self.columns]
                 own = [put([array], row)[0] for array, row in zip(own, columns, strict=True)]
             parts_of(stage).accumulators[key] = own
         variables: dict[str, Any] = {}
-        for name in parts[0].assigned:
-            assigned = [part.assigned[name] for part in parts]
-            if self.joins_assigned:
-                parts_of(owners[name]).assigned[name] = assigned
-            else:
-                variables[name] = join(assigned, rows[owners[name]])
+        if self.joins_assigned:
+            for name in assigned[0]:
+                parts_of(owners[name]).assigned[name] = [part[name] for part in assigned]
+        else:
+            variables = self._join_assigned(assigned)
         means: dict[str, Any] = {}
         zeros: dict[str, Any] = {}
         for row, own_parts in by_row.items():

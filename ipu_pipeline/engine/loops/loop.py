@@ -6,15 +6,22 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from ipu_pipeline.engine import schedules
+from ipu_pipeline.engine.devices.compiler_options import NO_OPTIONS
+from ipu_pipeline.engine.devices.elsewhere import absent
+from ipu_pipeline.engine.devices.everywhere import read_everywhere
 from ipu_pipeline.engine.devices.offloading import Offload
 from ipu_pipeline.engine.devices.placing import put_host_copies
 from ipu_pipeline.engine.devices.residence import Residence
 from ipu_pipeline.engine.devices.rows import make_rows
+from ipu_pipeline.engine.devices.sharding import Shard
 from ipu_pipeline.engine.execution.blocks.runner import BlockRunner
+from ipu_pipeline.engine.execution.comparing import agree_on
 from ipu_pipeline.engine.execution.contract import Iterated, Runner
 from ipu_pipeline.engine.execution.executor import Executor
+from ipu_pipeline.engine.execution.replicated import Replicated
 from ipu_pipeline.engine.loops.bodies import TracedBody
 from ipu_pipeline.engine.planning.memory import IpuMemory, plan_stages
 from ipu_pipeline.engine.planning.summaries import PipelineSummary
@@ -23,7 +30,7 @@ from ipu_pipeline.engine.programs import differentiation
 from ipu_pipeline.engine.programs.accumulation import Reduction
 from ipu_pipeline.engine.programs.collecting import make_collecting
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms
-from ipu_pipeline.engine.state import Collected, PipelineState, RunState
+from ipu_pipeline.engine.state import Collected, PipelineState, RunState, of_replica
 from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.engine.updates import cutting
 from ipu_pipeline.engine.updates.accumulators import plan_accumulators
@@ -37,8 +44,8 @@ class Loop:
     """A traced body with its programs.
 
     With all its operations on one device, its runner runs a block of iterations as one program. With
-    several shards, it runs one iteration, shard after shard. State that goes in is gone afterwards: its
-    memory is reused.
+    several shards, it runs one iteration, shard after shard, and with several replicas one of each. State
+    that goes in is gone afterwards: its memory is reused.
     """
 
     def __init__(
@@ -77,13 +84,34 @@ class Loop:
         self._timetable = schedules.timetable(
             "sequential", len(traced.stages), 1, body.shards, training is not None
         )
+        self._num_replicas, self._has_identical_keys = 1, False
         self._devices: list[Any] | None = None
         self._runner: Runner[Any] | None = None
 
     @property
-    def num_devices(self) -> int:
-        """How many devices it needs."""
+    def num_ipus(self) -> int:
+        """How many IPUs each replica needs."""
         return max(self.body.shards) + 1
+
+    @property
+    def num_devices(self) -> int:
+        """How many devices each replica needs."""
+        return self.num_ipus
+
+    @property
+    def device_mapping(self) -> tuple[int, ...]:
+        """The IPU of each shard."""
+        return self.body.shards
+
+    @property
+    def num_replicas(self) -> int:
+        """How many copies of it run at the same time."""
+        return self._num_replicas
+
+    @property
+    def has_condition(self) -> bool:
+        """Whether it ends by itself."""
+        return self._condition is not None
 
     @property
     def variables(self) -> dict[str, VariableSpec]:
@@ -93,36 +121,33 @@ class Loop:
     @property
     def is_one_program(self) -> bool:
         """Whether all operations are on one device."""
-        return len(self.body.shards) == 1
+        return len(self.body.shards) == self._num_replicas == 1
+
+    def set_replicas(self, num_replicas: int, identical_keys: bool = False) -> None:
+        """Says how many replicas there are; see `Pipeline.set_replicas`."""
+        self._has_identical_keys = identical_keys
+        if isinstance(self._runner, Replicated):
+            self._runner.has_identical_keys = identical_keys
+        if num_replicas != self._num_replicas:
+            self._num_replicas, self._runner = num_replicas, None
 
     def prepare(self, devices: Sequence[Any]) -> Runner[Any]:
         """What runs the loop; starts JAX's backend.
 
         Args:
-          devices: the JAX device of each IPU. With other devices than before, everything is compiled again.
+          devices: the JAX device of each IPU, those of one replica after those of the other. With other
+            devices than before, everything is compiled again.
 
         Raises:
-          ValueError: there are several processes.
+          ValueError: the loop is not the same in all processes.
         """
-        if jax.process_count() > 1:
-            raise ValueError(
-                f"Loops (`loops.repeat`, `loops.while_loop`) run in one process; there are "
-                f"{jax.process_count()}. Use a pipeline, or run this program in one process."
-            )
-        used = [devices[shard] for shard in self.body.shards]
+        size, number = self.num_ipus, self._num_replicas
+        used = list(devices[: size * number])
         if self._runner is not None and used == self._devices:
             return self._runner
         traced = self.body.pipeline
         self._devices = used
-        training = self.body.training
-        reduction = Reduction.SUM if training is None else training.reduction
-        residence = Residence(
-            traced,
-            self.updates,
-            make_rows(devices, self.body.shards),
-            plan_accumulators(traced, self.programs, self.body.shards, reduction),
-            [Offload.WEIGHT_UPDATE_VARIABLES] if training and training.offloads_state else [],
-        )
+        self._agree()
         first, last = self.body.num_read, self.body.num_read + len(self.body.changing)
         condition = None if self._condition is None else self._holds
         iterated = Iterated(traced.outputs[first:last], condition)
@@ -130,23 +155,62 @@ class Loop:
         collecting = make_collecting(traced, lambda _outputs: is_enqueued, losses=False)
         if self.is_one_program:
             self._runner = BlockRunner(
-                residence,
+                self._make_residence(used, 1),
                 self.programs,
                 collecting,
                 donate=True,
                 block_bytes=self._block_bytes,
                 iterated=iterated,
             )
-        else:
-            self._runner = Executor(
-                residence,
+            return self._runner
+        columns = [
+            Executor(
+                self._make_residence(used[replica * size :], 1),
                 self.programs,
                 lambda _count: self._timetable,
                 True,
                 collecting,
                 iterated=iterated,
             )
+            for replica in range(number)
+        ]
+        if number == 1:
+            self._runner = columns[0]
+            return self._runner
+        replicated = Replicated(self._make_residence(used, number), columns, True, NO_OPTIONS)
+        replicated.has_identical_keys = self._has_identical_keys
+        self._runner = replicated
         return self._runner
+
+    def _make_residence(self, devices: Sequence[Any], num_replicas: int) -> Residence:
+        traced, training = self.body.pipeline, self.body.training
+        reduction = Reduction.SUM if training is None else training.reduction
+        return Residence(
+            traced,
+            self.updates,
+            make_rows(devices, self.body.shards, num_replicas),
+            plan_accumulators(traced, self.programs, self.body.shards, reduction),
+            [Offload.WEIGHT_UPDATE_VARIABLES] if training and training.offloads_state else [],
+            [Shard.OPTIMIZER_STATE] if training and training.shards_state else [],
+        )
+
+    def _agree(self) -> None:
+        """Sees that all processes of the run have the same loop."""
+        assert self._devices is not None
+        training = self.body.training
+        if training is None:
+            settings = "no training"
+        else:
+            settings = (
+                f"{training.num_mini_batches} mini-batches, {training.reduction.name}, offloaded: "
+                f"{training.offloads_state}, shared out: {training.shards_state}"
+            )
+        told = {
+            "the number of replicas": str(self._num_replicas),
+            "the shards": str(list(self.body.shards)),
+            "the training step": settings,
+        }
+        agree_on("loop", self.body.pipeline, self.updates, told, self._devices)
 
     def plan_memory(self, num_iterations: int) -> tuple[IpuMemory, ...]:
         """What each IPU takes in a run of so many iterations; after `prepare`."""
@@ -204,13 +268,41 @@ class Loop:
         return [next(changed if number in self.body.changing else rest) for number in numbers]
 
     def goes_on(self, inputs: Sequence[Any], changing: Sequence[Any]) -> bool:
-        """Whether the condition holds; True without one. Waits for the values."""
+        """Whether the condition holds; True without one. Waits for the values.
+
+        Raises:
+          ValueError: it holds in some replicas only.
+        """
         if self._goes_on is None:
             return True
-        assert self._runner is not None
-        row = self._runner.residence.rows[0]
-        placed = [put_host_copies(values, row) for values in (inputs, changing)]
-        return bool(self._goes_on(*placed))
+        runner = self._runner
+        columns = runner.columns if isinstance(runner, Replicated) else [runner]
+        asked = []
+        for replica, column in enumerate(columns):
+            assert column is not None
+            residence = column.residence
+            row = residence.rows[0]
+            if residence.has_peers:
+                residence.begin_step()
+            groups = ("inputs of the condition", inputs), ("carried values of the condition", changing)
+            placed = [
+                put_host_copies([of_replica(one, replica) for one in own], row, tag=residence.tag(what))
+                for what, own in groups
+            ]
+            if row.is_here:
+                asked.append(jax.device_put(self._goes_on(*placed), row.replicated))
+            else:
+                asked.append(absent((), np.dtype(bool), row.replicated))
+        answers = list(map(bool, read_everywhere(asked)))
+        if len(set(answers)) > 1:
+            going_on = [replica for replica, answer in enumerate(answers) if answer]
+            raise ValueError(
+                "ipu.loops.while_loop: condition must give the same in all replicas, which train and "
+                f"compute together; it is True in replicas {going_on} of {len(answers)} only. Let it "
+                "depend "
+                "on what is the same in all, such as what cross_replica_ops.cross_replica_mean gives."
+            )
+        return answers[0]
 
     def _holds(self, inputs: list[Any], changing: list[Any]) -> Any:
         assert self._condition is not None

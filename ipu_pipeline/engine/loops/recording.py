@@ -43,7 +43,8 @@ class TrainingStep:
       gradient_map: applied to each iteration's gradients, before accumulation.
       accumulator_dtypes: by full name of the variable.
       offloads_state: whether the optimizer's state lies in host memory between updates.
-      averages_replicas: whether gradients would be averaged over replicas; loops have one.
+      shards_state: whether the replicas share out the optimizer's state.
+      averages_replicas: whether gradients are averaged over replicas.
     """
 
     name: str
@@ -53,6 +54,7 @@ class TrainingStep:
     gradient_map: GradientMap | None
     accumulator_dtypes: Mapping[str, Any]
     offloads_state: bool
+    shards_state: bool = False
     averages_replicas: bool = False
 
 

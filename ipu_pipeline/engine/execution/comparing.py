@@ -1,0 +1,79 @@
+"""What several processes compare of the programs of a pipeline or loop before they run them.
+
+Functions cannot be compared, but what was traced of them: which operations, in which order, on which
+shapes. What differs only in numbers that functions hold, as a learning rate, is not found.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from jax.extend import core as jex_core
+
+from ipu_pipeline.engine import peers
+from ipu_pipeline.engine.tracing.traced import TracedPipeline
+from ipu_pipeline.engine.updates.cutting import Updates
+
+__all__ = ["agree_on", "describe_programs", "digest"]
+
+
+def agree_on(
+    what: str,
+    traced: TracedPipeline,
+    updates: Updates | None,
+    told: Mapping[str, str],
+    devices: Sequence[Any],
+) -> None:
+    """Compares stages with those of the other processes, if there are any; all of them call it.
+
+    Args:
+      what: a pipeline or a loop.
+      traced: its stages.
+      updates: its optimizer.
+      told: what else is compared.
+      devices: of the IPUs of all replicas.
+
+    Raises:
+      ValueError: something is not the same in all processes.
+      ProcessError: another process has ended, or does not go on.
+    """
+    others = peers.current()
+    if others is not None:
+        where = ", ".join(f"{device.platform} {device.id}" for device in devices)
+        others.agree(what, {**told, **describe_programs(traced, updates), "the devices": where})
+
+
+def describe_programs(traced: TracedPipeline, updates: Updates | None) -> dict[str, str]:
+    """What stages and an optimizer are, by what each text is about."""
+    found = {}
+    for stage in traced.stages:
+        found[f"the variables of {stage.place}"] = ", ".join(map(repr, stage.variables)) or "none"
+        lines = list(_describe_operations(stage.flat.equations))
+        found[f"the program of {stage.place}"] = f"{len(lines)} operations ({digest(lines)})"
+    if updates is not None:
+        leaves = [f"{leaf.path}: {leaf.aval.dtype}{list(leaf.aval.shape)}" for leaf in updates.state_leaves]
+        found["the optimizer's state"] = ", ".join(leaves) or "none"
+        found["the programs of the weight update"] = ", ".join(program.name for program in updates.updates)
+    return found
+
+
+def _describe_operations(equations: Iterable[Any]) -> Iterator[str]:
+    for equation in equations:
+        operands = [str(v.val) if isinstance(v, jex_core.Literal) else v.aval for v in equation.invars]
+        results = [variable.aval for variable in equation.outvars]
+        yield f"{equation.primitive} {[*map(_of_aval, operands)]} {[*map(_of_aval, results)]}"
+        for body in jex_core.jaxprs_in_params(equation.params):
+            yield from _describe_operations(body.eqns)
+
+
+def _of_aval(value: Any) -> str:
+    return (
+        value if isinstance(value, str) else f"{getattr(value, 'dtype', '')}{getattr(value, 'shape', '')}"
+    )
+
+
+def digest(lines: Sequence[str]) -> str:
+    """A short text that differs where the lines differ."""
+    return hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
