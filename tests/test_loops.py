@@ -971,7 +971,9 @@ def test_wrong_calls():
         compile_loop(lambda: loops.repeat(1, lambda: None))
     with pytest.raises(ValueError, match="inputs must have at least one"):
         front.compile_program(lambda: loops.while_loop(lambda: True, lambda: None))
-    with pytest.raises(ValueError, match=r"condition must return a boolean scalar; it returned float32\[\]"):
+    with pytest.raises(
+        ValueError, match=r"condition must return a boolean scalar; it returned float32\[\]"
+    ):
         front.compile_program(lambda: loops.while_loop(lambda x: x, lambda x: x, [1.0]))
     with pytest.raises(ValueError, match="condition asks for variable w"):
         front.compile_program(

@@ -184,6 +184,34 @@ class Peers:
                 told.append(text if peer == self.index else self._read(f"{place}/{peer}", deadline))
         return told
 
+    def tell(self, what: str, teller: int, text: str = "", is_read: bool = True) -> str:
+        """What one process tells others, without waiting. Every process calls it, in the same order.
+
+        Args:
+          what: what it is; as in `exchange`.
+          teller: the number of the process that tells.
+          text: of that process.
+          is_read: whether this process waits for it; of the one that tells it means nothing.
+
+        Returns:
+          The text; "" if it is not read.
+
+        Raises:
+          ProcessError: another process has ended, or does not go on.
+        """
+        with self._lock:
+            number = self._numbers[what]
+            self._numbers[what] += 1
+        place = f"{_PREFIX}/{what}/{number}"
+        if self.index == teller:
+            with self._calling():
+                self.store.key_value_set(place, text)
+            return text
+        if not is_read:
+            return ""
+        with self.waiting(f"{what}, time {number + 1}"):
+            return self._read(place, math.inf)
+
     def meet(self, what: str) -> None:
         """Waits until all processes are there; as `exchange`."""
         self.exchange(what, "")

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex_core
 
 from ipu_pipeline import config, utils
-from ipu_pipeline.engine import watching
+from ipu_pipeline.engine import peers, watching
 from ipu_pipeline.engine.devices.elsewhere import is_here
 from ipu_pipeline.engine.devices.everywhere import read_everywhere
 from ipu_pipeline.engine.devices.feeds import Take, take_nothing
@@ -30,6 +31,7 @@ from ipu_pipeline.processes import announcing, interrupts
 from ipu_pipeline.program.calls import Call, LoopCall, PipelineCall, find_num_replicas
 from ipu_pipeline.program.program import CallStep, Program, Segment, read_atom
 from ipu_pipeline.queues.synthetic import make_synthetic, uses_synthetic_data
+from ipu_pipeline.session.outsiders import Done, has_part, hear_end, skip, telling_end
 from ipu_pipeline.session.resuming import Resumption
 from ipu_pipeline.session.store import Store
 
@@ -82,7 +84,7 @@ def run_program(
             read = read_everywhere([store.variable(spec) for spec in step.reads.values()])
             values.update(zip(step.reads, read, strict=True))
             made = _run_segment(step, [values[v] for v in step.arguments], row)
-            values.update(zip(step.results, made, strict=True))
+            values.update(zip(step.results, _of_every_process(made), strict=True))
             continue
         operands = [read_atom(values, atom) for atom in step.operands]
         if isinstance(step.call, PipelineCall):
@@ -235,21 +237,31 @@ def _run_loop(
         infeed = None
     if infeed is not None:
         take = infeed.connect(runner.place_element, num_fetched, is_tentative=loop.has_condition)
-    done = 0
+    done = Done()
     if (watcher := watching.current()) is not None:
         limit = most if count is None else min(most, count)
         rehearse(watcher, runner, state, Request(inputs, every, limit, total, changing))
-    with announcing.running(store, call.name, loop, runner, devices, total) as told:
+    if not has_part(runner):
         try:
-            while (count is None or done < count) and loop.goes_on(inputs, changing):
-                limit = most if count is None else min(most, count - done)
-                request = Request(inputs, every, limit, total, changing, done)
+            hear_end(runner, done)
+        finally:
+            _settle(call, runner, store, skip(runner, state, done.count, every), done)
+        changing = loop.absent_carried() if done.count else changing
+        return loop.join_carried(constant, _of_every_process(changing))
+    with (
+        announcing.running(store, call.name, loop, runner, devices, total) as told,
+        telling_end(runner, done),
+    ):
+        try:
+            while (count is None or done.count < count) and loop.goes_on(inputs, changing):
+                limit = most if count is None else min(most, count - done.count)
+                request = Request(inputs, every, limit, total, changing, done.count)
                 pending = runner.fetch(state, request, take)
                 with interrupts.deferred(), _replacing(store, runner):  # see _run_pipeline
                     progress = runner.run(state, pending)
                     state, changing = progress.state, progress.carried
                     num_unneeded = pending.count - progress.count
-                    done += progress.count
+                    done.count += progress.count
                     store.keep_loop(call, state)
                     if infeed is not None:
                         infeed.mark(num_unneeded)
@@ -267,13 +279,12 @@ def _run_loop(
             raise
         state = _settle(call, runner, store, state, done)
         jax.block_until_ready((state.pipeline.variables, state.pipeline.optimizer_state))
-    changing = jax.tree.unflatten(*_read_carried(changing))
-    return loop.join_carried(constant, changing)
+    return loop.join_carried(constant, _of_every_process(changing))
 
 
-def _settle(call: LoopCall, runner: Runner[Any], store: Store, state: RunState, done: int) -> RunState:
+def _settle(call: LoopCall, runner: Runner[Any], store: Store, state: RunState, done: Done) -> RunState:
     """The state at the end of a loop's run, kept; what is still to be joined of replicas is."""
-    if not done:
+    if not done.count:
         return state
     with interrupts.deferred(), _replacing(store, runner):
         state = runner.settle(state)
@@ -281,10 +292,20 @@ def _settle(call: LoopCall, runner: Runner[Any], store: Store, state: RunState, 
     return state
 
 
-def _read_carried(changing: Sequence[Any]) -> tuple[Any, list[Any]]:
-    """The structure of carried values and their leaves, such that this process can read them."""
-    leaves, tree = jax.tree.flatten(list(changing))
-    return tree, read_everywhere(leaves)
+def _of_every_process(values: Sequence[Any]) -> list[Any]:
+    """Values that a segment or a loop gave, such that each process has them; of one process as they are.
+
+    Of several processes they are arrays of NumPy, which a pipeline or loop takes wherever its devices are.
+    """
+    if peers.current() is None:
+        return list(values)
+    leaves, tree = jax.tree.flatten(list(values))
+    read: list[Any] = jax.tree.unflatten(tree, list(map(_as_numpy, read_everywhere(leaves))))
+    return read
+
+
+def _as_numpy(array: Any) -> Any:
+    return array if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) else np.asarray(array)
 
 
 def _introduce(call: Call, runner: Runner[Any]) -> None:

@@ -1,4 +1,4 @@
-"""What the processes of a pipeline agree on before a step: whether there are micro-batches for it.
+"""What the processes of a pipeline or loop agree on: whether there are micro-batches for a step, and more.
 
 Only processes with stages that read the feed take micro-batches. Where the data ends they end the step,
 while the others would wait for values that never come. So a step begins when all its micro-batches are
@@ -19,12 +19,12 @@ from jax.sharding import SingleDeviceSharding
 from ipu_pipeline.engine import peers
 from ipu_pipeline.engine.devices.elsewhere import is_here
 from ipu_pipeline.engine.devices.feeds import Take, gather
-from ipu_pipeline.engine.devices.links import Tag, links
+from ipu_pipeline.engine.devices.links import Tag, links, naming_peers
 from ipu_pipeline.engine.devices.residence import Residence
 from ipu_pipeline.engine.devices.rows import Row
 from ipu_pipeline.engine.errors import OutOfRangeError, ProcessError
 
-__all__ = ["take_everywhere"]
+__all__ = ["answer_everywhere", "take_everywhere"]
 
 
 def take_everywhere(residence: Residence, readers: Sequence[Row], take: Take, wanted: int) -> Take:
@@ -75,6 +75,44 @@ def take_everywhere(residence: Residence, readers: Sequence[Row], take: Take, wa
         raise error
     left = iter(elements)
     return lambda number: list(itertools.islice(left, number))
+
+
+def answer_everywhere(residence: Residence, asked: Sequence[Any], rows: Sequence[Row]) -> list[bool]:
+    """Boolean scalars, in all processes that have a part in a pipeline or loop. Waits for them.
+
+    Args:
+      residence: its own.
+      asked: each on the first device of a row, which may be in another process.
+      rows: these.
+
+    Raises:
+      ProcessError: the process that has one has ended, or does not go on.
+    """
+    if not residence.has_peers:
+        return list(map(bool, asked))
+    residence.begin_step()
+    devices: dict[int, Any] = {}  # one of each process
+    for row in residence.rows:
+        for device in row.devices:
+            devices.setdefault(device.process_index, device)
+    answers = []
+    for number, (value, row) in enumerate(zip(asked, rows, strict=True)):
+        tag = residence.tag("answers of the condition", number)
+        assert tag is not None
+        home = row.devices[0]
+        if is_here(home):
+            (told,) = jax.device_put([np.asarray(value)], SingleDeviceSharding(home))
+            for device in devices.values():
+                if device.process_index != home.process_index:
+                    links().send([told], tag, home, device)
+            answers.append(bool(told))
+            continue
+        (device,) = filter(is_here, devices.values())
+        struct = jax.ShapeDtypeStruct((), np.dtype(bool), sharding=SingleDeviceSharding(device))
+        (told,) = links().receive([struct], tag, home, device)
+        with peers.waiting("the condition of a loop"), naming_peers():
+            answers.append(bool(told))
+    return answers
 
 
 def _hear(tag: Tag, first: Any, device: Any) -> None:

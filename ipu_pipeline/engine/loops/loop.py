@@ -11,12 +11,12 @@ import numpy as np
 from ipu_pipeline.engine import schedules
 from ipu_pipeline.engine.devices.compiler_options import NO_OPTIONS
 from ipu_pipeline.engine.devices.elsewhere import absent
-from ipu_pipeline.engine.devices.everywhere import read_everywhere
 from ipu_pipeline.engine.devices.offloading import Offload
 from ipu_pipeline.engine.devices.placing import put_host_copies
 from ipu_pipeline.engine.devices.residence import Residence
 from ipu_pipeline.engine.devices.rows import make_rows
 from ipu_pipeline.engine.devices.sharding import Shard
+from ipu_pipeline.engine.execution.agreeing import answer_everywhere
 from ipu_pipeline.engine.execution.blocks.runner import BlockRunner
 from ipu_pipeline.engine.execution.comparing import agree_on
 from ipu_pipeline.engine.execution.contract import Iterated, Runner
@@ -30,7 +30,7 @@ from ipu_pipeline.engine.programs import differentiation
 from ipu_pipeline.engine.programs.accumulation import Reduction
 from ipu_pipeline.engine.programs.collecting import make_collecting
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms
-from ipu_pipeline.engine.state import Collected, PipelineState, RunState, of_replica
+from ipu_pipeline.engine.state import Collected, OfReplicas, PipelineState, RunState, of_replica
 from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.engine.updates import cutting
 from ipu_pipeline.engine.updates.accumulators import plan_accumulators
@@ -267,6 +267,18 @@ class Loop:
         numbers = range(self.body.num_carried)
         return [next(changed if number in self.body.changing else rest) for number in numbers]
 
+    def absent_carried(self) -> list[Any]:
+        """What stands for carried values that iterations gave, in a process without devices of the loop."""
+        runner, first = self._runner, self.body.num_read
+        assert runner is not None
+        columns = runner.columns if isinstance(runner, Replicated) else [runner]
+        avals = self.body.pipeline.output_avals[first : first + len(self.body.changing)]
+        rows = [column.residence.rows[-1] for column in columns]
+        carried = [[absent(aval.shape, aval.dtype, row.replicated) for row in rows] for aval in avals]
+        if len(columns) == 1:
+            return [value for (value,) in carried]
+        return [OfReplicas(tuple(values)) for values in carried]
+
     def goes_on(self, inputs: Sequence[Any], changing: Sequence[Any]) -> bool:
         """Whether the condition holds; True without one. Waits for the values.
 
@@ -276,12 +288,11 @@ class Loop:
         if self._goes_on is None:
             return True
         runner = self._runner
+        assert runner is not None
         columns = runner.columns if isinstance(runner, Replicated) else [runner]
-        asked = []
+        asked, rows = [], [column.residence.rows[0] for column in columns]
         for replica, column in enumerate(columns):
-            assert column is not None
-            residence = column.residence
-            row = residence.rows[0]
+            residence, row = column.residence, rows[replica]
             if residence.has_peers:
                 residence.begin_step()
             groups = ("inputs of the condition", inputs), ("carried values of the condition", changing)
@@ -293,7 +304,7 @@ class Loop:
                 asked.append(jax.device_put(self._goes_on(*placed), row.replicated))
             else:
                 asked.append(absent((), np.dtype(bool), row.replicated))
-        answers = list(map(bool, read_everywhere(asked)))
+        answers = answer_everywhere(runner.residence, asked, rows)
         if len(set(answers)) > 1:
             going_on = [replica for replica, answer in enumerate(answers) if answer]
             raise ValueError(

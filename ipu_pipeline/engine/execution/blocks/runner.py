@@ -22,7 +22,6 @@ import numpy as np
 from ipu_pipeline.engine import watching
 from ipu_pipeline.engine.devices.compiler_options import Options
 from ipu_pipeline.engine.devices.elsewhere import absent
-from ipu_pipeline.engine.devices.everywhere import read_everywhere
 from ipu_pipeline.engine.devices.feeds import Element, Feed, Take, gather, take_nothing
 from ipu_pipeline.engine.devices.placing import put, put_host_copies
 from ipu_pipeline.engine.devices.residence import NO_LOSS_SCALE, Residence
@@ -279,7 +278,7 @@ class BlockRunner(Runner[PendingBlock]):
         result = self._call(state, jax.tree.leaves(state.pipeline.optimizer_state), pending, updates=True)
         count = pending.count
         if self.iterated is not None and self.iterated.condition is not None:
-            count = int(*read_everywhere([result.done]))
+            count = int(result.done)
         num_own, num_updates = count - begun.count, (state.num_accumulated + count) // every
         after = self.advance(
             state,

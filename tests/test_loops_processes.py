@@ -1,0 +1,114 @@
+"""Loops in several processes: what they train and return is what one process does."""
+
+import contextlib
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import ipu_pipeline as ipu
+from ipu_pipeline import loops, optimizers
+from ipu_pipeline.errors import OutOfRangeError
+from tests import front, joined, models
+
+CASES = {
+    "replicas": (2, False),
+    "replicas of shards": (2, True),
+    "shards": (1, True),
+    "one device": (1, False),
+}
+LENGTH = 40  # elements of the data
+
+
+def elements():
+    rng = np.random.default_rng(5)
+    for _number in range(LENGTH):
+        yield rng.normal(size=(4, 3)).astype(np.float32), np.float32(rng.normal())
+
+
+def train(num_replicas, is_sharded, directory):
+    """What some programs give: losses, returned values, variables, and what ends them."""
+    config = ipu.config.IPUConfig()
+    config.auto_select_ipus = num_replicas * (1 + is_sharded)
+    config.configure_ipu_system()
+    infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(elements)
+    outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
+    shard = ipu.scopes.ipu_shard if is_sharded else lambda _index: contextlib.nullcontext()
+
+    def forward(x, shift):
+        with shard(0):
+            h = jnp.tanh(x @ ipu.get_variable("a", (3, 5)))
+        with shard(1):
+            return jnp.mean(h @ ipu.get_variable("b", (5, 2))) + shift
+
+    def body(total, x, shift):
+        loss = forward(x, shift)
+        opt = optimizers.CrossReplicaGradientAccumulationOptimizerV2(optax.adam(0.05), 3)
+        with shard(1):
+            return total + shift, opt.minimize(loss), outfeed.enqueue(loss)
+
+    def climbing(total, x, shift):
+        with shard(0):
+            total = total + ipu.cross_replica_ops.cross_replica_mean(jnp.sum(x) + 10.0)
+        with shard(1):
+            return total + ipu.cross_replica_ops.cross_replica_sum(shift * 0.0)
+
+    def function():
+        total = loops.repeat(5, body, [np.float32(0)], infeed)
+        return total, loops.while_loop(lambda total: total < 40, climbing, [total * 0.5], infeed)
+
+    compiled = front.compile_program(function)
+    found = []
+    with ipu.Session(seed=3) as session:
+        session.run(infeed.initializer)
+        values = session.run(compiled)
+        found.append((values, session.run(outfeed.dequeue()), session.variables))
+        session.save(f"{directory}/saved")
+        with contextlib.suppress(OutOfRangeError):
+            while True:
+                values = session.run(compiled)
+        found.append((values, session.run(outfeed.dequeue()), session.variables))
+        session.restore(f"{directory}/saved", infeeds=False)
+        session.run(infeed.deleter)
+        found.append((values, session.run(outfeed.dequeue()), session.variables))
+    return found
+
+
+def train_all(directory, cases):
+    found = {}
+    for name in cases:
+        print(name, flush=True)  # for whoever reads why this failed
+        found[name] = train(*CASES[name], directory / name.replace(" ", "_"))
+        ipu.config.reset_ipu_configuration()
+    return found
+
+
+def check(tmp_path, num_processes, cases):
+    directory = tmp_path / f"in {num_processes}"
+    directory.mkdir()
+    started = joined.start(
+        train_all, num_processes, None, directory, cases, directory=directory, joins_itself=True
+    )
+    made = joined.finish(started, directory, timeout=300)
+    expected = train_all(tmp_path / "alone", cases)
+    for name in cases:
+        for number, wanted in enumerate(expected[name]):
+            parts = [one[name][number] for one in made]
+            for values, _losses, variables in parts:
+                models.assert_trees_close(values, wanted[0])
+                models.assert_trees_close(variables, wanted[2])
+            here = [losses for _values, losses, _variables in parts if len(losses)]
+            assert len(here) == (len(wanted[1]) > 0), name
+            if here:
+                models.assert_trees_close(here[0], wanted[1])
+
+
+def test_replicas_in_two_processes(tmp_path):
+    check(tmp_path, 2, ["replicas"])
+
+
+@pytest.mark.thorough
+def test_shards_and_replicas_in_processes(tmp_path):
+    check(tmp_path, 2, ["replicas of shards", "shards", "one device"])
+    check(tmp_path, 4, ["replicas of shards"])
