@@ -657,10 +657,11 @@ def test_placement_shows_the_devices_of_all_replicas():
 
 @pytest.mark.thorough
 def test_the_page_s_example(capsys):
-    """docs/replicas.md: what its program prints, up to the last digit."""
+    """docs/replicas.md: what its programs print, up to the last digit."""
     text = (Path(__file__).parent.parent / "docs" / "replicas.md").read_text()
-    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    (expected,) = re.findall(r"```text\n(.*?)```", text, re.DOTALL)
+    code, expected = (
+        "".join(re.findall(rf"```{kind}\n(.*?)```", text, re.DOTALL)) for kind in ("python", "text")
+    )
     exec(code, {})  # noqa: S102
     printed = capsys.readouterr().out
     numbers = r"\d\.\d+"

@@ -292,6 +292,53 @@ def test_variables_that_bodies_assign():
         np.testing.assert_array_equal(session.run(outfeed.dequeue())[0], [7.625, 7.625])
 
 
+def test_gradients_through_values_of_all_replicas():
+    """The loss of each replica depends on what all of them have, as in one large model."""
+    infeed = IPUInfeedQueue([np.float32(n) for n in range(1, 7)])
+
+    def body(x):
+        w = ipu.get_variable("w", initializer=2.0)
+        mean = ipu.cross_replica_ops.cross_replica_mean(w * x)
+        loss = (w * x - mean) ** 2 + ipu.cross_replica_ops.cross_replica_sum(jnp.sin(w * x))
+        return optimizers.CrossReplicaOptimizer(optax.sgd(0.01)).minimize(loss)
+
+    program = front.compile_program(lambda: loops.repeat(2, body, [], infeed))
+    select(3)
+    with ipu.Session() as session:
+        session.run(infeed.initializer)
+        session.run(program)
+        found = session.variables["w"]
+
+    def total(w, x):
+        return jnp.sum((w * x - jnp.mean(w * x)) ** 2 + jnp.sum(jnp.sin(w * x)))
+
+    w = jnp.float32(2)
+    for x in (jnp.arange(1.0, 4.0), jnp.arange(4.0, 7.0)):
+        w = w - 0.01 * jax.grad(total)(w, x) / 3
+    models.assert_trees_close(found, np.asarray(w))
+
+
+def test_synchronized_batch_normalization_is_that_of_one_large_batch():
+    data = [np.random.default_rng(n).normal(2, 3, (4, 5)).astype(np.float32) for n in range(6)]
+    found = []
+    for number in (2, 1):
+        batches = data if number == 2 else [np.concatenate(data[n : n + 2]) for n in range(0, 6, 2)]
+        infeed = IPUInfeedQueue(batches)
+
+        def body(x):
+            x = ipu.layers.BatchNormalization(synchronized=True)(ipu.layers.Dense(3)(x))
+            opt = optimizers.CrossReplicaOptimizer(optax.sgd(0.1))
+            return opt.minimize(jnp.mean(jnp.sin(x * jnp.arange(1.0, 4.0))))
+
+        program = front.compile_program(functools.partial(loops.repeat, 3, body, [], infeed))
+        select(number)
+        with ipu.Session(seed=2) as session:
+            session.run(infeed.initializer)
+            session.run(program)
+            found.append(session.variables)
+    models.assert_trees_close(*found, 1e-5)
+
+
 # Loops that end by a condition.
 
 
