@@ -11,6 +11,7 @@ import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline import config_categories, loops, optimizers
+from ipu_pipeline.engine.execution.replicated import Replicated
 from ipu_pipeline.errors import OutOfRangeError
 from ipu_pipeline.ipu_infeed_queue import IPUInfeedQueue
 from ipu_pipeline.ipu_outfeed_queue import IPUOutfeedMode, IPUOutfeedQueue
@@ -19,6 +20,7 @@ from tests.test_equality import plain_loss
 
 Accumulating = optimizers.CrossReplicaGradientAccumulationOptimizerV2
 OPTIMIZERS = {"sgd": lambda: optax.sgd(0.1), "adam": lambda: optax.adam(0.01)}
+HALVED = {"halved": lambda: optax.chain(optax.scale(0.5), optax.adam(0.01))}
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +71,7 @@ class Model:
 
 def plain(variables, elements, num_replicas, every, optimizer, reduction):
     """Losses [iterations, replicas] and variables of a plain loop, and the gradients left accumulated."""
-    transformation = OPTIMIZERS[optimizer]()
+    transformation = (OPTIMIZERS | HALVED)[optimizer]()
     state, losses, gradients = transformation.init(variables), [], []
     for first in range(0, len(elements), num_replicas):
         found = [
@@ -170,6 +172,31 @@ def test_the_optimizers_state_is_shared_out():
     session, _start = started(model)
     with session, pytest.warns(UserWarning, match="there is one replica, and nothing is sharded"):
         model.run(session)
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_nests_of_optimizers(is_sharded):
+    """The scale of the loss, a map of gradients, and state in host memory, as with one replica."""
+    elements = elements_of(12)
+    infeed, outfeed = IPUInfeedQueue(elements), IPUOutfeedQueue()
+
+    def body(x, labels):
+        loss = stages(is_sharded, x, labels)
+        opt = optimizers.MapGradientOptimizer(optax.adam(0.01), lambda gradient, _variable: gradient * 0.5)
+        opt = optimizers.LossScalingOptimizer(opt, 8.0)
+        opt = optimizers.GradientAccumulationOptimizerV2(opt, 3, offload_weight_update_variables=True)
+        return optimizers.CrossReplicaOptimizer(opt).minimize(loss), outfeed.enqueue(loss)
+
+    program = front.compile_program(lambda: loops.repeat(6, body, [], infeed))
+    select(2 * (1 + is_sharded))
+    with ipu.Session(seed=3) as session:
+        session.run([infeed.initializer, ipu.global_variables_initializer()])
+        start = session.variables
+        session.run(program)
+        losses, found = session.run(outfeed.dequeue()), session.variables
+    expected, wanted, _left = plain(start, elements, 2, 3, "halved", "SUM")
+    models.assert_trees_close(losses, expected)
+    models.assert_trees_close(found, wanted)
 
 
 def state_name(session):
@@ -326,7 +353,7 @@ def test_synchronized_batch_normalization_is_that_of_one_large_batch():
         infeed = IPUInfeedQueue(batches)
 
         def body(x):
-            x = ipu.layers.BatchNormalization(synchronized=True)(ipu.layers.Dense(3)(x))
+            x = ipu.layers.BatchNormalization(synchronized=True)(ipu.layers.Dense(3, use_bias=False)(x))
             opt = optimizers.CrossReplicaOptimizer(optax.sgd(0.1))
             return opt.minimize(jnp.mean(jnp.sin(x * jnp.arange(1.0, 4.0))))
 
@@ -459,28 +486,80 @@ def test_a_checkpoint_within_an_update_goes_on_with_other_replicas(tmp_path, num
     models.assert_trees_close(variables, jax.tree.map(np.asarray, expected))
 
 
-def test_an_interrupted_run_goes_on(monkeypatch):
-    elements = elements_of(16)
-    model = Model(elements, 4, 3)
+def test_a_restored_session_goes_on_in_the_data(tmp_path):
+    elements = elements_of(20)
+    model = Model(elements, 2, 1)
     select(2)
     session, start = started(model)
-    calls = []
-
-    def data():
-        for number, element in enumerate(elements):
-            if number == 5 and not calls:
-                calls.append(number)
-                raise KeyboardInterrupt
-            yield element
-
-    model = Model(data, 4, 3)
     with session:
+        losses = [model.run(session) for _run in range(2)]
+        session.save(tmp_path / "saved")
+    model = Model(elements, 2, 1)
+    with ipu.Session() as session:
         session.run(model.initializer)
+        session.restore(tmp_path / "saved")
+        losses.append(model.run(session))
+        expected, variables, _left = plain(start, elements[:12], 2, 1, "sgd", "SUM")
+        models.assert_trees_close(np.concatenate(losses), expected)
+        models.assert_trees_close(session.variables, variables)
+
+
+def test_another_number_of_replicas_in_the_same_session():
+    elements = elements_of(10)
+    model = Model(elements, 2, 4, "adam")
+    select(3)
+    session, start = started(model)
+    with session:
+        first = model.run(session)
+        select(2)
+        second = model.run(session)
+        assert (first.shape, second.shape) == ((2, 3), (2, 2))
+        means = []
+        for some in (elements[:3], elements[3:6], elements[6:8], elements[8:]):
+            each = [jax.grad(plain_loss)(start, *element) for element in some]
+            means.append(jax.tree.map(lambda *leaves: sum(leaves) / len(leaves), *each))
+        total = jax.tree.map(lambda *leaves: sum(leaves), *means)
+        transformation = OPTIMIZERS["adam"]()
+        with jax.numpy_dtype_promotion("standard"):
+            changes, _state = transformation.update(total, transformation.init(start), start)
+            wanted = optax.apply_updates(start, changes)
+        models.assert_trees_close(session.variables, jax.tree.map(np.asarray, wanted))
+
+
+def test_synthetic_data(monkeypatch):
+    monkeypatch.setenv("TF_POPLAR_FLAGS", "--use_synthetic_data")
+    model = Model(elements_of(4), 3, 1)
+    select(2)
+    session, _start = started(model)
+    with session:
+        assert session.run(model.program) == [3]
+        assert session.update_count("CrossReplicaGradientAccumulationOptimizerV2") == 3
+
+
+def test_an_interrupted_run_goes_on(monkeypatch):
+    """What was done stands, and the elements of the iteration that was not come again."""
+    elements = elements_of(12)
+    model = Model(elements, 4, 3, "adam")
+    select(2)
+    session, start = started(model)
+    run, calls = Replicated.run, []
+
+    def interrupted(*arguments):
+        calls.append(arguments)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return run(*arguments)
+
+    monkeypatch.setattr(Replicated, "run", interrupted)
+    with session:
         with pytest.raises(KeyboardInterrupt):
             session.run(model.program)
         assert session._store.state.pipelines[state_name(session)].accumulated.count == 2
-        session.run(ipu.global_variables_initializer())
-        assert session.variables.keys() == start.keys()
+        losses = model.run(session)
+        expected, variables, left = plain(start, elements, 2, 3, "adam", "SUM")
+        assert not left
+        models.assert_trees_close(losses, expected)
+        models.assert_trees_close(session.variables, variables)
 
 
 # How many replicas there are, and what is refused.

@@ -204,10 +204,10 @@ class Executor(Runner[PendingStep]):
 
     def fetch(self, state: RunState, request: Request, take: Take) -> PendingStep:
         """Runs the micro-batches of an update; of a loop, only gets that of an iteration."""
-        if self.iterated is not None:
-            return PendingStep(request, 1, None, self.take_iteration(take))
         if not self._is_compiled:
             self.compile(state, request)
+        if self.iterated is not None:
+            return PendingStep(request, 1, None, self.take_iteration(take))
         return PendingStep(request, request.every, finish(self.accumulating(state, request, take)))
 
     def accumulating(self, state: RunState, request: Request, take: Take) -> Dispatching:
@@ -311,8 +311,6 @@ class Executor(Runner[PendingStep]):
         """Runs the weight update, and of a loop the iteration before."""
         request, accumulated = pending.request, pending.accumulated
         if accumulated is None:
-            if not self._is_compiled:
-                self.compile(state, request)
             accumulated = finish(self.iterating(state, request, pending.elements))
         state = self.with_optimizer(state, accumulated.first_outputs)
         before = state.pipeline
