@@ -64,7 +64,7 @@ def stages_with_everything():
 
     def first(rate, x, labels):
         with ipu.variable_scope("first"):
-            count = ipu.get_variable("count", (), trainable=False)
+            count = ipu.get_variable("count", initializer=0.0, trainable=False)
             ipu.assign("count", count + 1.0)
             x = ipu.layers.Dropout(0.25)(ipu.layers.Dense(16, activation=jnp.tanh)(x))
         return rate * 0.5, x + count * 0.01, labels

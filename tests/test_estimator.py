@@ -808,7 +808,7 @@ def test_wrong_input_functions(trained):
     ):
         with pytest.raises(ValueError, match="input_fn must return Dataset"):
             use()
-    with pytest.raises(ValueError, match="the dataset is empty"):
+    with pytest.raises(ValueError, match="The dataset of the infeed is empty"):
         trained.evaluate(list)
     seen = []
     trained.evaluate(lambda mode, params, config: seen.append((mode, params, config)) or finite_of(4)())

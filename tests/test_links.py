@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import ipu_pipeline as ipu
 from ipu_pipeline.engine.devices import links
 from ipu_pipeline.engine.devices.links import Tag
 from ipu_pipeline.engine.devices.placing import copy_to, put
@@ -126,18 +125,3 @@ def test_a_process_alone_has_no_links():
     assert not links.links.cache_info().currsize
     with pytest.raises(RuntimeError, match=r"ipu_pipeline\.distributed\.initialize"):
         links.links()
-
-
-def test_loops_are_refused(monkeypatch):
-    outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
-
-    def model():
-        return ipu.loops.repeat(2, lambda: outfeed.enqueue(ipu.get_variable("v", (2,))), [])
-
-    with ipu.scopes.ipu_scope("/device:IPU:0"):
-        program = ipu.ipu_compiler.compile(model)
-    with ipu.Session() as session:
-        session.run(ipu.global_variables_initializer())
-        monkeypatch.setattr(jax, "process_count", lambda: 2)
-        with pytest.raises(ValueError, match="Loops .* run in one process; there are 2"):
-            session.run(program)

@@ -160,7 +160,7 @@ def test_torch_dtypes(torch, dtype, expected):
 
 
 def test_torch_tensors_that_numpy_cannot_read(torch):
-    with pytest.raises(ValueError, match="element 0 .*a leaf of type Tensor; .*BFloat16"):
+    with pytest.raises(ValueError, match="Element 0 .*a leaf of type Tensor; .*BFloat16"):
         _shapes = IPUInfeedQueue(torch_loader(torch, torch.zeros(2, dtype=torch.bfloat16))).element
     with pytest.raises(ValueError, match="Use tensor.detach"):
         _shapes = IPUInfeedQueue([torch.zeros(2, requires_grad=True)]).element

@@ -270,7 +270,7 @@ def test_of_inference_several_pipelines_and_loops():
             outfeed_queue=IPUOutfeedQueue(),
             name="evaluation",
         )
-        return inference, loops.repeat(6, body, [np.float32(0)], infeeds[1])
+        return loops.repeat(6, body, [np.float32(0)], infeeds[1]), inference
 
     inference, loop = front.compile_program(several).summary().calls
     assert str(inference).splitlines()[0] == (
