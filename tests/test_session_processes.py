@@ -1,8 +1,11 @@
 """Sessions in several processes: what they train, read, save and restore is what one process does."""
 
+import functools
+import re
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -125,6 +128,99 @@ def test_two_processes_save_and_restore(tmp_path):
     check_equal(made, "restored", second)
     again = train_all(tmp_path, {"again": case(restore=tmp_path / "two" / "own" / "0")})["again"]
     models.assert_trees_close(again, second)
+
+
+def differ(directory):
+    """What processes that feed, load, initialize, save and restore differently are told, and then train."""
+    index = jax.process_index() if ipu.distributed.initialize() is None else None
+    config = ipu.config.IPUConfig()
+    config.auto_select_ipus = 2
+    config.configure_ipu_system()
+    told, count, rate = (
+        {},
+        ipu.placeholder(np.int32, name="count"),
+        ipu.placeholder(np.float32, name="rate"),
+    )
+    infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(elements)
+    seeds = np.random.default_rng(index)  # as an initializer of somebody's who forgot the seed
+
+    def own(_key, shape, dtype):
+        return seeds.normal(size=shape).astype(dtype)
+
+    def model(initializer=None):
+        def stage(x, labels):
+            del labels
+            return jnp.mean(x * ipu.get_variable("w", (12,), initializer=initializer))
+
+        def optimizer_function(loss):
+            optimizer = ipu.optimizers.CrossReplicaOptimizer(optax.sgd(rate))
+            return ipu.pipelining_ops.OptimizerFunctionOutput(optimizer, loss)
+
+        return ipu.pipelining_ops.pipeline(
+            [stage],
+            gradient_accumulation_count=count,
+            infeed_queue=infeed,
+            outfeed_queue=ipu.ipu_outfeed_queue.IPUOutfeedQueue(),
+            optimizer_function=optimizer_function,
+        )
+
+    programs = []
+    with ipu.scopes.ipu_scope("/device:IPU:0"):
+        for initializer in (None, own):
+            programs.append(ipu.ipu_compiler.compile(functools.partial(model, initializer), []))
+
+    def tell(name, function):
+        try:
+            function()
+            told[name] = None
+        except (ValueError, ipu.errors.CheckpointError) as error:
+            told[name] = str(error)
+
+    with ipu.Session(seed=3) as session:
+        session.run(infeed.initializer)
+        run = functools.partial(session.run, programs[0])
+        tell("count", lambda: run({count: 4 + index, rate: 0.5}))
+        tell("rate", lambda: run({count: 4, rate: 0.5 + index}))
+        tell("first", lambda: run({count: 4, rate: 0.5}))
+        session.save(f"{directory}/one")
+        run({count: 4, rate: 0.5})
+        session.save(f"{directory}/two")
+        tell("save", lambda: session.save(f"{directory}/own{index}"))
+        tell("restore", lambda: session.restore(f"{directory}/{['one', 'two'][index]}"))
+        session.load({"w": np.full(12, index, np.float32)})
+        tell("load", lambda: run({count: 4, rate: 0.5}))
+        session.load({"w": np.full(12, 0.5, np.float32)})
+        if index:
+            session.load({"w": np.full(12, 0.5, np.float32)})
+        tell("loads", lambda: run({count: 4, rate: 0.5}))
+        if not index:
+            session.load({"w": np.full(12, 0.5, np.float32)})
+        tell("last", lambda: run({count: 4, rate: 0.5}))
+        found = session.variables["w"]
+    with ipu.Session(seed=3) as session:
+        tell("initializer", lambda: session.run([programs[1]], {count: 4, rate: 0.5}))
+    return told, found
+
+
+def test_processes_that_differ_are_told(tmp_path):
+    """Each trained on in silence, with the values of one process or with replicas apart."""
+    started = joined.start(differ, 2, None, str(tmp_path), directory=tmp_path, joins_itself=True)
+    (told, first), (other, second) = joined.finish(started, tmp_path, 120)
+    assert told == other
+    assert told["first"] is told["last"] is None
+    np.testing.assert_array_equal(first, second)
+    patterns = {
+        "count": "value fed to placeholder 'count'.*4.*5",
+        "rate": "value fed to placeholder 'rate'.*0.5.*1.5",
+        "save": "must name the same path; process 0: .*own0; process 1: .*own1",
+        "restore": "different checkpoints.*one .*'Pipeline': 1.*two .*'Pipeline': 2",
+        "load": "variable w: .*beginning with 0.0.*beginning with 1.0",
+        "loads": "calls of Session.load: ",
+        "initializer": "variable w: .*beginning with",
+    }
+    for name, pattern in patterns.items():
+        assert told[name] is not None, name
+        assert re.search(pattern, told[name], re.DOTALL), (name, told[name])
 
 
 @pytest.mark.thorough

@@ -35,6 +35,7 @@ __all__ = [
     "IncompleteCheckpointError",
     "read_checkpoint",
     "read_document",
+    "read_same_checkpoint",
     "write_checkpoint",
 ]
 
@@ -68,6 +69,7 @@ def write_checkpoint(
       OSError, ValueError: it cannot be written. What was there stays.
     """
     target = _find_directory(path)
+    check_same_path(target)
     with written_whole(f"the checkpoint {target}"):
         started = Path(do_first(lambda: str(_begin(target))))
         old = _beside(target, _REPLACED)
@@ -189,6 +191,49 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Snapshot:
         raise CheckpointError(f"The checkpoint {directory} cannot be read: {error}") from error
 
 
+def check_same_path(path: Path) -> None:
+    """Raises a ValueError if the processes of the run are to write to different places; all call it."""
+    told = do_each(lambda: str(path))
+    if len(set(told)) > 1:
+        raise ValueError(
+            "save: all processes of a run write one checkpoint, and must name the same path; "
+            f"{_list(told)}."
+        )
+
+
+def read_same_checkpoint(path: str | os.PathLike[str], known: Snapshot | None = None) -> Snapshot:
+    """Reads a checkpoint in all processes of the run, each by its own path; all of them call it.
+
+    Args:
+      path: where it is.
+      known: what it has, if this process has read it.
+
+    Raises:
+      CheckpointError: as `read_checkpoint`; or the processes have read different checkpoints.
+      OSError: another process could not read its own.
+    """
+    found: list[Snapshot] = []
+
+    def read() -> tuple[str, str, dict[str, int]]:
+        found.append(read_checkpoint(path) if known is None else known)
+        records = found[0].state.pipelines.items()
+        counts = {name: record.update_count for name, record in records}
+        return _digest_of(read_document(path)), str(_find_directory(path)), counts
+
+    told = do_each(read)
+    if len({digest for digest, _path, _counts in told}) > 1:
+        described = [f"{where} (weight updates: {counts or 'none'})" for _digest, where, counts in told]
+        raise CheckpointError(
+            "The processes of the run restore different checkpoints, and would train apart: "
+            f"{_list(described)}. Let one process choose, for example the first, and give all the same."
+        )
+    return found[0]
+
+
+def _list(told: Sequence[str]) -> str:
+    return "; ".join(f"process {number}: {text}" for number, text in enumerate(told))
+
+
 class IncompleteCheckpointError(CheckpointError):
     """What there is was being written when the process ended."""
 
@@ -247,9 +292,9 @@ class CheckpointSeries:
             return None if found is None else found[0]
 
         step = do_first(read)  # others hear of an error of it, instead of waiting
-        if is_first() or step is None:
+        if step is None:
             return found
-        return step, read_checkpoint(self.path(step))
+        return step, read_same_checkpoint(self.path(step), None if found is None else found[1])
 
     def _read_latest(self, set_aside: bool) -> tuple[int, Snapshot] | None:
         for _attempt in range(_MOST_READS):

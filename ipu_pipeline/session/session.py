@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ from ipu_pipeline.queues.infeed import IPUInfeedQueue
 from ipu_pipeline.queues.outfeed import OutfeedOperation
 from ipu_pipeline.reports.capturing import start_automatic_report
 from ipu_pipeline.session import entries, exporting
+from ipu_pipeline.session.agreeing import agree_on_run
 from ipu_pipeline.session.fetches import concerns_devices, find_runs, give_results
 from ipu_pipeline.session.resuming import Resumption, check_snapshot
 from ipu_pipeline.session.running import Limit, check_feeds, run_program
@@ -66,6 +68,7 @@ class Session:
         self._limit = Limit()  # of the run, see `run_part`
         self._infeeds: dict[IPUInfeedQueue, object] = {}
         self._is_closed = False
+        self._changes: Counter[str] = Counter()  # how often variables were set, by the way
         self._turns = Turns()
         utils.reach(self)
 
@@ -213,6 +216,7 @@ class Session:
         """
         with self._turns.alone():
             self._store.check_weights("load")
+            self._changes["Session.load"] += 1
             self._store.load(mapping, compiled_programs())
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -297,7 +301,7 @@ class Session:
             raise RuntimeError("Attempted to use a closed Session.")
         with peers.one_thread("restoring a session"):
             self._select_devices()  # Orbax starts JAX's backend
-        self.take_over(checkpoints.read_checkpoint(path), path, fits=not allow_partial, feeds=infeeds)
+        self.take_over(checkpoints.read_same_checkpoint(path), path, fits=not allow_partial, feeds=infeeds)
 
     def take_snapshot(self, is_kept: bool = True, extra: Mapping[str, Any] | None = None) -> Snapshot:
         """What `save` writes, as it is now; not while a program runs.
@@ -327,6 +331,7 @@ class Session:
         with self._turns.alone(together="restoring a session"):
             self._store.check_weights("restore")
             self._resumption = Resumption.of(snapshot, path, fits=fits, feeds=feeds)
+            self._changes["Session.restore"] += 1
             self._store = Store(snapshot.seed, snapshot.key_implementation, snapshot.state)
 
     def run(self, fetch: Any, feed_dict: Mapping[Any, Any] | None = None) -> Any:
@@ -418,6 +423,9 @@ class Session:
         needs_devices = any(isinstance(one, (Program, InitializerOperation)) for one in runs)
         if needs_devices:
             self._select_devices()
+        if programs:
+            agree_on_run(programs, feeds, self._changes)
+            self._store.agree_on_values(programs)
         return [
             run_program(one, feeds, self._store, self._resumption, self._limit)
             if isinstance(one, Program)
@@ -434,6 +442,7 @@ class Session:
     def _run_operation(self, operation: Any) -> Any:
         if isinstance(operation, InitializerOperation):
             programs = compiled_programs()
+            self._changes["global_variables_initializer"] += 1
             self._store.initialize(spec for program in programs for spec in program.variables.values())
             self._resumption = Resumption()
             return None

@@ -21,6 +21,7 @@ from ipu_pipeline.graph.placeholders import cast_exactly
 from ipu_pipeline.processes import interrupts
 from ipu_pipeline.program.calls import Call, LoopCall, PipelineCall
 from ipu_pipeline.program.program import Program
+from ipu_pipeline.session import agreeing
 from ipu_pipeline.session.metrics import MetricLog
 
 __all__ = ["Store"]
@@ -54,6 +55,7 @@ class Store:
         self._lent: str | None = None  # whose values the weights are, see `lending`
         self._key: Any = None
         self._agreed: int | None = None  # the seed that all processes have
+        self._is_own = True  # whether this process has set values that it has not compared with others
         self._key_implementation = key_implementation
         self._unclaimed: set[str] = (
             set()
@@ -72,6 +74,25 @@ class Store:
                 "session", {"the seed": str(self.seed), "random keys": str(self._key_implementation)}
             )
             self._agreed = self.seed
+
+    def agree_on_values(self, programs: Sequence[Program]) -> None:
+        """Sees that all processes of the run have the same values for what programs begin with.
+
+        Args:
+          programs: about to run; their variables come into being.
+
+        Raises:
+          ValueError: they have not.
+          ProcessError: another process has ended, or does not go on.
+        """
+        if peers.current() is None:
+            return
+        for program in programs:
+            for spec in program.variables.values():
+                self.variable(spec)
+        if self._is_own:
+            agreeing.agree_on_values(self.state)
+            self._is_own = False
 
     def reset_seed(self, seed: int) -> None:
         """Takes another seed, for random numbers and for variables that do not exist yet."""
@@ -125,6 +146,7 @@ class Store:
                     )
                 array = cast_exactly(array, known.dtype, f"load: the value of variable {name}")
             loaded[name] = array
+        self._is_own = True
         self._unclaimed.update(name for name in loaded if name not in self.state.variables)
         variables = {**self.state.variables, **loaded}
         self.state = dataclasses.replace(self.state, variables=variables)
@@ -165,6 +187,7 @@ class Store:
         if value is None:
             with interrupts.deferred():
                 value = initial_value(spec, self.key)
+            self._is_own = True
             variables = {**self.state.variables, spec.name: value}
             self.state = dataclasses.replace(self.state, variables=variables)
         if isinstance(value, np.ndarray) and value.shape == spec.shape:  # loaded, and not used yet
@@ -307,7 +330,7 @@ class Store:
             first = known.setdefault(spec.name, spec)
             if (first.shape, first.dtype) != (spec.shape, spec.dtype):
                 unclear.add(spec.name)
-        key = self.key
+        key, self._is_own = self.key, True
         self.metrics = MetricLog()
         self.state = SessionState(
             {name: initial_value(spec, key) for name, spec in known.items() if name not in unclear}
