@@ -18,7 +18,7 @@ from ipu_pipeline import config_categories, datasets, utils
 from ipu_pipeline.engine import reference
 from ipu_pipeline.engine.state import PipelineState
 from tests import front, models
-from tests.ported import bert, pipelining, resnet, unet_industrial
+from tests.ported import bert, custom_gradient, pipelining, replication, resnet, unet_industrial
 
 
 @pytest.fixture(autouse=True)
@@ -315,3 +315,62 @@ def test_resnet_goes_on_in_another_split(tmp_path):
     argv += ["--restoring", "--pipeline-splits", "head"]
     second, restored = run_resnet([*argv, "--epochs", "4"], is_compared=False)
     models.assert_trees_close((np.concatenate([first, second]), restored), (losses, variables))
+
+
+# Loops.
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--replicas", "2"], ["--replicas", "4", "--batches-to-accumulate", "4"]]
+)
+def test_replication(arguments):
+    """Each replica takes an element of the data in turn; the weights are those of jax.grad's mean."""
+    opts = replication.parse_args([*arguments, "--steps", "2", "--learning-rate", "0.05"])
+    with pytest.warns(UserWarning, match="has no effect"):
+        losses, variables, after = replication.train(opts)
+    data = iter(replication.get_dataset(opts))
+
+    def loss_of(variables, x, y):
+        layout = ("NHWC", "HWIO", "NHWC")
+        kernel = variables["conv2d/kernel"]
+        x = jax.lax.conv_general_dilated(x, kernel, (1, 1), "VALID", dimension_numbers=layout)
+        x = jax.nn.relu(x + variables["conv2d/bias"])
+        size = (x.shape[1] // 2) * 2
+        x = x[:, :size, :size].reshape(x.shape[0], size // 2, 2, size // 2, 2, -1).max((2, 4))
+        logits = x.reshape(x.shape[0], -1) @ variables["dense/kernel"] + variables["dense/bias"]
+        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, y))
+
+    step = jax.jit(jax.value_and_grad(loss_of))
+    expected, total = [], None
+    for iteration in range(1, 2 * opts.iterations_per_step + 1):
+        found = [step(variables, *next(data)) for _replica in range(opts.replicas)]
+        expected.append([loss for loss, _gradient in found])
+        mean = jax.tree.map(lambda *leaves: sum(leaves) / len(leaves), *(g for _loss, g in found))
+        total = mean if total is None else jax.tree.map(jnp.add, total, mean)
+        if iteration % opts.batches_to_accumulate == 0:
+            variables = jax.tree.map(lambda v, g: v - np.float32(0.05) * g, variables, total)
+            total = None
+    models.assert_trees_close(losses, np.array(expected))
+    models.assert_trees_close(after, jax.tree.map(np.asarray, variables))
+
+
+def test_custom_gradient():
+    with pytest.warns(UserWarning, match="has no effect"):
+        plain, custom = custom_gradient.train(20)
+    inputs, targets = jnp.asarray(custom_gradient.INPUTS), jnp.asarray(custom_gradient.TARGETS)
+
+    def loss_of(weights, inputs):
+        sigmoid = 0.5 * (jnp.tanh(inputs @ weights) + 1)
+        targets_ = targets.astype(np.float32)
+        return jnp.sum(-jnp.log(sigmoid * targets_ + (1 - sigmoid) * (1 - targets_)))
+
+    weights, losses, gradients = jnp.zeros((3, 1)), [], []
+    for _step in range(20):
+        before = weights
+        loss, (change, gradient) = jax.value_and_grad(loss_of, (0, 1))(weights, inputs)
+        weights = weights - np.float32(0.05) * change
+        losses.append(loss)
+        gradients.append(gradient)
+    for found in (plain, custom):
+        expected = (np.array(losses), np.array(gradients), np.asarray(before))
+        models.assert_trees_close((np.array(found[0]), np.array(found[1]), found[2]), expected)
