@@ -101,6 +101,8 @@ def pipeline(
     name: str | None = None,
     dispatch_plan: DispatchPlan | None = None,
     tensor_parallel: TensorParallel | None = None,
+    *,
+    pipeline_depth: Any = None,
 ) -> Operation:
     """Runs a model cut into stages, each on its IPU, and trains it if there is an optimizer.
 
@@ -173,6 +175,7 @@ def pipeline(
       tensor_parallel: how many IPUs compute each stage together, and how they divide its variables. With
         a size of T the pipeline needs T times as many IPUs: those of `device_mapping` number i are T * i to
         T * i + T - 1. What goes from stage to stage is whole on each of them. None: one.
+      pipeline_depth: what Graphcore's first SDKs called `gradient_accumulation_count`; only one is given.
 
     Returns:
       An operation, to be returned from the compiled function.
@@ -192,6 +195,13 @@ def pipeline(
     if continuous_weight_updates:
         raise NotImplementedError("Continuous weight updates are currently not supported.")
     is_inference = optimizer_function is None
+    if pipeline_depth is not None:
+        if gradient_accumulation_count is not None:
+            raise ValueError(
+                "pipeline_depth is the older name of gradient_accumulation_count; both are given, "
+                f"{pipeline_depth!r} and {gradient_accumulation_count!r}. Leave out pipeline_depth."
+            )
+        gradient_accumulation_count = pipeline_depth
     count = check_count(gradient_accumulation_count)
     has_reduction = reduction_method is not GradientAccumulationReductionMethod.SUM
     if has_reduction:

@@ -211,6 +211,15 @@ def test_traced_counts(as_placeholder, mapping, method, caplog):
         models.assert_trees_close(variables, session.variables)
 
 
+def test_the_older_name_of_the_count():
+    """Graphcore's first SDKs had `pipeline_depth`."""
+    model = front.Model(gradient_accumulation_count=None, pipeline_depth=4)
+    (call,) = model.program.calls
+    assert call.pipeline.num_micro_batches == 4
+    with pytest.raises(ValueError, match="pipeline_depth is the older name of gradient_accumulation_count"):
+        front.Model(gradient_accumulation_count=4, pipeline_depth=4)
+
+
 @pytest.mark.parametrize("as_placeholder", [True, False])
 def test_counts_that_are_not_usable(as_placeholder):
     infeed, run = counting_model(as_placeholder)
