@@ -132,7 +132,7 @@ class _KerasRecurrent(Recurrent):
         if check_flag(layer, "stateful", stateful):
             raise ValueError(
                 f"{layer}: stateful=True is not possible, since a pipeline's micro-batches are independent "
-                "of each other. Use return_state=True, and pass the state on as initial_state: from call to "
+                "of each other. Use return_state=True, and pass the state on as initial_state: to the next "
                 "call, or as a value that ipu.loops.repeat carries."
             )
         self._kernel_initializer = find_initializer(kernel_initializer)
