@@ -338,27 +338,6 @@ class PopnnGRU(Popnn):
         )
         return (outputs, state) if self._return_state else outputs
 
-    def _as_attention(self, attention_score: Any, inputs: jax.Array, time_major: bool) -> jax.Array:
-        """The scores as [time, batch]; inputs are [time, batch, features]."""
-        time, batch, _features = inputs.shape
-        shape, axes = ((time, batch), "[time, batch]") if time_major else ((batch, time), "[batch, time]")
-        if attention_score is None:
-            raise TypeError(
-                f"{self._full_name()}: attention_score must be an array of shape {shape}; got None."
-            )
-        attention = jnp.asarray(attention_score)
-        if not jnp.issubdtype(attention.dtype, jnp.floating):
-            raise TypeError(
-                f"{self._full_name()}: attention_score must have floating-point numbers; got "
-                f"{attention.dtype.name}."
-            )
-        if attention.shape != shape:
-            raise ValueError(
-                f"{self._full_name()}: attention_score must have shape {shape}, {axes} since "
-                f"{time_major=}; got {attention.shape}."
-            )
-        return attention if time_major else attention.T
-
 
 class PopnnDynamicGRU(PopnnGRU):
     """A GRU over sequences of different lengths. Its arguments are those of `PopnnGRU`."""

@@ -1,5 +1,7 @@
 """`rnn_ops` and the recurrent layers, compared with plain loops over the steps, and with torch."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,9 @@ import torch
 
 import ipu_pipeline as ipu
 from ipu_pipeline import config_categories, engine, layers, rnn_ops
+from ipu_pipeline.layers import recurrent_scans
 from tests import front, layer_cases, models
+from tests.recurrent_formulas import plain_gru, plain_lstm
 
 TIME, BATCH, FEATURES, UNITS = 4, 5, 3, 2
 LENGTHS = np.array([4, 0, 2, 1, 3], np.int32)
@@ -19,50 +23,6 @@ TOLERANCES = {"float32": 1e-5, "float64": 1e-12, "bfloat16": 2e-2, "float16": 3e
 @pytest.fixture(autouse=True)
 def nothing_warned(monkeypatch):
     monkeypatch.setattr(config_categories, "_warned", set())
-
-
-# The formulas, once for NumPy (xp=np) and for JAX's gradients (xp=jnp)
-
-
-def sigmoid(xp, x):
-    return 1 / (1 + xp.exp(-x))
-
-
-def plain_lstm(xp, x, c, h, kernel, biases, lengths=None):
-    kernels, outputs = xp.split(kernel, 4, axis=1), []
-    for step in range(len(x)):
-        both = xp.concatenate([x[step], h], axis=1)
-        i, f, candidate, o = (both @ w + b for w, b in zip(kernels, biases, strict=True))
-        new_c = sigmoid(xp, f) * c + sigmoid(xp, i) * xp.tanh(candidate)
-        new_h = sigmoid(xp, o) * xp.tanh(new_c)
-        goes_on = np.full((len(h), 1), True) if lengths is None else (step < lengths)[:, None]
-        c, h = xp.where(goes_on, new_c, c), xp.where(goes_on, new_h, h)
-        outputs.append(xp.where(goes_on, h, xp.zeros_like(h)))
-    return xp.stack(outputs), c, h
-
-
-def plain_gru(xp, x, h, kernel, biases, lengths=None, scores=None):
-    features = x.shape[-1]
-    of_inputs, of_state = xp.split(kernel[:features], 3, axis=1), xp.split(kernel[features:], 3, axis=1)
-    resets_after, outputs = biases.ndim == 3, []
-    for step in range(len(x)):
-        x_z, x_r, x_c = (x[step] @ w for w in of_inputs)
-        if resets_after:
-            x_z, x_r, x_c = x_z + biases[0, 0], x_r + biases[1, 0], x_c + biases[2, 0]
-            z = sigmoid(xp, x_z + (h @ of_state[0] + biases[0, 1]))
-            r = sigmoid(xp, x_r + (h @ of_state[1] + biases[1, 1]))
-            candidate = xp.tanh(x_c + r * (h @ of_state[2] + biases[2, 1]))
-        else:
-            z = sigmoid(xp, x_z + h @ of_state[0] + biases[0])
-            r = sigmoid(xp, x_r + h @ of_state[1] + biases[1])
-            candidate = xp.tanh(x_c + (r * h) @ of_state[2] + biases[2])
-        if scores is not None:
-            z = (1 - scores[step][:, None]) * z
-        new = z * h + (1 - z) * candidate
-        goes_on = np.full((len(h), 1), True) if lengths is None else (step < lengths)[:, None]
-        h = xp.where(goes_on, new, h)
-        outputs.append(xp.where(goes_on, h, xp.zeros_like(h)))
-    return xp.stack(outputs), h
 
 
 def flat(xp, values):
@@ -446,6 +406,24 @@ def test_mixed_precision():
     dtypes, variables = layer_cases.dtypes_of(stage, np.ones((TIME, BATCH, FEATURES), "float32"))
     assert set(dtypes) == {"bfloat16"}
     assert set(variables.values()) == {"float32"}
+
+
+def test_weights_are_not_kept_for_each_step():
+    """What the backward needs of a step has the batch's size, also where weights are cast within it."""
+
+    def loss(kernel, recurrent_kernel, x):
+        zeros = jnp.zeros((BATCH, UNITS), jnp.bfloat16)
+        initial = rnn_ops.LSTMStateTuple(zeros, zeros)
+        outputs, _state = recurrent_scans.run_lstm(
+            x, initial, kernel, recurrent_kernel, None, jnp.tanh, jax.nn.sigmoid
+        )
+        return jnp.sum(outputs.astype(jnp.float32))
+
+    weights = jnp.ones((FEATURES, 4 * UNITS)), jnp.ones((UNITS, 4 * UNITS))
+    x = jnp.ones((TIME, BATCH, FEATURES), jnp.bfloat16)
+    program = str(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(*weights, x))
+    kept = {shape.split(",")[0] for shape in re.findall(rf"\[{TIME},(\d+,\d+)\]", program)}
+    assert kept == {str(BATCH)}
 
 
 def hard_sigmoid(x):

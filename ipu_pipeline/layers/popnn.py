@@ -1,4 +1,4 @@
-"""What the layers of `rnn_ops` share: arguments, variables, shapes, and checks of lengths."""
+"""What the layers of `rnn_ops` share: arguments, variables, shapes, and checks of lengths and scores."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ipu_pipeline.config_categories import warn_once
 from ipu_pipeline.engine.tracing.initializers import glorot_uniform
 from ipu_pipeline.engine.tracing.variables import get_variable
 from ipu_pipeline.layers.base import ActivationFunction, check_flag, find_initializer
-from ipu_pipeline.layers.recurrent import Recurrent
+from ipu_pipeline.layers.recurrent_base import Recurrent
 
 __all__ = ["Popnn"]
 
@@ -174,6 +174,27 @@ class Popnn(Recurrent):
                 f"{seq_len.tolist()}."
             )
         return lengths
+
+    def _as_attention(self, attention_score: Any, inputs: jax.Array, time_major: bool) -> jax.Array:
+        """The scores as [time, batch]; inputs are [time, batch, features]."""
+        time, batch, _features = inputs.shape
+        shape, axes = ((time, batch), "[time, batch]") if time_major else ((batch, time), "[batch, time]")
+        if attention_score is None:
+            raise TypeError(
+                f"{self._full_name()}: attention_score must be an array of shape {shape}; got None."
+            )
+        attention = jnp.asarray(attention_score)
+        if not jnp.issubdtype(attention.dtype, jnp.floating):
+            raise TypeError(
+                f"{self._full_name()}: attention_score must have floating-point numbers; got "
+                f"{attention.dtype.name}."
+            )
+        if attention.shape != shape:
+            raise ValueError(
+                f"{self._full_name()}: attention_score must have shape {shape}, {axes} since "
+                f"{time_major=}; got {attention.shape}."
+            )
+        return attention if time_major else attention.T
 
 
 def _seeded(layer: str, seed: Any) -> Any:
