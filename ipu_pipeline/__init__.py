@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         rand_ops,
         replication_ops,
         reports,
+        rnn_ops,
         scopes,
         utils,
     )
@@ -100,6 +101,7 @@ __all__ = [
     "rand_ops",
     "replication_ops",
     "reports",
+    "rnn_ops",
     "scopes",
     "set_num_devices",
     "trainable_variables",

@@ -7,6 +7,7 @@ from ipu_pipeline import (
     normalization_ops,
     pipelining_ops,
     rand_ops,
+    rnn_ops,
 )
 
 __all__ = [
@@ -16,4 +17,5 @@ __all__ = [
     "normalization_ops",
     "pipelining_ops",
     "rand_ops",
+    "rnn_ops",
 ]

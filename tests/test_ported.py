@@ -18,7 +18,8 @@ from ipu_pipeline import config_categories, datasets, utils
 from ipu_pipeline.engine import reference
 from ipu_pipeline.engine.state import PipelineState
 from tests import front, models
-from tests.ported import bert, custom_gradient, pipelining, replication, resnet, unet_industrial
+from tests.ported import bert, custom_gradient, lstm, pipelining, replication, resnet, unet_industrial
+from tests.recurrent_formulas import plain_lstm
 
 
 @pytest.fixture(autouse=True)
@@ -374,3 +375,46 @@ def test_custom_gradient():
     for found in (plain, custom):
         expected = (np.array(losses), np.array(gradients), np.asarray(before))
         models.assert_trees_close((np.array(found[0]), np.array(found[1]), found[2]), expected)
+
+
+def plain_lstm_model(args, variables, x):
+    zeros = jnp.zeros((args.batch_size, args.hidden_size))
+    for layer in range(args.num_layers):
+        name = f"popnn_lstm_{layer}" if layer else "popnn_lstm"
+        kernel, biases = variables[f"{name}/kernel"], variables[f"{name}/biases"]
+        x, _c, h = plain_lstm(jnp, x, zeros, zeros, kernel, biases)
+    return h @ variables["dense/kernel"] + variables["dense/bias"]
+
+
+def test_lstm():
+    """A loop on the device updates the weights in each iteration."""
+    args = lstm.parse_args(["--train", "--steps", "2"])
+    lstm.configure(args)
+    graph = lstm.Graph(args)
+    losses, variables = lstm.benchmark(args, graph)
+    assert losses[-10:].mean() < 0.7 * losses[:10].mean()
+
+    @jax.jit
+    def update(variables, batch):
+        def loss(variables):
+            return jnp.mean((plain_lstm_model(args, variables, batch["inputs"]) - batch["labels"]) ** 2)
+
+        found, gradients = jax.value_and_grad(loss)(variables)
+        return found, jax.tree.map(lambda v, g: v - args.learning_rate * g, variables, gradients)
+
+    expected, expected_losses = initial_variables(graph.run, args.seed), []
+    for batch in itertools.islice(lstm.make_batches(args), len(losses)):
+        found, expected = update(expected, batch)
+        expected_losses.append(found)
+    expected = {name: np.asarray(value) for name, value in expected.items()}
+    models.assert_trees_close((losses, variables), (np.array(expected_losses), expected))
+
+
+def test_lstm_infers():
+    args = lstm.parse_args(["--steps", "1", "--batches-per-step", "2"])
+    lstm.configure(args)
+    graph = lstm.Graph(args)
+    outputs, variables = lstm.benchmark(args, graph)
+    batches = itertools.islice(lstm.make_batches(args), 2)
+    expected = [plain_lstm_model(args, variables, batch["inputs"]) for batch in batches]
+    models.assert_trees_close(outputs, np.array(expected))

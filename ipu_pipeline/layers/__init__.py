@@ -10,8 +10,11 @@ from ipu_pipeline.layers.core import Activation, Dense, Dropout, Embedding, Flat
 from ipu_pipeline.layers.flax_adapter import Flax
 from ipu_pipeline.layers.normalization import BatchNormalization, GroupNormalization, LayerNormalization
 from ipu_pipeline.layers.pooling import AveragePooling2D, GlobalAveragePooling2D, MaxPooling2D
+from ipu_pipeline.layers.recurrent import GRU, LSTM
 
 __all__ = [
+    "GRU",
+    "LSTM",
     "Activation",
     "AveragePooling2D",
     "BatchNormalization",

@@ -33,6 +33,7 @@ _ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
     "elu": jax.nn.elu,
     "exponential": jnp.exp,
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "hard_sigmoid": lambda x: jnp.clip(0.2 * x + 0.5, 0, 1),  # TensorFlow 1's and IPUs'; Keras 3 has x / 6
     "leaky_relu": lambda x: jax.nn.leaky_relu(x, 0.2),
     "linear": lambda x: x,
     "relu": jax.nn.relu,

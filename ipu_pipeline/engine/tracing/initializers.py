@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 
 __all__ = ["find_initializer", "glorot_uniform"]
 
@@ -29,6 +30,11 @@ def _random_uniform(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.A
     return jax.random.uniform(key, shape, dtype, -0.05, 0.05)
 
 
+def _orthogonal(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    wide = np.promote_types(dtype, np.float32)  # there is no QR decomposition in 16 bits
+    return jax.nn.initializers.orthogonal()(key, shape, wide).astype(dtype)
+
+
 _INITIALIZERS: dict[str, Callable[[], Any]] = {
     "glorot_normal": jax.nn.initializers.glorot_normal,
     "glorot_uniform": lambda: glorot_uniform,
@@ -38,7 +44,7 @@ _INITIALIZERS: dict[str, Callable[[], Any]] = {
     "lecun_uniform": jax.nn.initializers.lecun_uniform,
     "normal": lambda: jax.nn.initializers.normal(0.05),
     "ones": lambda: jax.nn.initializers.ones,
-    "orthogonal": jax.nn.initializers.orthogonal,
+    "orthogonal": lambda: _orthogonal,
     "random_normal": lambda: jax.nn.initializers.normal(0.05),
     "random_uniform": lambda: _random_uniform,
     "uniform": lambda: _random_uniform,
