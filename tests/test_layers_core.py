@@ -215,3 +215,50 @@ def test_numbers_without_a_row(dtype):
         else:
             assert np.isnan(row).all()
     np.testing.assert_allclose(gradients["embeddings"], expected_gradient, rtol=1e-6)
+
+
+# What is trained.
+
+FROZEN = {
+    "Dense": lambda **o: layers.Dense(4, **o),
+    "Conv1D": lambda **o: layers.Conv1D(4, 2, **o),
+    "BatchNormalization": layers.BatchNormalization,
+    "LayerNormalization": layers.LayerNormalization,
+    "GroupNormalization": lambda **o: layers.GroupNormalization(2, **o),
+    "LSTM": lambda **o: layers.LSTM(4, return_sequences=True, **o),
+    "GRU": lambda **o: layers.GRU(4, return_sequences=True, **o),
+    "Flax": lambda **o: layers.Flax(linen.Dense(4), **o),
+}
+
+
+@pytest.mark.parametrize("kind", FROZEN)
+def test_layers_that_are_not_trained(kind):
+    """Keras's and tf.layers' `trainable=False`: an optimizer leaves their variables alone."""
+    found = {}
+    for trainable in (True, False):
+
+        def stage(x, trainable=trainable):
+            x = FROZEN[kind](name="own", trainable=trainable)(x)
+            return jnp.sum(layers.Dense(2, name="last")(x) ** 2)
+
+        pipeline = engine.Pipeline(
+            [stage], num_micro_batches=1, loss=lambda loss: loss, optimizer=optax.sgd(0.1)
+        )
+        x = np.random.default_rng(0).normal(size=(3, 5, 4)).astype(np.float32)
+        state = pipeline.init(jax.random.key(1), x)
+        before = jax.tree.map(np.asarray, state.variables)
+        state, _outputs = pipeline.step(state, [x])
+        after = state.variables
+        found[trainable] = {
+            name for name in before if not name.startswith("last") and np.any(before[name] != after[name])
+        }
+        assert np.any(before["last/kernel"] != after["last/kernel"])
+        assert before.keys() == after.keys()
+    moving = {name for name in found[True] if "moving" in name}
+    assert found[True] - moving
+    assert found[False] == moving
+
+
+def test_trainable_must_be_a_boolean():
+    with pytest.raises(TypeError, match="Dense: trainable must be True or False; got 'no'"):
+        layers.Dense(4, trainable="no")

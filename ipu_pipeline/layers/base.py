@@ -57,7 +57,13 @@ class Layer(abc.ABC):
 
     kind = "layer"
 
-    def __init__(self, name: str | None = None, dtype: Any = None, param_dtype: Any = None) -> None:
+    def __init__(
+        self,
+        name: str | None = None,
+        dtype: Any = None,
+        param_dtype: Any = None,
+        trainable: bool = True,
+    ) -> None:
         """Names the layer.
 
         Args:
@@ -66,12 +72,15 @@ class Layer(abc.ABC):
             float32.
           param_dtype: of its variables, a floating-point one; None: that of `mixed_precision`, by default
             the one that it computes in.
+          trainable: whether an optimizer trains its variables.
 
         Raises:
+          TypeError: `trainable` is no boolean.
           ValueError: a dtype is not a floating-point one.
         """
         self.name = name
         layer = type(self).__name__
+        self.trainable = check_flag(layer, "trainable", trainable)
         given = policies.Policy(
             policies.check_dtype(layer, "dtype", dtype),
             policies.check_dtype(layer, "param_dtype", param_dtype),
@@ -111,7 +120,7 @@ class Layer(abc.ABC):
             own = self.name or frame.names.layer_name(scopes.current_scope(), self.kind)
             scope = scopes.join(scopes.current_scope(), own)
             self._scopes[frame.names] = scope
-        with scopes.absolute_scope(scope, reuse=is_again):
+        with scopes.absolute_scope(scope, reuse=is_again, trainable=self.trainable):
             policies.check_is_there(self._full_name(), self._policy.dtype)
             yield
 

@@ -120,6 +120,7 @@ class Conv2D(_Convolution):
         name: str | None = None,
         dtype: Any = None,
         param_dtype: Any = None,
+        trainable: bool = True,
     ) -> None:
         """Describes the layer.
 
@@ -141,11 +142,12 @@ class Conv2D(_Convolution):
           name: the scope of its variables.
           dtype: of the computation and the outputs; None: see `mixed_precision`, by default float32.
           param_dtype: of its variables; None: likewise, by default `dtype`.
+          trainable: whether an optimizer trains its variables.
 
         Raises:
           ValueError: an argument is not usable.
         """
-        super().__init__(name, dtype, param_dtype)
+        super().__init__(name, dtype, param_dtype, trainable)
         self._find_window(kernel_size, strides, padding, data_format, dilation_rate)
         self._find_rest(activation, use_bias, kernel_initializer, bias_initializer)
         self._find_filters(filters, groups)
@@ -183,6 +185,7 @@ class Conv1D(_Convolution):
         name: str | None = None,
         dtype: Any = None,
         param_dtype: Any = None,
+        trainable: bool = True,
     ) -> None:
         """Describes the layer.
 
@@ -204,12 +207,13 @@ class Conv1D(_Convolution):
           name: the scope of its variables.
           dtype: of the computation and the outputs; None: see `mixed_precision`, by default float32.
           param_dtype: of its variables; None: likewise, by default `dtype`.
+          trainable: whether an optimizer trains its variables.
 
         Raises:
           ValueError: an argument is not usable.
         """
         is_causal = isinstance(padding, str) and padding.lower() == "causal"
-        super().__init__(name, dtype, param_dtype)
+        super().__init__(name, dtype, param_dtype, trainable)
         padding = "valid" if is_causal else padding
         self._find_window(kernel_size, strides, padding, data_format, dilation_rate)
         self._find_rest(activation, use_bias, kernel_initializer, bias_initializer)
@@ -253,6 +257,7 @@ class DepthwiseConv2D(_Convolution):
         name: str | None = None,
         dtype: Any = None,
         param_dtype: Any = None,
+        trainable: bool = True,
     ) -> None:
         """Describes the layer.
 
@@ -271,11 +276,12 @@ class DepthwiseConv2D(_Convolution):
           name: the scope of its variables.
           dtype: of the computation and the outputs; None: see `mixed_precision`, by default float32.
           param_dtype: of its variables; None: likewise, by default `dtype`.
+          trainable: whether an optimizer trains its variables.
 
         Raises:
           ValueError: an argument is not usable.
         """
-        super().__init__(name, dtype, param_dtype)
+        super().__init__(name, dtype, param_dtype, trainable)
         self._find_window(kernel_size, strides, padding, data_format, dilation_rate)
         self._find_rest(activation, use_bias, depthwise_initializer, bias_initializer)
         self.depth_multiplier = check_positive_integer(
@@ -317,6 +323,7 @@ class Conv2DTranspose(_Convolution):
         name: str | None = None,
         dtype: Any = None,
         param_dtype: Any = None,
+        trainable: bool = True,
     ) -> None:
         """Describes the layer.
 
@@ -336,6 +343,7 @@ class Conv2DTranspose(_Convolution):
           name: the scope of its variables.
           dtype: of the computation and the outputs; None: see `mixed_precision`, by default float32.
           param_dtype: of its variables; None: likewise, by default `dtype`.
+          trainable: whether an optimizer trains its variables.
 
         Raises:
           NotImplementedError: `output_padding` is given.
@@ -347,7 +355,7 @@ class Conv2DTranspose(_Convolution):
                 f"{layer}: output_padding must be None, for the usual sizes; got {output_padding!r}. "
                 "jnp.pad makes images larger."
             )
-        super().__init__(name, dtype, param_dtype)
+        super().__init__(name, dtype, param_dtype, trainable)
         self._find_window(kernel_size, strides, padding, data_format, 1)
         self._find_rest(activation, use_bias, kernel_initializer, bias_initializer)
         self.filters = check_positive_integer(layer, "filters", filters)

@@ -40,6 +40,7 @@ class Dense(Layer):
         name: str | None = None,
         dtype: Any = None,
         param_dtype: Any = None,
+        trainable: bool = True,
     ) -> None:
         """Describes the layer.
 
@@ -52,12 +53,13 @@ class Dense(Layer):
           name: the scope of its variables.
           dtype: of the computation and the outputs; None: see `mixed_precision`, by default float32.
           param_dtype: of its variables; None: likewise, by default `dtype`.
+          trainable: whether an optimizer trains its variables.
 
         Raises:
           TypeError: `use_bias` is neither True nor False.
           ValueError: `units` is not a positive integer; an activation or initializer is unknown.
         """
-        super().__init__(name, dtype, param_dtype)
+        super().__init__(name, dtype, param_dtype, trainable)
         self.units = check_positive_integer("Dense", "units", units)
         self.use_bias = check_flag("Dense", "use_bias", use_bias)
         self._activation = find_activation(activation)
@@ -97,6 +99,7 @@ class Embedding(Layer):
         name: str | None = None,
         dtype: Any = None,
         param_dtype: Any = None,
+        trainable: bool = True,
     ) -> None:
         """Describes the layer.
 
@@ -109,11 +112,12 @@ class Embedding(Layer):
           dtype: of the outputs; None: see `mixed_precision`, by default float32. Rows are looked up, and
             then cast.
           param_dtype: of `embeddings`; None: likewise, by default `dtype`.
+          trainable: whether an optimizer trains its variables.
 
         Raises:
           ValueError: a size is not a positive integer; the initializer is unknown.
         """
-        super().__init__(name, dtype, param_dtype)
+        super().__init__(name, dtype, param_dtype, trainable)
         self.input_dim = check_positive_integer("Embedding", "input_dim", input_dim)
         self.output_dim = check_positive_integer("Embedding", "output_dim", output_dim)
         self._embeddings_initializer = find_initializer(embeddings_initializer)

@@ -76,7 +76,13 @@ class Flax(Layer):
     kind = "flax"
 
     def __init__(
-        self, module: Any, *, name: str | None = None, dtype: Any = None, param_dtype: Any = None
+        self,
+        module: Any,
+        *,
+        name: str | None = None,
+        dtype: Any = None,
+        param_dtype: Any = None,
+        trainable: bool = True,
     ) -> None:
         """Describes the layer.
 
@@ -86,13 +92,14 @@ class Flax(Layer):
           dtype: of parameters and inputs when the module is applied; None: see `mixed_precision`, by
             default as they are.
           param_dtype: of the parameters' variables; None: likewise, by default the module's own.
+          trainable: whether an optimizer trains its parameters.
 
         Raises:
           ImportError: Flax is not installed.
           TypeError: it is no such module.
           ValueError: a dtype is not a floating-point one.
         """
-        super().__init__(name, dtype, param_dtype)
+        super().__init__(name, dtype, param_dtype, trainable)
         try:
             from flax import linen, nnx
         except ImportError as error:

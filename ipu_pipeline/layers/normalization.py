@@ -45,8 +45,9 @@ class _Normalization(Layer):
         name: str | None,
         dtype: Any,
         param_dtype: Any,
+        trainable: bool,
     ) -> None:
-        super().__init__(name, dtype, param_dtype)
+        super().__init__(name, dtype, param_dtype, trainable)
         if not epsilon >= 0:
             raise ValueError(f"{type(self).__name__}: epsilon must be at least 0; got {epsilon!r}.")
         self.epsilon = float(epsilon)
@@ -127,6 +128,7 @@ class BatchNormalization(_Normalization):
         name: str | None = None,
         dtype: Any = None,
         param_dtype: Any = None,
+        trainable: bool = True,
     ) -> None:
         """Describes the layer.
 
@@ -147,12 +149,13 @@ class BatchNormalization(_Normalization):
           dtype: of the outputs; None: see `mixed_precision`, by default float32.
           param_dtype: of `beta` and `gamma`, and if it is at least float32, of the moving statistics; None:
             likewise, by default `dtype`.
+          trainable: whether an optimizer trains `beta` and `gamma`. The moving statistics move either way.
 
         Raises:
           ValueError: an argument is not usable.
         """
         super().__init__(
-            epsilon, center, scale, beta_initializer, gamma_initializer, name, dtype, param_dtype
+            epsilon, center, scale, beta_initializer, gamma_initializer, name, dtype, param_dtype, trainable
         )
         if not 0 <= momentum <= 1:
             raise ValueError(f"BatchNormalization: momentum must be from 0 to 1; got {momentum!r}.")
@@ -205,6 +208,7 @@ class LayerNormalization(_Normalization):
         name: str | None = None,
         dtype: Any = None,
         param_dtype: Any = None,
+        trainable: bool = True,
     ) -> None:
         """Describes the layer.
 
@@ -219,12 +223,13 @@ class LayerNormalization(_Normalization):
           name: the scope of its variables.
           dtype: of the outputs; None: see `mixed_precision`, by default float32.
           param_dtype: of its variables; None: likewise, by default `dtype`.
+          trainable: whether an optimizer trains its variables.
 
         Raises:
           ValueError: an argument is not usable.
         """
         super().__init__(
-            epsilon, center, scale, beta_initializer, gamma_initializer, name, dtype, param_dtype
+            epsilon, center, scale, beta_initializer, gamma_initializer, name, dtype, param_dtype, trainable
         )
         axes = tuple(axis) if isinstance(axis, Sequence) else (axis,)
         if not axes:
@@ -257,6 +262,7 @@ class GroupNormalization(_Normalization):
         name: str | None = None,
         dtype: Any = None,
         param_dtype: Any = None,
+        trainable: bool = True,
     ) -> None:
         """Describes the layer.
 
@@ -272,12 +278,13 @@ class GroupNormalization(_Normalization):
           name: the scope of its variables.
           dtype: of the outputs; None: see `mixed_precision`, by default float32.
           param_dtype: of its variables; None: likewise, by default `dtype`.
+          trainable: whether an optimizer trains its variables.
 
         Raises:
           ValueError: an argument is not usable.
         """
         super().__init__(
-            epsilon, center, scale, beta_initializer, gamma_initializer, name, dtype, param_dtype
+            epsilon, center, scale, beta_initializer, gamma_initializer, name, dtype, param_dtype, trainable
         )
         is_each = not isinstance(groups, bool) and groups == -1
         self.groups = -1 if is_each else check_positive_integer("GroupNormalization", "groups", groups)

@@ -45,8 +45,11 @@ class _KerasRecurrent(Recurrent):
         name: str | None,
         dtype: Any,
         param_dtype: Any,
+        trainable: bool,
     ) -> None:
-        super().__init__("units", units, activation, recurrent_activation, name, dtype, param_dtype)
+        super().__init__(
+            "units", units, activation, recurrent_activation, name, dtype, param_dtype, trainable
+        )
         self.units = self._units
         layer = type(self).__name__
         self.use_bias = check_flag(layer, "use_bias", use_bias)
@@ -161,6 +164,7 @@ class LSTM(_KerasRecurrent):
         name: str | None = None,
         dtype: Any = None,
         param_dtype: Any = None,
+        trainable: bool = True,
     ) -> None:
         """Describes the layer.
 
@@ -189,6 +193,7 @@ class LSTM(_KerasRecurrent):
           name: the scope of its variables.
           dtype: of the outputs and the state; None: see `mixed_precision`, by default float32.
           param_dtype: of its variables; None: likewise, by default `dtype`.
+          trainable: whether an optimizer trains its variables.
 
         Raises:
           TypeError: a flag is neither True nor False.
@@ -213,6 +218,7 @@ class LSTM(_KerasRecurrent):
             name,
             dtype,
             param_dtype,
+            trainable,
         )
         if check_flag("LSTM", "unit_forget_bias", unit_forget_bias):
             self._bias_initializer = _with_ones(self._bias_initializer, slice(self.units, 2 * self.units))
@@ -291,6 +297,7 @@ class GRU(_KerasRecurrent):
         name: str | None = None,
         dtype: Any = None,
         param_dtype: Any = None,
+        trainable: bool = True,
     ) -> None:
         """Describes the layer.
 
@@ -319,6 +326,7 @@ class GRU(_KerasRecurrent):
           name: the scope of its variables.
           dtype: of the outputs and the state; None: see `mixed_precision`, by default float32.
           param_dtype: of its variables; None: likewise, by default `dtype`.
+          trainable: whether an optimizer trains its variables.
 
         Raises:
           TypeError: a flag is neither True nor False.
@@ -343,6 +351,7 @@ class GRU(_KerasRecurrent):
             name,
             dtype,
             param_dtype,
+            trainable,
         )
         self.reset_after = check_flag("GRU", "reset_after", reset_after)
         self._warn_of_poplar(partials_dtype, options=options, options_bwd=options_bwd)

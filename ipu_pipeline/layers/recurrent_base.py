@@ -27,9 +27,10 @@ class Recurrent(Layer):
         name: str | None,
         dtype: Any,
         param_dtype: Any,
+        trainable: bool = True,
     ) -> None:
         """Checks the shared arguments; `argument` is the name of the one that gives the number of units."""
-        super().__init__(name, dtype, param_dtype)
+        super().__init__(name, dtype, param_dtype, trainable)
         self._units = check_positive_integer(type(self).__name__, argument, units)
         self._activation = find_activation(activation)
         self._recurrent_activation = find_activation(recurrent_activation)

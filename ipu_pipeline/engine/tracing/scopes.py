@@ -41,6 +41,7 @@ class Scope:
       dtype: of variables that are asked for without one; None: float32.
       initializer: likewise; None: that of `get_variable`.
       custom_getters: of it and those around it, the outermost first.
+      trainable: whether variables within may be trained.
     """
 
     name: str = ""
@@ -48,6 +49,7 @@ class Scope:
     dtype: Any = None
     initializer: Any = None
     custom_getters: tuple[Callable[..., Any], ...] = ()
+    trainable: bool = True
 
 
 _scope: contextvars.ContextVar[Scope] = contextvars.ContextVar("scope", default=Scope())  # noqa: B039  # frozen
@@ -101,9 +103,19 @@ def opened(scope: Scope) -> Iterator[None]:
         _scope.reset(token)
 
 
-def absolute_scope(full_name: str, reuse: bool) -> contextlib.AbstractContextManager[None]:
+def absolute_scope(
+    full_name: str, reuse: bool, trainable: bool = True
+) -> contextlib.AbstractContextManager[None]:
     """A variable scope by its full name, wherever it is opened."""
-    return opened(dataclasses.replace(_scope.get(), name=full_name, reuse=reuse or is_reusing()))
+    around = _scope.get()
+    return opened(
+        dataclasses.replace(
+            around,
+            name=full_name,
+            reuse=reuse or around.reuse,
+            trainable=trainable and around.trainable,
+        )
+    )
 
 
 def failed_scope(error: BaseException) -> str:

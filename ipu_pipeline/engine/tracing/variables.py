@@ -104,7 +104,7 @@ def get_variable(
         dtype=dtype,
         initializer=initializer,
         regularizer=None,
-        trainable=trainable,
+        trainable=trainable and scope.trainable,
     )
     return value
 
