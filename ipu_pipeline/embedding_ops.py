@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from ipu_pipeline.config_categories import warn_once
+from ipu_pipeline.graphcore.importing import explain_missing
 
 __all__ = ["embedding_lookup"]
 
@@ -53,3 +54,6 @@ def embedding_lookup(
             "embedding_lookup: serialization_factor has no effect: XLA looks rows up where they are.",
         )
     return jnp.take(params, ids, axis=0, mode="clip", indices_are_sorted=indices_are_sorted)
+
+
+explain_missing(__name__)

@@ -7,6 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ipu_pipeline.graphcore.importing import explain_missing
+
 __all__ = ["gelu", "hard_sigmoid"]
 
 
@@ -30,3 +32,6 @@ def hard_sigmoid(x: Any, name: str | None = None) -> jax.Array:
     del name
     x = jnp.asarray(x)
     return jnp.clip(x * jnp.asarray(0.2, x.dtype) + jnp.asarray(0.5, x.dtype), 0, 1)
+
+
+explain_missing(__name__)

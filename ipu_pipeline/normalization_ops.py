@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from ipu_pipeline.engine.tracing.variable_scopes import variable_scope
 from ipu_pipeline.engine.tracing.variables import get_variable
+from ipu_pipeline.graphcore.importing import explain_missing
 from ipu_pipeline.layers import policies
 from ipu_pipeline.layers.base import at_least_float32
 
@@ -207,3 +208,6 @@ def _normalize(
                 value = value.astype(outputs.dtype)
                 outputs = outputs * value if name == "gamma" else outputs + value
     return jnp.moveaxis(outputs.astype(inputs.dtype), -1, axis)
+
+
+explain_missing(__name__)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ipu_pipeline.engine.tracing.keys import next_rng_key
+from ipu_pipeline.graphcore.importing import explain_missing
 
 __all__ = ["dropout"]
 
@@ -75,3 +76,6 @@ def _key_of(seed: Any) -> jax.Array:
         low = given[number] & 0xFFFFFFFF if given.dtype.itemsize > 4 else given[number]
         key = jax.random.fold_in(key, low.astype(np.uint32))
     return key
+
+
+explain_missing(__name__)
