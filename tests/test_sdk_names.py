@@ -238,3 +238,19 @@ print(sum(type(finder).__module__.startswith("ipu_pipeline") for finder in sys.m
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["False", "0", "0", "1"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (
+            {"config": None},
+            "argument 'config', which is TensorFlow's. It configured .* `config.IPUConfig` does",
+        ),
+        ({"graph": None}, "argument 'graph', which is TensorFlow's. .* `ipu_compiler.compile` traces"),
+        ({"seeds": 1}, r"got an unexpected keyword argument 'seeds'$"),
+    ],
+)
+def test_arguments_of_tensorflow_s_session(arguments, text):
+    with pytest.raises(TypeError, match=text):
+        ipu.Session(**arguments)
