@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ipu_pipeline.config_categories import warn_once
 from ipu_pipeline.engine.tracing.keys import next_rng_key
 from ipu_pipeline.graphcore.importing import explain_missing
 
@@ -39,7 +40,7 @@ def dropout(
       seed: None: a key of the stage's, another one for each micro-batch. Or one or two integers, traced or
         not: the same ones draw the same.
       name: of an operation in TensorFlow; nothing is called so here.
-      ref: for IPUs.
+      ref: for IPUs; False warns.
       seed_modifier: of older SDKs: another integer than 1 makes `seed` another seed.
 
     Older SDKs had the positions (x, seed, rate, seed_modifier, noise_shape, name). A seed that stands where
@@ -53,7 +54,9 @@ def dropout(
       TypeError: the inputs are no floating-point numbers.
       ValueError: the rate, noise_shape or seed is not usable.
     """
-    del name, ref
+    del name
+    if not ref:
+        warn_once("dropout.ref", "dropout: ref=False has no effect: it was for how IPUs draw numbers.")
     x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"dropout: x must be floating-point numbers; got {x.dtype.name}.")

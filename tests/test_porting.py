@@ -77,6 +77,16 @@ def test_sentences_of_what_the_package_says():
     )
 
 
+def test_the_error_that_the_page_shows():
+    with pytest.raises(ModuleNotFoundError) as error:
+        from ipu_pipeline.scopes import stochastic_rounding  # noqa: F401
+    shown = " ".join(page.PAGE.read_text().split())
+    assert (
+        f">>> from ipu_pipeline.scopes import stochastic_rounding ModuleNotFoundError: {error.value} ```"
+        in shown
+    )
+
+
 def test_several_processes_are_told_as_docs_distributed_has_them():
     row = table.find_row("ipu_multi_worker_strategy", "IPUMultiWorkerStrategyV1")
     assert "`distributed.initialize` joins the processes" in row.why
