@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from ipu_pipeline.graphcore import importing
+
 if TYPE_CHECKING:
     from ipu_pipeline import (
         config,
@@ -136,7 +138,7 @@ _HOMES = {  # of what is not a module itself
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return importing.find_attribute(__name__, name)
     if name in _HOMES:
         value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
         globals()[name] = value
@@ -146,3 +148,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+importing.install()

@@ -31,6 +31,7 @@ from ipu_pipeline.executable_cache import (
     enable_executable_cache,
     enable_executable_cache_of_environment,
 )
+from ipu_pipeline.graphcore.importing import explain_missing
 from ipu_pipeline.processes.devices import check_num_cpu_devices, have_cpu_devices, spread, want_cpu_devices
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "SelectionOrder",
     "StochasticRoundingBehaviour",
     "allows_recomputation",
+    "configure_ipu_system",
     "devices_for",
     "enable_executable_cache",
     "enable_executable_cache_of_environment",
@@ -53,6 +55,7 @@ __all__ = [
     "num_configured",
     "reserve",
     "reset_ipu_configuration",
+    "running_on_ipu_model",
     "select_automatically",
     "selected_devices",
     "set_num_devices",
@@ -368,6 +371,33 @@ def reset_ipu_configuration() -> None:
     _system = None
 
 
+def configure_ipu_system(config: IPUConfig, device: str = "cpu", reset_configuration: bool = True) -> None:
+    """As `IPUConfig.configure_ipu_system`.
+
+    Args:
+      config: what to configure.
+      device: the host's.
+      reset_configuration: False refuses to replace another configuration.
+
+    Raises:
+      RuntimeError: `reset_configuration` is False, and devices are selected.
+      Others: as that.
+    """
+    if not isinstance(config, IPUConfig):
+        raise TypeError(f"configure_ipu_system: config must be an IPUConfig; got {type(config).__name__}.")
+    if not reset_configuration and is_selected():
+        raise RuntimeError(
+            "configure_ipu_system: devices have been selected already, and reset_configuration is False. "
+            "Call reset_ipu_configuration() before."
+        )
+    config.configure_ipu_system(device)
+
+
+def running_on_ipu_model() -> bool:
+    """Whether the IPUs that were selected are virtual, devices of the CPU."""
+    return any(device.platform == "cpu" for device in selected_devices(0))
+
+
 def find_devices(number: int, ipu_model: bool) -> list[Any]:
     """All devices that can be IPUs, at least `number`; makes that many if they are CPU devices."""
     have_cpu_devices(number)
@@ -403,3 +433,6 @@ def _check_numbers(name: str, value: Any) -> None:
 def _describe_unknown(name: str) -> str:
     near = find_near(name, [*_DEFAULTS, *CATEGORIES, *SETTINGS, "configure_ipu_system"])
     return f"IPUConfig has no attribute {name!r}.{near}"
+
+
+explain_missing(__name__)

@@ -134,6 +134,9 @@ class Setting:
 _POPLAR = (
     "it was for Poplar and its libraries, and XLA compiles here (PipelineStageOptions has XLA's options)"
 )
+_FAST_MATH = (
+    "it is an option of XLA's: PipelineStageOptions(compiler_options={'xla_cpu_enable_fast_math': True})"
+)
 _EXCEPTIONS = "JAX devices raise no exceptions; jax.config.update('jax_debug_nans', True) looks for NaN"
 _XLA = "XLA makes such choices by itself"
 _EXCHANGE = "nothing is clustered for an exchange between tiles; JAX copies each array by itself"
@@ -188,13 +191,9 @@ SETTINGS: Mapping[str, Setting] = {
         False, "ipu.layers always compute the mean first and the variance from differences to it"
     ),
     "norms.experimental.distributed_batch_norm_replica_group_size": Setting(1, ""),
-    "optimizations.math.fast": Setting(
-        False, "it is an option of XLA's: PipelineStageOptions({'xla_cpu_enable_fast_math': True})"
-    ),
+    "optimizations.math.fast": Setting(False, _FAST_MATH),
     "optimizations.math.dot_strength": Setting(True, _XLA),
-    "optimizations.enable_fast_math": Setting(
-        False, "it is an option of XLA's: PipelineStageOptions({'xla_cpu_enable_fast_math': True})"
-    ),
+    "optimizations.enable_fast_math": Setting(False, _FAST_MATH),
     "optimizations.prefetch_data_streams": Setting(
         True, "infeeds always fetch ahead; IPUInfeedQueue(prefetch_depth=...) says how far"
     ),

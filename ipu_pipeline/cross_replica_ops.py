@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from ipu_pipeline import engine
+from ipu_pipeline.graphcore.importing import explain_missing
 
 __all__ = ["cross_replica_mean", "cross_replica_sum"]
 
@@ -92,3 +93,6 @@ def _is_alone(replica_group_size: Any, what: str) -> bool:
             f"{replica_group_size}."
         )
     return True
+
+
+explain_missing(__name__)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ipu_pipeline.graphcore.importing import explain_missing
 from ipu_pipeline.processes import joining
 
 __all__ = ["initialize", "is_initialized"]
@@ -80,3 +81,6 @@ def initialize(
 def is_initialized() -> bool:
     """Whether this process has joined others."""
     return joining.is_joined()
+
+
+explain_missing(__name__)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from ipu_pipeline.config_categories import warn_once
+from ipu_pipeline.graphcore.importing import explain_missing
 
 __all__ = ["embedding_lookup"]
 
@@ -18,6 +19,9 @@ def embedding_lookup(
     name: str | None = None,
     serialization_factor: int = 1,
     indices_are_sorted: bool = False,
+    *,
+    one_hot_threshold: int | None = None,
+    min_encoding_size: int | None = None,
 ) -> jax.Array:
     """The rows of a table.
 
@@ -28,6 +32,8 @@ def embedding_lookup(
       name: of an operation in TensorFlow; nothing is called so here.
       serialization_factor: into how many parts IPUs cut the lookup to save memory; above 1 warns.
       indices_are_sorted: whether the numbers ascend, which XLA may use.
+      one_hot_threshold: of SDKs before 2.0: how IPUs looked rows up; warns.
+      min_encoding_size: likewise.
 
     Returns:
       [*ids.shape, *params.shape[1:]].
@@ -43,13 +49,26 @@ def embedding_lookup(
     if params.ndim < 1:
         raise ValueError("embedding_lookup: params must be a table, [rows, ...]; got a scalar.")
     if serialization_factor < 1 or params.shape[0] % serialization_factor:
+        older = " SDKs before 2.0 had one_hot_threshold there: pass it by name, or leave it out."
         raise ValueError(
             f"embedding_lookup: serialization_factor must divide the {params.shape[0]} rows; got "
-            f"{serialization_factor}."
+            f"{serialization_factor}.{older if serialization_factor == 0 else ''}"
         )
+    for option, value in (
+        ("one_hot_threshold", one_hot_threshold),
+        ("min_encoding_size", min_encoding_size),
+    ):
+        if value is not None:
+            warn_once(
+                f"embedding_lookup.{option}",
+                f"embedding_lookup: {option} has no effect: XLA looks rows up where they are.",
+            )
     if serialization_factor > 1:
         warn_once(
             "embedding_lookup.serialization_factor",
             "embedding_lookup: serialization_factor has no effect: XLA looks rows up where they are.",
         )
     return jnp.take(params, ids, axis=0, mode="clip", indices_are_sorted=indices_are_sorted)
+
+
+explain_missing(__name__)

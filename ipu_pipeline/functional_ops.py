@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
+from ipu_pipeline.graphcore.importing import explain_missing
+
 __all__ = ["outlined_function"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -53,3 +55,6 @@ def outlined_function(
         raise TypeError(f"outlined_function: func must be a function; got {func!r}.")
     del unique_sharding, keep_input_layouts, name
     return func
+
+
+explain_missing(__name__)

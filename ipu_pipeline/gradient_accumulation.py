@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 from typing import Any
 
+from ipu_pipeline.graphcore.importing import explain_missing
+
 __all__ = ["GradientAccumulationReductionMethod"]
 
 
@@ -30,3 +32,6 @@ class GradientAccumulationReductionMethod(enum.Enum):
             f"Cannot parse {value!r} as one of GradientAccumulationReductionMethod: "
             f"{', '.join(cls.__members__)}."
         )
+
+
+explain_missing(__name__)

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from ipu_pipeline.graph.placeholders import Placeholder, cast_exactly
+from ipu_pipeline.graphcore.importing import explain_missing
 from ipu_pipeline.program.program import Program, build_program
 from ipu_pipeline.program.registry import register, reserve_ipus
 from ipu_pipeline.scopes import current_ipu_device
@@ -78,3 +79,6 @@ def _check_input(index: int, value: Any) -> Placeholder | np.ndarray[Any, Any]:
             f"{type(value).__name__}."
         )
     return cast_exactly(array, jax.dtypes.canonicalize_dtype(array.dtype), f"inputs[{index}]")
+
+
+explain_missing(__name__)

@@ -1,5 +1,8 @@
 """Outfeeds: `IPUOutfeedQueue` and its modes."""
 
+from ipu_pipeline.graphcore.importing import explain_missing
 from ipu_pipeline.queues.outfeed import IPUOutfeedMode, IPUOutfeedQueue, OutfeedOperation
 
 __all__ = ["IPUOutfeedMode", "IPUOutfeedQueue", "OutfeedOperation"]
+
+explain_missing(__name__)

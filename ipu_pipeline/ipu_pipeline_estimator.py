@@ -32,6 +32,7 @@ from ipu_pipeline.estimator.programs import (
 )
 from ipu_pipeline.estimator.scalars import ScalarWriter
 from ipu_pipeline.estimator.training import Training, describe_function
+from ipu_pipeline.graphcore.importing import explain_missing
 from ipu_pipeline.ipu_run_config import RunConfig
 from ipu_pipeline.ipu_session_run_hooks import SessionRunHook, check_hooks
 from ipu_pipeline.processes.joining import join_by_environment
@@ -481,3 +482,6 @@ def _split(batch: Any, into_examples: bool) -> Iterator[Any]:
         )
     for number in range(lengths.pop()):
         yield jax.tree.map(lambda array, n=number: array[n], batch)
+
+
+explain_missing(__name__)

@@ -6,6 +6,7 @@ import os
 from dataclasses import KW_ONLY, dataclass, field
 
 from ipu_pipeline.config import IPUConfig
+from ipu_pipeline.graphcore.importing import explain_missing
 
 __all__ = ["IPURunConfig", "RunConfig"]
 
@@ -142,3 +143,6 @@ class RunConfig:
 def _check_integer(what: str, value: object, least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"{what} must be an integer of at least {least}; got {value!r}.")
+
+
+explain_missing(__name__)

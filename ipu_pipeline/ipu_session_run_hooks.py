@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ipu_pipeline.graphcore.importing import explain_missing
 from ipu_pipeline.queues.outfeed import IPUOutfeedMode
 
 __all__ = [
@@ -279,3 +280,6 @@ def check_hooks(hooks: Any, what: str) -> tuple[SessionRunHook, ...]:
         if not isinstance(hook, SessionRunHook):
             raise TypeError(f"{what}: All hooks must be SessionRunHook instances, given: {hook!r}")
     return found
+
+
+explain_missing(__name__)

@@ -19,6 +19,7 @@ from ipu_pipeline.engine.tracing.faults import describe_arguments
 from ipu_pipeline.engine.tracing.stages import as_arguments, check_signature
 from ipu_pipeline.graph.operations import Operation
 from ipu_pipeline.graph.placeholders import Placeholder, as_traced_inputs
+from ipu_pipeline.graphcore.importing import explain_missing
 from ipu_pipeline.program.calls import LoopCall, current_builder
 from ipu_pipeline.program.replication import make_replication
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
@@ -257,3 +258,6 @@ def _trace_condition(
         )
     evaluate = jex_core.jaxpr_as_fun(closed_jaxpr)
     return lambda carried: evaluate(*carried)[0]
+
+
+explain_missing(__name__)

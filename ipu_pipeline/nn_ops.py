@@ -7,16 +7,28 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ipu_pipeline.graphcore.importing import explain_missing
+
 __all__ = ["gelu", "hard_sigmoid"]
 
 
-def gelu(x: Any, approximate: bool = True) -> jax.Array:
+def gelu(x: Any, approximate: bool = True, name: str | None = None) -> jax.Array:
     """GELU: x times the normal distribution's probability of less than x (arXiv:1606.08415).
 
     Args:
       x: floating-point numbers, of any shape.
       approximate: True, as on IPUs: by tanh; False: by erf, as in `layers.Activation("gelu")`.
+      name: of an operation in TensorFlow; nothing is called so here.
+
+    Raises:
+      TypeError: `approximate` is neither True nor False.
     """
+    del name
+    if not isinstance(approximate, bool):
+        raise TypeError(
+            f"gelu: approximate must be True or False; got {approximate!r}. The first SDKs had name "
+            "second: pass it as name=."
+        )
     return jax.nn.gelu(jnp.asarray(x), approximate=approximate)
 
 
@@ -30,3 +42,6 @@ def hard_sigmoid(x: Any, name: str | None = None) -> jax.Array:
     del name
     x = jnp.asarray(x)
     return jnp.clip(x * jnp.asarray(0.2, x.dtype) + jnp.asarray(0.5, x.dtype), 0, 1)
+
+
+explain_missing(__name__)

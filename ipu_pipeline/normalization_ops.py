@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from ipu_pipeline.engine.tracing.variable_scopes import variable_scope
 from ipu_pipeline.engine.tracing.variables import get_variable
+from ipu_pipeline.graphcore.importing import explain_missing
 from ipu_pipeline.layers import policies
 from ipu_pipeline.layers.base import at_least_float32
 
@@ -46,7 +47,8 @@ def group_norm(
       channels_axis: the axis of the channels, not the first one.
       center: whether there is a `beta`.
       scale: whether there is a `gamma`.
-      epsilon: added to the variance.
+      epsilon: added to the variance. The default is that of older SDKs; that of newer ones is 1.53e-5: pass
+        it to go on with a model that was trained with them.
       param_initializers: of "beta" and "gamma", as for `get_variable`; by default zeros and ones.
       reuse: as for `variable_scope`.
       variables_collections: only None: there are no collections.
@@ -61,7 +63,8 @@ def group_norm(
       dtype of the outputs, or the `param_dtype` of `mixed_precision`.
 
     Raises:
-      TypeError: the inputs are no floating-point numbers.
+      TypeError: the inputs are no floating-point numbers; or `center` or `scale` is neither True nor False,
+        as where a program passes `reduction_axes`, which SDKs before 2.0 had before `center`.
       ValueError: an argument does not fit the inputs.
     """
     del training
@@ -168,6 +171,12 @@ def _normalize(
     is_strided: bool,
 ) -> jax.Array:
     inputs = jnp.asarray(inputs)
+    for flag, given in (("center", center), ("scale", scale)):
+        if not isinstance(given, bool):
+            raise TypeError(
+                f"{kind}: {flag} must be True or False; got {given!r}. SDKs before 2.0 had reduction_axes "
+                "before center: leave it out, since statistics are over all axes but the first."
+            )
     axis = channels_axis % inputs.ndim if -inputs.ndim <= channels_axis < inputs.ndim else 0
     if not jnp.issubdtype(inputs.dtype, jnp.floating):
         raise TypeError(f"{kind}: inputs must be floating-point numbers; got {inputs.dtype.name}.")
@@ -207,3 +216,6 @@ def _normalize(
                 value = value.astype(outputs.dtype)
                 outputs = outputs * value if name == "gamma" else outputs + value
     return jnp.moveaxis(outputs.astype(inputs.dtype), -1, axis)
+
+
+explain_missing(__name__)

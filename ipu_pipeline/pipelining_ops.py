@@ -20,6 +20,7 @@ from ipu_pipeline.engine.tracing.tensor_parallel import TensorParallel, constrai
 from ipu_pipeline.gradient_accumulation import GradientAccumulationReductionMethod
 from ipu_pipeline.graph.operations import Operation
 from ipu_pipeline.graph.placeholders import Placeholder, as_traced_inputs
+from ipu_pipeline.graphcore.importing import explain_missing
 from ipu_pipeline.program.calls import PipelineCall, current_builder
 from ipu_pipeline.program.loss_weights import at_least_float32_for_weights
 from ipu_pipeline.program.optimizer_functions import (
@@ -351,3 +352,6 @@ def pipeline(
     builder.add(call, [*([count] if has_count_operand else []), *input_leaves, *captures.values])
     captures.values.clear()  # traced values, which nobody needs any more
     return Operation(call.name)
+
+
+explain_missing(__name__)

@@ -11,6 +11,7 @@ import jax
 
 from ipu_pipeline import config
 from ipu_pipeline.engine import peers
+from ipu_pipeline.graphcore.importing import explain_missing
 from ipu_pipeline.processes.joining import join_by_environment
 from ipu_pipeline.program.calls import Call
 from ipu_pipeline.program.registry import compiled_programs
@@ -128,3 +129,6 @@ def _local_replicas() -> list[int]:
         for replica in range(number)
         if any(device.process_index == index for device in chosen[replica * size : (replica + 1) * size])
     ]
+
+
+explain_missing(__name__)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 
 from ipu_pipeline import engine
+from ipu_pipeline.graphcore.importing import explain_missing
 
 __all__ = ["replication_index"]
 
@@ -23,3 +24,6 @@ def replication_index(name: str | None = None) -> jax.Array:
     """
     del name
     return engine.replica_index()
+
+
+explain_missing(__name__)

@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 
 from ipu_pipeline.engine.tracing.variables import get_variable
+from ipu_pipeline.graphcore.importing import explain_missing
 from ipu_pipeline.layers.base import ActivationFunction, check_flag
 from ipu_pipeline.layers.popnn import Popnn
 from ipu_pipeline.layers.recurrent_scans import LSTMStateTuple, run_gru, run_lstm
@@ -436,3 +437,6 @@ class PopnnAUGRU(PopnnGRU):
         biases = jnp.concatenate([of_gates, of_candidate])
         # With reset_after, inputs and state share the biases, as in Graphcore's.
         return jnp.stack([biases, biases], axis=1) if self._reset_after else biases
+
+
+explain_missing(__name__)

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 
 from ipu_pipeline.engine.loops.shards import ipu_shard
+from ipu_pipeline.graphcore.importing import explain_missing
 
 __all__ = ["current_ipu_device", "ipu_scope", "ipu_shard"]
 
@@ -37,3 +38,6 @@ def ipu_scope(device: str) -> Iterator[None]:
 def current_ipu_device() -> int | None:
     """The number in the innermost `ipu_scope`'s device; None outside of all."""
     return _device.get()
+
+
+explain_missing(__name__)

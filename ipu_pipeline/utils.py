@@ -11,17 +11,28 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from ipu_pipeline import config
-from ipu_pipeline.config import IPUConfig, reset_ipu_configuration
+from ipu_pipeline.config import (
+    IPUConfig,
+    configure_ipu_system,
+    reset_ipu_configuration,
+    running_on_ipu_model,
+)
 from ipu_pipeline.config_categories import (
     DeviceConnectionType,
     ExecutionProfileType,
+    MergeRemoteBuffersBehaviour,
+    SchedulingAlgorithm,
     SelectionOrder,
     warn_once,
 )
+from ipu_pipeline.graphcore.importing import explain_missing, find_attribute
 
 __all__ = [
     "DeviceConnectionType",
     "ExecutionProfileType",
+    "IPUConfig",
+    "MergeRemoteBuffersBehaviour",
+    "SchedulingAlgorithm",
     "SelectionOrder",
     "auto_select_ipus",
     "configure_ipu_system",
@@ -65,13 +76,14 @@ WITHOUT_EFFECT = {
     "set_experimental_multi_replica_distribution_options": ("distributed replicas", _OF_CONFIG),
     "set_floating_point_behaviour_options": ("chose how IPUs rounded and overflowed", _OF_CONFIG),
     "set_gcl_options": ("gave options to Graphcore's collectives", _OF_CONFIG),
-    "set_io_tiles_options": ("reserved tiles for input and output", _OF_CONFIG),
+    "set_io_tile_options": ("reserved tiles for input and output", _OF_CONFIG),
     "set_ipu_connection_type": ("chose when to attach to IPUs", _OF_CONFIG),
     "set_ipu_model_options": ("set up the simulated IPU", _OF_CONFIG),
     "set_matmul_options": ("gave options to Poplar's matrix products", _OF_CONFIG),
     "set_norm_options": ("chose how normalizations computed variances", _OF_CONFIG),
     "set_optimization_options": ("chose optimizations of the graph", _OF_CONFIG),
     "set_pooling_options": ("gave options to Poplar's pooling", _OF_CONFIG),
+    "set_report_options": ("chose what Poplar reported", _OF_CONFIG),
     "set_serialization_options": ("chose where executables were written", _OF_CONFIG),
     "set_transfer_options": ("chose who rearranged what is copied", _OF_CONFIG),
     "set_verification_options": ("encrypted transfers", _OF_CONFIG),
@@ -80,7 +92,7 @@ WITHOUT_EFFECT = {
 
 def __getattr__(name: str) -> Any:
     if name not in WITHOUT_EFFECT:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return find_attribute(__name__, name)
     return _without_effect(name)
 
 
@@ -145,32 +157,6 @@ def set_recomputation_options(opts: IPUConfig, allow_recompute: bool = True, **o
     return opts
 
 
-def configure_ipu_system(config: IPUConfig, device: str = "cpu", reset_configuration: bool = True) -> None:
-    """As `IPUConfig.configure_ipu_system`.
-
-    Args:
-      config: what to configure.
-      device: the host's.
-      reset_configuration: False refuses to replace another configuration.
-
-    Raises:
-      RuntimeError: `reset_configuration` is False, and devices are selected.
-      Others: as that.
-    """
-    if not isinstance(config, IPUConfig):
-        raise TypeError(f"configure_ipu_system: config must be an IPUConfig; got {type(config).__name__}.")
-    if not reset_configuration and _is_selected():
-        raise RuntimeError(
-            "configure_ipu_system: devices have been selected already, and reset_configuration is False. "
-            "Call reset_ipu_configuration() before."
-        )
-    config.configure_ipu_system(device)
-
-
-def _is_selected() -> bool:
-    return config.is_selected()
-
-
 def get_num_of_ipus_in_device(ipu_device: str, device: str = "cpu") -> int:
     """How many IPUs a device such as "/device:IPU:0" has; 0 if none were selected.
 
@@ -186,11 +172,6 @@ def get_num_of_ipus_in_device(ipu_device: str, device: str = "cpu") -> int:
     if not start.lower().endswith("device:ipu") or not number.isdigit():
         raise ValueError(f'ipu_device must be like "/device:IPU:0"; got {ipu_device!r}.')
     return len(config.selected_devices(int(number)))
-
-
-def running_on_ipu_model() -> bool:
-    """Whether the IPUs that were selected are virtual, devices of the CPU."""
-    return any(device.platform == "cpu" for device in config.selected_devices(0))
 
 
 class Seeded(Protocol):
@@ -272,3 +253,6 @@ def reach(session: Seeded) -> None:
     """Has `reset_ipu_seed` reach a session."""
     with _seeding:
         _seeded.add(session)
+
+
+explain_missing(__name__)

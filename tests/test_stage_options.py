@@ -144,10 +144,12 @@ def test_options_that_contradict_each_other():
 
 def test_options_that_xla_refuses_are_found_before_anything_compiles(tmp_path):
     stages = [
-        PipelineStageOptions({"xla_nonsense": 1, **dumping(tmp_path, "0")}),
-        PipelineStageOptions({"xla_cpu_enable_fast_math": "perhaps"}),
+        PipelineStageOptions(compiler_options={"xla_nonsense": 1, **dumping(tmp_path, "0")}),
+        PipelineStageOptions(compiler_options={"xla_cpu_enable_fast_math": "perhaps"}),
     ]
-    model = front.Model(**{FORWARD: stages, UPDATE: PipelineStageOptions({"xla_nonsense": 1})})
+    model = front.Model(
+        **{FORWARD: stages, UPDATE: PipelineStageOptions(compiler_options={"xla_nonsense": 1})}
+    )
     with ipu.Session() as session:
         session.run(model.initializer)
         for _time in range(2):
@@ -173,7 +175,7 @@ def test_options_that_xla_refuses_are_found_before_anything_compiles(tmp_path):
     ],
 )
 def test_each_argument_of_the_front_reaches_its_programs(tmp_path, argument, expected):
-    options = PipelineStageOptions(dumping(tmp_path, "some"))
+    options = PipelineStageOptions(compiler_options=dumping(tmp_path, "some"))
     model = front.Model(
         **{argument: options if argument == UPDATE else [options, PipelineStageOptions()]},
     )
@@ -184,7 +186,7 @@ def test_each_argument_of_the_front_reaches_its_programs(tmp_path, argument, exp
 
 
 def test_through_the_front():
-    fast = [PipelineStageOptions({"xla_cpu_enable_fast_math": False})] * 2
+    fast = [PipelineStageOptions(compiler_options={"xla_cpu_enable_fast_math": False})] * 2
     with_options = front.Model(**{FORWARD: fast, BACKWARD: fast, UPDATE: fast[0]})
     losses = []
     for model in (with_options, front.Model()):
@@ -210,12 +212,12 @@ def test_through_the_front():
             f"{UPDATE} to be of type PipelineStageO.*list",
         ),
         (
-            {UPDATE: PipelineStageOptions({"xla_x": None})},
+            {UPDATE: PipelineStageOptions(compiler_options={"xla_x": None})},
             TypeError,
             f"{UPDATE}: the compiler option xla_x must be .*; got None",
         ),
         (
-            {FORWARD: [PipelineStageOptions({3: 1}), PipelineStageOptions()]},
+            {FORWARD: [PipelineStageOptions(compiler_options={3: 1}), PipelineStageOptions()]},
             TypeError,
             rf"{FORWARD}\[0\]: the names of compiler options are strings; got 3",
         ),
@@ -230,7 +232,19 @@ def test_wrong_fields():
     with pytest.raises(TypeError, match="PipelineStageOptions: matmul_options must be a dict; got 3"):
         PipelineStageOptions(matmul_options=3)
     with pytest.raises(TypeError, match="PipelineStageOptions: compiler_options must be a dict"):
-        PipelineStageOptions([("a", 1)])
+        PipelineStageOptions(compiler_options=[("a", 1)])
+
+
+def test_positions_are_graphcore_s():
+    options = PipelineStageOptions({"a": 1}, {"b": 2}, {"c": 3})
+    assert options.convolution_options == {"a": 1}
+    assert options.matmul_options == {"b": 2}
+    assert options.slice_options == {"c": 3}
+    assert options.compiler_options is None
+    with pytest.raises(
+        ValueError, match="convolution_options is for Poplar's options.* as compiler_options="
+    ):
+        PipelineStageOptions({"xla_cpu_enable_fast_math": False})
 
 
 def test_what_has_no_effect_warns():

@@ -382,6 +382,12 @@ def test_variables_of_normalizations():
         ({"groups": 3}, ValueError, "groups must divide the 4 channels"),
         ({"variables_collections": ["a"]}, ValueError, "must be None"),
         ({"param_initializers": {"delta": 0.0}}, ValueError, "are for beta and gamma"),
+        (
+            {"center": None},
+            TypeError,
+            "center must be True or False; got None. SDKs before 2.0 had reduction",
+        ),
+        ({"center": True, "scale": (1,)}, TypeError, "scale must be True or False"),
     ],
 )
 def test_wrong_normalizations(arguments, error, message):
@@ -394,6 +400,9 @@ def test_activations():
     x = np.linspace(-4, 4, 9, dtype=np.float32)
     np.testing.assert_allclose(nn_ops.gelu(x), jax.nn.gelu(x), rtol=1e-6)
     np.testing.assert_allclose(nn_ops.gelu(x, False), jax.nn.gelu(x, approximate=False), rtol=1e-6)
+    np.testing.assert_array_equal(nn_ops.gelu(x, True, "name"), nn_ops.gelu(x, name="name"))
+    with pytest.raises(TypeError, match="approximate must be True or False; got 'name'.*pass it as name="):
+        nn_ops.gelu(x, "name")
     np.testing.assert_allclose(nn_ops.hard_sigmoid(x), np.clip(0.2 * x + 0.5, 0, 1), rtol=1e-6)
     assert nn_ops.hard_sigmoid(jnp.ones(2, jnp.bfloat16)).dtype == jnp.bfloat16
 
@@ -405,6 +414,12 @@ def test_embedding_lookup():
     with pytest.warns(UserWarning, match="serialization_factor has no effect"):
         np.testing.assert_array_equal(lookup(table, ids, serialization_factor=3), table[ids])
     np.testing.assert_array_equal(lookup(table, [0, 4], indices_are_sorted=True), table[[0, 4]])
+    with pytest.warns(UserWarning, match="one_hot_threshold has no effect"):
+        np.testing.assert_array_equal(lookup(table, ids, one_hot_threshold=0), table[ids])
+    with pytest.warns(UserWarning, match="min_encoding_size has no effect"):
+        np.testing.assert_array_equal(lookup(table, ids, min_encoding_size=1216), table[ids])
+    with pytest.raises(ValueError, match="got 0. SDKs before 2.0 had one_hot_threshold there"):
+        lookup(table, ids, None, 0, 1216)
     with pytest.raises(TypeError, match="ids must be integers"):
         lookup(table, [0.5])
     with pytest.raises(ValueError, match="must divide the 6 rows; got 4"):
@@ -435,6 +450,17 @@ def test_dropout():
     np.testing.assert_array_equal(*same)
     assert not np.array_equal(same[0], rand_ops.dropout(x, seed=[1, 3]))
     np.testing.assert_array_equal(rand_ops.dropout(x, 0), x)
+    with pytest.warns(UserWarning, match="ref=False has no effect"):
+        np.testing.assert_array_equal(same[0], rand_ops.dropout(x, seed=[1, 2], seed_modifier=1, ref=False))
+    assert not np.array_equal(same[0], rand_ops.dropout(x, seed=[1, 2], seed_modifier=2))
+
+
+@pytest.mark.parametrize(
+    "positions", [(None, 0.3), ([1, 2], 0.3), (np.array([1, 2]), 0.3), (0, 0.3), (7, 0.3)]
+)
+def test_dropout_with_the_seed_in_its_older_position(positions):
+    with pytest.raises((ValueError, TypeError), match="Older SDKs had the seed second and the rate third"):
+        rand_ops.dropout(np.ones((2, 3), np.float32), *positions)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ Arguments, defaults and variable names are those of Keras, with channels last. T
 `jax.nn` and `jax.lax`.
 """
 
+from ipu_pipeline.graphcore.importing import explain_missing
 from ipu_pipeline.layers.base import Layer
 from ipu_pipeline.layers.convolutional import Conv1D, Conv2D, Conv2DTranspose, DepthwiseConv2D
 from ipu_pipeline.layers.core import Activation, Dense, Dropout, Embedding, Flatten
@@ -33,3 +34,5 @@ __all__ = [
     "LayerNormalization",
     "MaxPooling2D",
 ]
+
+explain_missing(__name__)

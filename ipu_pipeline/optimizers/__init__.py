@@ -1,6 +1,8 @@
 """Optimizers around Optax transformations, and TensorFlow 1's."""
 
 from ipu_pipeline.engine.updates.reporting import with_metrics
+from ipu_pipeline.gradient_accumulation import GradientAccumulationReductionMethod
+from ipu_pipeline.graphcore.importing import explain_missing
 from ipu_pipeline.optimizers import tf1
 from ipu_pipeline.optimizers.accumulating import GradientAccumulationOptimizerV2
 from ipu_pipeline.optimizers.averaging import with_averaged_weights
@@ -15,6 +17,7 @@ __all__ = [
     "CrossReplicaGradientAccumulationOptimizerV2",
     "CrossReplicaOptimizer",
     "GradientAccumulationOptimizerV2",
+    "GradientAccumulationReductionMethod",
     "LossScalingOptimizer",
     "MapGradientOptimizer",
     "OutfeedOptimizer",
@@ -23,3 +26,5 @@ __all__ = [
     "with_averaged_weights",
     "with_metrics",
 ]
+
+explain_missing(__name__)

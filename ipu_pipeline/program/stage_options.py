@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ipu_pipeline.engine.tracing.stage_lists import as_level
@@ -23,21 +23,27 @@ _NAMES = {
 class PipelineStageOptions:
     """Options for compiling programs of one stage.
 
+    Graphcore's arguments stand at Graphcore's positions; `compiler_options` is given by name.
+
+    Example:
+      PipelineStageOptions(compiler_options={"xla_backend_optimization_level": 3})
+
     Attributes:
-      compiler_options: XLA's options, as for the `compiler_options` of `jax.jit`: names, such as
-        "xla_backend_optimization_level", with booleans, integers, floats or strings.
       convolution_options: of Poplar; XLA has no use for it, and a pipeline that gets it warns.
       matmul_options: likewise.
       slice_options: likewise.
+      compiler_options: XLA's options, as for the `compiler_options` of `jax.jit`: names, such as
+        "xla_backend_optimization_level", with booleans, integers, floats or strings.
 
     Raises:
       TypeError: one of them is not a dict.
+      ValueError: one of Poplar's has an option of XLA's.
     """
 
-    compiler_options: Mapping[str, bool | int | float | str] | None = None
     convolution_options: Mapping[str, Any] | None = None
     matmul_options: Mapping[str, Any] | None = None
     slice_options: Mapping[str, Any] | None = None
+    compiler_options: Mapping[str, bool | int | float | str] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         """Checks the fields."""
@@ -45,6 +51,11 @@ class PipelineStageOptions:
             value = getattr(self, name)
             if value is not None and not isinstance(value, Mapping):
                 raise TypeError(f"PipelineStageOptions: {name} must be a dict; got {value!r}.")
+            if name in _POPLAR and any(str(option).startswith("xla_") for option in value or ()):
+                raise ValueError(
+                    f"PipelineStageOptions: {name} is for Poplar's options; got {value!r}. Pass XLA's as "
+                    "compiler_options=."
+                )
 
 
 def compiler_options(

@@ -30,6 +30,7 @@ from ipu_pipeline.queues.outfeed import OutfeedOperation
 from ipu_pipeline.reports.capturing import start_automatic_report
 from ipu_pipeline.session import entries, exporting
 from ipu_pipeline.session.agreeing import agree_on_run
+from ipu_pipeline.session.arguments import choose_seed
 from ipu_pipeline.session.fetches import concerns_devices, find_runs, give_results
 from ipu_pipeline.session.resuming import Resumption, check_snapshot
 from ipu_pipeline.session.running import Limit, check_feeds, run_program
@@ -49,21 +50,20 @@ class Session:
           losses = session.run(outfeed_queue.dequeue())
     """
 
-    def __init__(self, seed: int | None = None) -> None:
+    def __init__(self, seed: int | None = None, **of_tensorflow: Any) -> None:
         """Makes an empty session. It does not start JAX's backend.
 
         Args:
           seed: initial values and random keys depend on it. None: that of `utils.reset_ipu_seed`, or 0.
+          **of_tensorflow: none; an error says what takes the place of `tf.Session`'s `config` and `graph`.
 
         Raises:
-          TypeError: the seed is not an integer.
-          ValueError: it does not fit 64 bits.
+          TypeError, ValueError: the seed is not usable, or there are other arguments.
         """
-        if seed is not None:
-            utils.check_seed(seed, "Session")
+        seed = choose_seed(seed, of_tensorflow)
         config.enable_executable_cache_of_environment()
         start_automatic_report()
-        self._store = Store(utils.current_seed() if seed is None else int(seed))
+        self._store = Store(seed)
         self._resumption = Resumption()
         self._limit = Limit()  # of the run, see `run_part`
         self._infeeds: dict[IPUInfeedQueue, object] = {}

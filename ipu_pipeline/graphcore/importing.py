@@ -1,0 +1,170 @@
+"""How Graphcore's names are imported: its module paths, and errors that say what to use.
+
+`install` adds a finder behind Python's own finders. It is only asked for modules of this package that
+have no file:
+
+1. A path of Graphcore's whose module is here under a shorter path, such as `ipu_pipeline.ops.rand_ops`,
+   gives that module itself.
+2. A path without a module here some of whose names are here, such as
+   `ipu_pipeline.optimizers.cross_replica_optimizer`, gives a module of these names. Each is looked up
+   when it is used.
+3. Any other path or name of Graphcore's raises an error that says what to use, from the table.
+
+`from m import x` replaces an AttributeError of `m` by an ImportError with Python's own text. But if `m`
+has a `__path__`, Python first looks for a module `m.x`. So each module that Graphcore has, too, calls
+`explain_missing`: it gets an empty `__path__`, and the finder raises the error.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+from ipu_pipeline.graphcore import table
+
+__all__ = ["explain_missing", "find_attribute", "install"]
+
+_ROOT = "ipu_pipeline"
+
+
+def install() -> None:
+    """Adds the finder, once."""
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.append(_Finder())
+
+
+def explain_missing(module_name: str) -> None:
+    """Has a module answer for Graphcore's names that it does not have. Called at the module's end.
+
+    Args:
+      module_name: its `__name__`.
+    """
+    attributes = vars(sys.modules[module_name])
+    attributes.setdefault("__getattr__", functools.partial(find_attribute, module_name))
+    attributes.setdefault("__path__", [])
+
+
+def find_attribute(module_name: str, name: str) -> Any:
+    """What a module's `__getattr__` returns for a name that the module does not have.
+
+    Args:
+      module_name: the module's `__name__`.
+      name: the attribute.
+
+    Returns:
+      A module, of a path of Graphcore's that leads to something here.
+
+    Raises:
+      AttributeError: there is none. The text says what to use in its place, or which name is near.
+    """
+    module = sys.modules[module_name]
+    ordinary = f"module {module_name!r} has no attribute {name!r}"
+    if name.startswith("_"):
+        raise AttributeError(ordinary, name=name, obj=module)
+    path = _join(module_name, name)
+    if _find_real_module(path) or table.find_names(path) is not None:
+        return importlib.import_module(f"{module_name}.{name}")
+    # Without a name, Python adds no suggestion of its own.
+    text = table.describe_missing(path) or ordinary + _suggest(module_name, name)
+    raise AttributeError(text, obj=module)
+
+
+def _join(module_name: str, name: str) -> str:
+    """The path behind `ipu.`."""
+    return f"{module_name}.{name}".removeprefix(f"{_ROOT}.")
+
+
+def _find_real_module(path: str) -> str | None:
+    """The module of a file that a path of Graphcore's stands for: `rand_ops` for `ops.rand_ops`."""
+    short = table.shorten(path)
+    if short == path or table.find_module(path) is None:
+        return None
+    full_name = f"{_ROOT}.{short}"
+    places = sys.modules[_ROOT].__path__
+    return full_name if importlib.machinery.PathFinder.find_spec(full_name, places) else None
+
+
+def _suggest(module_name: str, name: str) -> str:
+    """Says which name is near, of those that the module has here or had in Graphcore's package."""
+    known = table.find_module(module_name.removeprefix(_ROOT).removeprefix("."))
+    names = set(dir(sys.modules[module_name]))
+    if known is not None:
+        names |= set(table.read_sdk_names()[known])
+        if not known:
+            names |= {table.shorten(module).partition(".")[0] for module in table.read_sdk_names()}
+    near = difflib.get_close_matches(name, sorted(one for one in names if not one.startswith("_")), n=1)
+    return f". Did you mean {near[0]!r}?" if near else ""
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds modules by Graphcore's paths."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """The module of a path. Only called for what no file has.
+
+        Raises:
+          ModuleNotFoundError: the table says what to use in its place, or a name is near.
+        """
+        del path, target
+        parent, _dot, child = fullname.rpartition(".")
+        if not fullname.startswith(f"{_ROOT}.") or child.startswith("_"):
+            return None
+        wanted = _join(parent, child)
+        real = _find_real_module(wanted)
+        names = None if real else table.find_names(wanted)
+        if real or names is not None:
+            return importlib.machinery.ModuleSpec(fullname, _Loader(wanted, real, names or {}))
+        text = table.describe_missing(wanted)
+        if text is None and hasattr(sys.modules.get(parent), "__getattr__"):
+            near = _suggest(parent, child)
+            text = f"cannot import name {child!r} from {parent!r}{near}" if near else None
+        if text is None:
+            return None
+        # The name is not that of the module: `from m import x` would drop the error for Python's own.
+        raise ModuleNotFoundError(text, name=f"ipu.{wanted}")
+
+
+class _Loader(importlib.abc.Loader):
+    """Loads a module of another path, or makes one."""
+
+    def __init__(self, path: str, real: str | None, names: Mapping[str, str]) -> None:
+        """Of a path.
+
+        Args:
+          path: behind `ipu.`.
+          real: the module that it leads to; None: one is made.
+          names: what that has.
+        """
+        self._path, self._real, self._names = path, real, names
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Fills the module, or puts the one that there is in its place."""
+        if self._real is not None:
+            sys.modules[module.__name__] = importlib.import_module(self._real)
+            return
+        module.__doc__ = f"Names of Graphcore's `ipu.{self._path}`."
+        attributes = {
+            "__all__": sorted(self._names),
+            "__getattr__": functools.partial(self._resolve, module),
+            "__dir__": lambda: sorted(self._names),
+        }
+        vars(module).update(attributes)
+        explain_missing(module.__name__)
+
+    def _resolve(self, module: ModuleType, name: str) -> Any:
+        if name not in self._names:
+            return find_attribute(module.__name__, name)
+        value: Any = sys.modules[_ROOT]
+        for part in self._names[name].split("."):
+            value = getattr(value, part)
+        vars(module)[name] = value
+        return value
