@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_pipeline.engine.tracing.keys import next_rng_key
+from ipu_pipeline.engine.tracing.keys import draw_key
 
 __all__ = ["dropout"]
 
@@ -61,7 +61,7 @@ def dropout(
         shape = tuple(whole if size is None else size for size, whole in zip(given, x.shape, strict=True))
     if rate == 0:
         return x
-    key = next_rng_key() if seed is None else _key_of(seed)
+    key = draw_key("ipu.rand_ops.dropout", " Or give it a `seed`.") if seed is None else _key_of(seed)
     is_kept = jax.random.bernoulli(key, 1 - rate, shape)
     return jnp.where(is_kept, x / jnp.asarray(1 - rate, x.dtype), jnp.zeros_like(x))
 
