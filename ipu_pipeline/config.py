@@ -26,6 +26,7 @@ from ipu_pipeline.config_categories import (
     StochasticRoundingBehaviour,
     find_near,
 )
+from ipu_pipeline.enumerations import list_members
 from ipu_pipeline.executable_cache import (
     CACHE_DIR_VARIABLE,
     enable_executable_cache,
@@ -141,7 +142,10 @@ class IPUConfig:
             _check_numbers(name, value)
         elif name == "selection_order":
             if not isinstance(value, SelectionOrder):
-                raise TypeError(f"IPUConfig.selection_order must be a utils.SelectionOrder; got {value!r}.")
+                raise TypeError(
+                    f"IPUConfig.selection_order must be one of {list_members(SelectionOrder)}; got "
+                    f"{value!r}."
+                )
         elif not isinstance(value, (bool, IPUModel) if name == "ipu_model" else bool):
             raise TypeError(f"IPUConfig.{name} must be True or False; got {value!r}.")
         elif name == "ipu_model":

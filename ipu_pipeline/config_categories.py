@@ -17,6 +17,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ipu_pipeline.enumerations import list_members
+
 __all__ = [
     "CATEGORIES",
     "SETTINGS",
@@ -306,7 +308,10 @@ class Category:
             value = operator.index(value)  # NumPy's integers
         is_number = isinstance(value, bool) and bool not in setting.types
         if is_number or not isinstance(value, setting.types):
-            kinds = " or ".join(kind.__name__ for kind in setting.types)
+            kinds = " or ".join(
+                f"{kind.__name__} ({list_members(kind)})" if issubclass(kind, enum.Enum) else kind.__name__
+                for kind in setting.types
+            )
             raise TypeError(f"IPUConfig.{full_name} must be of type {kinds}; got {value!r}.")
         if value != setting.default and setting.reason:
             _notice(full_name)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
-from ipu_pipeline.graph.placeholders import Placeholder, cast_exactly
+from ipu_pipeline.engine.jaxprs.values import as_own
+from ipu_pipeline.graph.placeholders import Placeholder
 from ipu_pipeline.graphcore.importing import explain_missing
 from ipu_pipeline.program.program import Program, build_program
 from ipu_pipeline.program.registry import register, reserve_ipus
@@ -70,7 +70,7 @@ def _check_input(index: int, value: Any) -> Placeholder | np.ndarray[Any, Any]:
     if isinstance(value, Placeholder):
         return value
     try:
-        array = np.asarray(value)
+        array = np.asanyarray(value)  # a masked array as it is
     except (TypeError, ValueError):
         array = np.asarray(None)
     if array.dtype.kind in "OUSMm":
@@ -78,7 +78,8 @@ def _check_input(index: int, value: Any) -> Placeholder | np.ndarray[Any, Any]:
             f"ipu_compiler.compile: inputs[{index}] must be a placeholder or an array; got "
             f"{type(value).__name__}."
         )
-    return cast_exactly(array, jax.dtypes.canonicalize_dtype(array.dtype), f"inputs[{index}]")
+    given: np.ndarray[Any, Any] = as_own(array, f"inputs[{index}]")
+    return given
 
 
 explain_missing(__name__)

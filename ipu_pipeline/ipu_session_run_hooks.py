@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ipu_pipeline.enumerations import list_members
 from ipu_pipeline.graphcore.importing import explain_missing
 from ipu_pipeline.queues.outfeed import IPUOutfeedMode
 
@@ -156,7 +157,9 @@ class IPULoggingTensorHook(SessionRunHook):
         if every_n_secs is not None and not every_n_secs > 0:
             raise ValueError(f"every_n_secs must be above 0; got {every_n_secs!r}.")
         if not isinstance(logging_mode, IPUOutfeedMode):
-            raise TypeError(f"logging_mode must be an IPUOutfeedMode; got {logging_mode!r}.")
+            raise TypeError(
+                f"logging_mode must be one of {list_members(IPUOutfeedMode)}; got {logging_mode!r}."
+            )
         self._every_n_iter = every_n_iter
         self._every_n_secs = every_n_secs
         self._at_end = at_end

@@ -15,7 +15,7 @@ from ipu_pipeline.engine.loops.bodies import trace_body
 from ipu_pipeline.engine.loops.loop import Loop
 from ipu_pipeline.engine.tracing import frames
 from ipu_pipeline.engine.tracing.captures import Captures
-from ipu_pipeline.engine.tracing.faults import describe_arguments
+from ipu_pipeline.engine.tracing.faults import describe_arguments, name_of
 from ipu_pipeline.engine.tracing.stages import as_arguments, check_signature
 from ipu_pipeline.graph.operations import Operation
 from ipu_pipeline.graph.placeholders import Placeholder, as_traced_inputs
@@ -145,7 +145,7 @@ def _loop(
         raise ValueError(f"{what}: inputs must have at least one array, which the condition takes.")
     element = None if infeed_queue is None else infeed_queue.element
     avals = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
-    place = f"the body {getattr(body, '__name__', type(body).__name__)} of {what}"
+    place = f"the body {name_of(body)} of {what}"
     fed_args, fed_kwargs = as_arguments(element)
     arguments = (*jax.tree.unflatten(tree, avals), *fed_args)
     check_signature(body, (arguments, fed_kwargs), "the inputs and the infeed's element", place)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ipu_pipeline.config_categories import warn_once
-from ipu_pipeline.engine.tracing.keys import next_rng_key
+from ipu_pipeline.engine.tracing.keys import draw_key
 from ipu_pipeline.graphcore.importing import explain_missing
 
 __all__ = ["dropout"]
@@ -79,7 +79,7 @@ def dropout(
         shape = tuple(whole if size is None else size for size, whole in zip(given, x.shape, strict=True))
     if rate == 0:
         return x
-    key = next_rng_key() if seed is None else _key_of(seed)
+    key = draw_key("ipu.rand_ops.dropout", " Or give it a `seed`.") if seed is None else _key_of(seed)
     if seed_modifier != 1:
         key = jax.random.fold_in(key, seed_modifier)
     is_kept = jax.random.bernoulli(key, 1 - rate, shape)

@@ -279,3 +279,20 @@ def test_programs_keep_no_placeholders_but_their_own():
         gc.collect()
         assert len(live_placeholders()) == before + 1
     del kept
+
+
+def test_masked_arrays_and_other_byte_orders():
+    """A mask was dropped; NumPy's big-endian arrays were refused as inputs, without naming these."""
+    x = ipu.placeholder(np.float32, [3], name="x")
+    plain = np.arange(3.0)
+    masked = np.ma.masked_array(plain, [0, 1, 0])
+    with pytest.raises(ValueError, match=r"^inputs\[0\] is a masked array: 1 of its 3 elements"):
+        front.compile_program(lambda a: a, [masked])
+    program = front.compile_program(lambda a, b: a + b + x, [plain.astype(">f8"), plain.astype(">f4")])
+    with ipu.Session() as session:
+        for value in (plain.astype(">f4"), np.ma.masked_array(plain)):
+            np.testing.assert_array_equal(session.run(program, {x: value})[0], 3 * plain)
+        with pytest.raises(
+            ValueError, match=r"The value fed to placeholder 'x' .* is a masked array: 1 of"
+        ):
+            session.run(program, {x: masked})

@@ -260,7 +260,7 @@ def test_selection_order_is_a_permutation(size):
         ("auto_select_ipus", [], ValueError, "got \\[\\]"),
         ("auto_select_ipus", True, ValueError, "got True"),
         ("select_ipus", [0, 0], ValueError, "different device indices"),
-        ("selection_order", "SNAKE", TypeError, "must be a utils.SelectionOrder"),
+        ("selection_order", "SNAKE", TypeError, "must be one of SelectionOrder.AUTO, "),
         ("ipu_model", 1, TypeError, "must be True or False"),
         ("allow_recompute", 1, TypeError, "allow_recompute must be True or False"),
     ],

@@ -1,5 +1,7 @@
 """What errors in stages say: where it happened, and everything that can be found at once."""
 
+import collections
+import functools
 import pickle
 import traceback
 
@@ -11,7 +13,7 @@ import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline import engine, layers
-from ipu_pipeline.engine.jaxprs.shapes import check_like
+from ipu_pipeline.engine.jaxprs.shapes import check_like, describe_structure, describe_structures
 from tests import front
 
 
@@ -253,7 +255,7 @@ def test_captures_and_unreachable_markers_do_not_end_the_search():
     with pytest.raises(ValueError, match="^3 faults") as caught:
         jax.make_jaxpr(outer)(np.float32(1))
     text = str(caught.value)
-    assert "1. stage 0 (captures): Trying to capture the tensor a computed value (float32[])" in text
+    assert "1. stage 0 (captures): Trying to capture the tensor float32[] (a computed value)" in text
     assert "2. stage 1 (<lambda>): get_variable, next_rng_key, assign, metric, enqueue or" in text
     assert "3. stage 2 (<lambda>): Trying to share variable shared/v" in text
 
@@ -312,7 +314,10 @@ def test_all_leaves_of_a_micro_batch_that_differ():
         "It must have the shape and dtype of the first one, at ['a'], float32[2]; got float32[1]; "
         "at ['c'], float32[]; got float32[1]. "
     )
-    with pytest.raises(ValueError, match="^It must have the structure") as caught:
+    with pytest.raises(
+        ValueError,
+        match="^It must be a dict with the keys 'a', 'b', 'c', .* got a dict with the keys 'a', 'c', 'd'",
+    ) as caught:
         check_like(like(a=(1,), d=(), c=()), expected, "It")
     assert str(caught.value).endswith(
         "Missing: ['b']. Unexpected: ['d']. It must have, at ['a'], float32[2]; got float32[1]."
@@ -370,3 +375,152 @@ def test_where_a_derivative_fails():
         assert note.startswith(f"This happened while differentiating stage 0 ({stage.__name__})\n  at ")
         assert "test_errors.py, line" in note
         assert line in note
+
+
+def last_line_of(call):
+    """The last line of the traceback of the error that a call ends in."""
+    try:
+        call()
+    except Exception as error:
+        return "".join(traceback.format_exception(error)).rstrip().splitlines()[-1].strip()
+    raise AssertionError("nothing was wrong")
+
+
+def test_tracebacks_end_with_our_lines():
+    """They ended with JAX's note that it had removed its internal frames."""
+    assert last_line_of(lambda: trace([project], (2, 4))) == f"at {line_of('# wrong')}"
+    model = [front.first_stage, lambda rate, x, _labels: (rate, project(x))]
+    assert last_line_of(lambda: front.Model(computational_stages=model)) == f"at {line_of('# wrong')}"
+    infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(front.data())
+    loop = lambda: ipu.loops.repeat(2, lambda x, y, z: project(y), [np.float32(0)], infeed)  # noqa: E731
+    assert last_line_of(lambda: front.compile_program(loop)) == f"at {line_of('# wrong')}"
+
+    def wrong_update():
+        def update(*_arguments):
+            raise RuntimeError("of the optimizer")
+
+        optimizer = optax.GradientTransformation(lambda _parameters: (), update)
+        trace([layers.Dense(1)], (2, 4), loss=jnp.sum, optimizer=optimizer)
+
+    assert last_line_of(wrong_update) == "RuntimeError: of the optimizer"
+    bare = lambda: ipu.rand_ops.dropout(jnp.zeros(3))  # noqa: E731
+    assert last_line_of(lambda: front.compile_program(bare)).startswith(
+        "RuntimeError: ipu.rand_ops.dropout"
+    )
+
+
+def test_a_partial_is_named_by_what_it_wraps():
+    def encode(_number, x):
+        return project(x)
+
+    wrapped = functools.partial(functools.partial(encode), 1)
+    assert note_of(error_of([wrapped], (2, 4))).startswith("This happened while tracing stage 0 (encode)\n")
+    stage = engine.Stage(functools.partial(encode), {"w": np.zeros(2, "float32")})
+    assert note_of(error_of([stage], (2, 4))).startswith("This happened while tracing stage 0 (encode)\n")
+    with pytest.raises(TypeError) as caught:
+        front.compile_program(lambda: ipu.loops.repeat(2, functools.partial(encode, 1), [np.zeros((2, 4))]))
+    assert "the body encode of ipu.loops.repeat" in note_of(caught.value)
+
+
+@pytest.mark.parametrize("method", ["minimize", "compute_gradients", "apply_gradients"])
+def test_methods_of_tensorflows_optimizers_on_optaxs(method):
+    def optimizer_function(rate, loss):
+        return getattr(optax.sgd(rate), method)(loss)
+
+    with pytest.raises(AttributeError, match=method) as caught:
+        front.Model(optimizer_function=optimizer_function)
+    note = note_of(caught.value)
+    assert f"  {method}() is a method of TensorFlow's optimizers, and Optax's have none." in note
+    assert "OptimizerFunctionOutput(optimizer, loss)" in note
+    assert "GradientAccumulationOptimizerV2(optimizer, 1).minimize(loss)" in note
+
+    def other(_rate, _loss):
+        return getattr(jnp, method)
+
+    with pytest.raises(AttributeError) as caught:
+        front.Model(optimizer_function=other)
+    assert "TensorFlow" not in note_of(caught.value)
+
+
+def test_a_captured_value_is_told_by_the_line_that_computes_it():
+    def program(x):
+        doubled = jnp.stack([x, x]) * 2  # captured
+
+        def stage(rows, _labels):
+            return rows * doubled[0]
+
+        return ipu.pipelining_ops.pipeline(
+            [stage, lambda rows: rows],
+            gradient_accumulation_count=2,
+            infeed_queue=ipu.ipu_infeed_queue.IPUInfeedQueue(front.data()),
+            outfeed_queue=ipu.ipu_outfeed_queue.IPUOutfeedQueue(),
+        )
+
+    with pytest.raises(ValueError, match="which may only use its arguments") as caught:
+        front.compile_program(program, [ipu.placeholder(np.float32, [], "x")])
+    told = (
+        f"Trying to capture the tensor float32[2] (computed at {line_of('# captured')}) in stage 0 (stage)"
+    )
+    assert told in str(caught.value)
+
+
+def test_structures_are_told_as_they_are_written():
+    def told(value):
+        return describe_structure(jax.tree.structure(value))
+
+    Pair = collections.namedtuple("Pair", "first second")
+    assert told(1) == "an array"
+    assert told((1,)) == "a tuple of 1 array"
+    assert told((1, 2)) == "a tuple of 2 arrays"
+    assert told([]) == "an empty list"
+    assert told(None) == "None"
+    assert told({"b": 1, "a": 2}) == "a dict with the keys 'a', 'b'"
+    assert told((1, {"a": 2}, [None])) == (
+        "a tuple of (an array, a dict with the key 'a', a list of (None))"
+    )
+    assert told({"a": (1, 2)}) == "a dict {'a': a tuple of 2 arrays}"
+    assert told(Pair(1, [2])) == "a Pair(first: an array, second: a list of 1 array)"
+    assert describe_structures(jax.tree.structure(1), jax.tree.structure([1])) == [
+        "an array",
+        "a list of 1 array",
+    ]
+    pipeline = engine.Pipeline([lambda x, y: x + y], num_micro_batches=2)
+    x = np.zeros(2, "float32")
+    state = pipeline.init(jax.random.key(0), (x, x))
+    with pytest.raises(ValueError, match="Micro-batch 1") as caught:
+        pipeline.step(state, [(x, x), x])
+    assert str(caught.value) == "Micro-batch 1 must be a tuple of 2 arrays, as the first one; got an array."
+
+
+def test_random_numbers_name_what_was_called():
+    for dropout, name in (
+        (lambda x: ipu.rand_ops.dropout(x), "ipu.rand_ops.dropout"),
+        (lambda x: ipu.layers.Dropout(0.5)(x, training=True), "ipu.layers.Dropout"),
+        (lambda _x: ipu.next_rng_key(), "next_rng_key()"),
+    ):
+        with pytest.raises(RuntimeError) as caught:
+            front.compile_program(lambda call=dropout: call(jnp.zeros(3)))
+        assert f"{name} was called outside of a computational stage, in the compiled" in str(caught.value)
+
+
+def test_an_orthogonal_initializer_in_16_bits_is_told_what_to_pass():
+    flax = pytest.importorskip("flax.linen")
+    orthogonal = flax.initializers.orthogonal()
+
+    def stage(x):
+        return layers.Flax(flax.Dense(3, kernel_init=orthogonal, param_dtype=jnp.float16))(x)
+
+    def casting(key, shape, dtype):
+        return orthogonal(key, shape, jnp.float32).astype(dtype)
+
+    def mended(x):
+        return layers.Flax(flax.Dense(3, kernel_init=casting, param_dtype=jnp.float16))(x)
+
+    x = np.zeros((2, 4), "float32")
+    with pytest.raises(NotImplementedError) as caught:
+        engine.Pipeline([stage], num_micro_batches=1).init(jax.random.key(0), (x,))
+    place, mend = caught.value.__notes__
+    assert place == "This happened while making the initial value of variable flax/kernel: float16[4, 3]"
+    assert "initializer(key, shape, jnp.float32).astype(dtype)" in mend
+    state = engine.Pipeline([mended], num_micro_batches=1).init(jax.random.key(0), (x,))
+    assert state.variables["flax/kernel"].dtype == jnp.float16

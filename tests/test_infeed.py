@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import ipu_pipeline as ipu
+from ipu_pipeline.engine.jaxprs.values import as_own
 from ipu_pipeline.errors import OutOfRangeError
 from ipu_pipeline.ipu_infeed_queue import IPUInfeedQueue
 from ipu_pipeline.ipu_outfeed_queue import IPUOutfeedMode, IPUOutfeedQueue
@@ -172,7 +173,10 @@ def test_another_structure():
     queue.initialize()
     take_some = queue.connect(same) if queue.element else None
     take_some(1)
-    with pytest.raises(ValueError, match="element 1 of the dataset must have the structure"):
+    with pytest.raises(
+        ValueError,
+        match="element 1 of the dataset must be a tuple of 2 arrays, as the first one; got an array",
+    ):
         take_some(1)
     queue.delete()
 
@@ -193,7 +197,9 @@ def test_outfeed_buffer_depth(depth):
 
 
 def test_outfeed_mode():
-    with pytest.raises(TypeError, match="outfeed_mode must be an IPUOutfeedMode; got 'all'"):
+    with pytest.raises(
+        TypeError, match="outfeed_mode must be one of IPUOutfeedMode.ALL, IPUOutfeedMode.LAST; got 'all'"
+    ):
         IPUOutfeedQueue(outfeed_mode="all")
 
 
@@ -477,3 +483,135 @@ def test_what_nobody_got_is_dequeued_again(mode, monkeypatch):
 
 def interrupt(*_arguments):
     raise KeyboardInterrupt
+
+
+def test_advice_about_the_initializer_works():
+    """It said to read `initializer` again, which raises."""
+    queue = IPUInfeedQueue(scalars(1))
+    with pytest.raises(
+        RuntimeError, match=r"initializer first: session.run\(infeed_queue.initializer\)\.$"
+    ):
+        queue.check_initialized()
+    _kept = queue.initializer  # read here
+    for call in (queue.check_initialized, lambda: queue.initializer):
+        with pytest.raises((RuntimeError, ValueError)) as caught:
+            call()
+        assert "session.run(initializer)" in str(caught.value)
+        assert f" at {__file__}, line " in str(caught.value)
+        assert ": _kept = queue.initializer  # read here" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "told"),
+    [
+        (
+            (np.zeros((6, 2), "f4"), np.zeros(6, "i4")),
+            r"a tuple of 2 arrays \(float32\[6, 2\], int32\[6\]\)\..* be its arrays\.",
+        ),
+        ([np.zeros((6, 2), "f4"), np.zeros(6, "f4")], "a list of 2 arrays"),
+        ({"x": np.zeros((6, 2)), "y": np.zeros(6)}, r"a dict\..* be its keys\."),
+    ],
+)
+def test_arrays_of_all_samples_are_no_micro_batches(dataset, told):
+    with pytest.raises(TypeError, match=rf"dataset is {told}.*range\(0, num_samples, n\): yield"):
+        IPUInfeedQueue(dataset)
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        [np.zeros((6, 2), "f4"), np.ones((6, 2), "f4")],
+        (np.zeros((6, 2), "f4"), np.ones((6, 2), "f8")),
+        [np.zeros((6, 2), "f4"), np.ones((5, 2), "f4")],  # a smaller last one is told when it comes
+        [(np.zeros((6, 2), "f4"), np.zeros(6, "i4"))],
+    ],
+)
+def test_lists_of_micro_batches(dataset):
+    assert IPUInfeedQueue(dataset).element is not None
+
+
+def test_an_iterator_is_not_used_for_two_passes():
+    """The second pass went on where the first one had stopped."""
+    for iterator in ((x for x in scalars(8)), iter(scalars(8))):
+        queue = IPUInfeedQueue(lambda same=iterator: same)
+        queue.initialize()
+        with pytest.raises(TypeError, match="the same (generator|list_iterator) for a second pass"):
+            queue.initialize()
+        queue.delete()
+    queue = IPUInfeedQueue(lambda: iter(scalars(8)))
+    queue.initialize()
+    queue.initialize()
+    queue.delete()
+
+    class Own:  # may begin again when it is called
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            return np.float32(0)
+
+    own = Own()
+    queue = IPUInfeedQueue(lambda: own)
+    queue.initialize()
+    queue.initialize()
+    queue.delete()
+    Own.__call__ = lambda self: self
+    with pytest.raises(TypeError, match="it is an iterator .Own.. It can be called as well, but"):
+        IPUInfeedQueue(own)
+
+
+def take_all(dataset, number):
+    queue = IPUInfeedQueue(dataset)
+    queue.initialize()
+    take_some = queue.connect(same) if queue.element else None
+    try:
+        return [take_some(1)[0] for _ in range(number)]
+    finally:
+        queue.delete()
+
+
+def test_arrays_in_the_other_byte_order():
+    """JAX said that they were 'not a valid dtype for JAX type promotion', without naming the infeed."""
+    dataset = [
+        {"x": np.arange(3, dtype=order + kind)} for kind in ("f4", "f8", "i4", "i8") for order in "<>"
+    ]
+    for little, big in zip(dataset[::2], dataset[1::2], strict=True):
+        for (leaf,) in take_all([big, little, big], 3):
+            np.testing.assert_array_equal(leaf, np.arange(3))
+            assert leaf.dtype == little["x"].astype(f"{little['x'].dtype.kind}4").dtype
+
+
+def test_masked_arrays():
+    """Their masks were dropped."""
+    plain, masked = np.ma.masked_array(np.arange(3.0)), np.ma.masked_array(np.arange(3.0), [0, 1, 0])
+    ((leaf,),) = take_all([plain], 1)
+    assert type(leaf) is np.ndarray
+    for number in (0, 1):
+        with pytest.raises(
+            ValueError, match=rf"lement {number} of .*a leaf is a masked array: 1 of its 3 elements are"
+        ):
+            take_all([plain] * number + [masked], 2)
+
+
+def test_numbers_that_float32_does_not_have():
+    """They became inf."""
+    values = np.array([1.0, 1e300, np.inf])
+    with pytest.raises(
+        ValueError,
+        match=r"element 1 of the dataset, at \['x'\], of dtype float64, does not fit float32: .*1e\+300",
+    ):
+        take_all([{"x": np.ones(3)}, {"x": values}], 2)
+    with pytest.raises(ValueError, match="of dtype complex128, does not fit complex64"):
+        take_all([values.astype("c16")], 1)
+    ((leaf,),) = take_all([np.array([np.inf, np.nan, -np.inf])], 1)
+    np.testing.assert_array_equal(leaf, np.array([np.inf, np.nan, -np.inf], "f4"))
+    assert leaf.dtype == np.float32
+
+
+def test_arrays_of_the_right_dtype_are_not_looked_at(monkeypatch):
+    monkeypatch.setattr("ipu_pipeline.engine.jaxprs.values.cast_exactly", None)
+    array = np.array([1.0, np.inf], "f4")
+    assert as_own(array, "It") is array
+    assert as_own(jax.numpy.asarray(array), "It").dtype == np.float32
+    ((leaf,),) = take_all([array], 1)
+    assert leaf is array

@@ -214,7 +214,11 @@ def test_wrong_uses(tmp_path):
         ({}, ValueError, "Either every_n_iter, every_n_secs or at_end should be provided"),
         ({"every_n_iter": 0}, ValueError, "every_n_iter must be an integer of at least 1; got 0"),
         ({"every_n_secs": -1}, ValueError, "every_n_secs must be above 0; got -1"),
-        ({"at_end": True, "logging_mode": "last"}, TypeError, "logging_mode must be an IPUOutfeedMode"),
+        (
+            {"at_end": True, "logging_mode": "last"},
+            TypeError,
+            "logging_mode must be one of IPUOutfeedMode.ALL",
+        ),
     ],
 )
 def test_wrong_arguments(options, error, message):

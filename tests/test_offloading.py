@@ -210,7 +210,7 @@ def test_what_is_kept_and_collected_is_on_the_device(sum_collected, rng):
 def test_wrong_names():
     with pytest.raises(ValueError, match="offload must be a collection of names; got the string 'weights'"):
         make("weights")
-    with pytest.raises(ValueError, match="'gradients' is not a valid Offload"):
+    with pytest.raises(ValueError, match="must be one of 'weight_update_variables', .*; got 'gradients'"):
         make(["gradients"])
 
 

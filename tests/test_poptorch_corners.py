@@ -405,7 +405,7 @@ def test_hints_that_have_no_effect(log):
         poptorch.set_available_memory(5, 0.5)
     with pytest.raises(ValueError, match="must be from 0 to 1; got 2"):
         poptorch.set_available_memory(x, 2)
-    with pytest.raises(ValueError, match="mode must be a poptorch.OverlapMode"):
+    with pytest.raises(ValueError, match="mode must be one of OverlapMode.NoOverlap"):
         poptorch.set_overlap_for_input(x, "none")
 
 
@@ -479,7 +479,7 @@ def test_names_without_an_effect_say_so_and_change_nothing(caplog, monkeypatch):
     options.Precision.autocastEnabled(False)
     options.Precision.halfFloatCasting(poptorch.HalfFloatCastingBehavior.HalfUpcastToFloat)
     options.Precision.halfFloatCasting(poptorch.HalfFloatCastingBehavior.FloatDowncastToHalf)
-    with pytest.raises(AssertionError, match="must be given a poptorch.HalfFloatCastingBehavior; got 1"):
+    with pytest.raises(AssertionError, match="must be given one of HalfFloatCastingBehavior.*; got 1"):
         options.Precision.halfFloatCasting(1)
     model = Model()
     assert_close([poptorch.inferenceModel(model, options)(x)], [model(x).detach()])

@@ -141,7 +141,7 @@ def test_checkpoints_where_they_cannot_work(rng):
         front.compile_program(
             lambda: ipu.loops.repeat(2, lambda x: ipu.pipelining_ops.recomputation_checkpoint(x), [1.0])
         )
-    with pytest.raises(ValueError, match="'sometimes' is not a valid Recomputation"):
+    with pytest.raises(ValueError, match="recompute, .* must be one of 'auto', .*; got 'sometimes'"):
         make("sometimes")
 
 
@@ -255,7 +255,10 @@ def test_modes_that_have_no_effect_warn():
         build(RecomputationMode.Auto, trains=False)
     with pytest.warns(UserWarning, match=r"recomputation_checkpoint in stage 0 \(first\) has no effect"):
         build(RecomputationMode.RecomputeThenBackpropagate)
-    with pytest.raises(TypeError, match="not a member of the RecomputationMode enumeration; got 'Auto'"):
+    with pytest.raises(
+        TypeError,
+        match="not a member of the RecomputationMode enumeration .*RecomputationMode.Auto, .*; got 'Auto'",
+    ):
         build("Auto")
 
 

@@ -364,7 +364,9 @@ def test_what_cannot_be_shared_out_stays_whole():
 
 
 def test_what_is_to_be_shared_out_is_checked():
-    with pytest.raises(ValueError, match="'gradients' is not a valid Shard"):
+    with pytest.raises(
+        ValueError, match="shard: each entry must be one of 'optimizer_state', 'weights'; got 'gradients'"
+    ):
         make(models.mlp_stages(2), 2, shard=["gradients"])
     with pytest.raises(ValueError, match="shard must be a collection of names"):
         make(models.mlp_stages(2), 2, shard="weights")

@@ -191,7 +191,7 @@ def test_other_values_go_into_a_state(rng):
         ValueError, match=re.escape("parameters[2] must be float32[6, 2]; got float32[6, 3]")
     ):
         pipeline.with_parameters(state, [*other[:2], np.zeros((6, 3), "float32")])
-    with pytest.raises(ValueError, match=re.escape("parameters[1] must have the structure PyTreeDef({'b'")):
+    with pytest.raises(ValueError, match=re.escape("parameters[1] must be a dict with the keys 'b'")):
         pipeline.with_parameters(state, [other[0], {"w": other[1]["w"]}, other[2]])
     with pytest.raises(ValueError, match="parameters must be a list of 3 pytrees, .* got a list of 2"):
         pipeline.with_parameters(state, other[:2])

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from ipu_pipeline.engine import jaxprs
+from ipu_pipeline.engine.errors import without_traceback_note
 from ipu_pipeline.engine.pipeline_options import PipelineOptions
 from ipu_pipeline.engine.programs import differentiation
 from ipu_pipeline.engine.programs.accumulation import Reduction, find_accumulator_dtype
@@ -76,6 +77,7 @@ class Built:
     partitions: Partitions
 
 
+@without_traceback_note()
 def build(recipe: Recipe, element: Any, inputs: tuple[Any, ...], recompute: Recomputation | None) -> Built:
     """Traces the stages and the optimizer, and checks them. It does not start a JAX backend.
 

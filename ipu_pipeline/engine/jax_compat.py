@@ -17,6 +17,7 @@ import importlib
 import io
 import pickle
 import re
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -33,9 +34,11 @@ __all__ = [
     "dce_rules",
     "end_derivatives",
     "find",
+    "find_persistent_cache",
     "fresh_trace",
     "is_device_array",
     "is_traced",
+    "lines_of",
     "lower_by_axis",
     "make_array",
     "make_copy",
@@ -189,6 +192,17 @@ def is_traced(value: Any) -> bool:
     except RuntimeError:  # its memory was donated
         return False
     return False
+
+
+def lines_of(value: Any) -> list[tuple[str, int]]:
+    """Files and lines of the calls in which a traced value was computed, the innermost one first.
+
+    It is empty if the value is none, or JAX does not know.
+    """
+    try:
+        return [(frame.file_name, frame.line_num) for frame in value._line_info.traceback.frames]  # noqa: SLF001
+    except AttributeError:
+        return []
 
 
 _trace_caches = [
@@ -359,6 +373,14 @@ def reset_persistent_cache() -> None:
     """Makes JAX read the settings of its persistent cache again; by itself it reads them only once."""
     if _reset_cache is not None:
         _reset_cache()
+
+
+def find_persistent_cache() -> Any:
+    """What JAX keeps its persistent cache with, by `get(key)` and `put(key, value)`, until it is reset.
+
+    None if there is none, or without the name.
+    """
+    return None if _find_cache is None else _find_cache(types.SimpleNamespace(runtime_type=""))
 
 
 def can_move_executables(client: Any) -> bool:

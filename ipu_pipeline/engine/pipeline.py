@@ -32,7 +32,7 @@ from ipu_pipeline.engine.execution.contract import Pending, Request, Runner
 from ipu_pipeline.engine.execution.executor import Executor
 from ipu_pipeline.engine.execution.replicated import Replicated
 from ipu_pipeline.engine.execution.watched import rehearse
-from ipu_pipeline.engine.jaxprs.shapes import as_shape, check_like
+from ipu_pipeline.engine.jaxprs.shapes import as_shape, check_like, describe_structures
 from ipu_pipeline.engine.pipeline_options import PipelineOptions, check_positive, check_replicas
 from ipu_pipeline.engine.planning.choosing import choose_dispatch_plan
 from ipu_pipeline.engine.planning.dispatch_plans import DispatchPlan, check_dispatch_plan
@@ -50,6 +50,7 @@ from ipu_pipeline.engine.tracing.stage_lists import StageEntry, flatten_stages
 from ipu_pipeline.engine.tracing.traced import TracedPipeline
 from ipu_pipeline.engine.updates.accumulators import AccumulatorPlan, plan_accumulators
 from ipu_pipeline.engine.updates.cutting import Updates
+from ipu_pipeline.enumerations import parse_member
 
 __all__ = ["Pipeline"]
 
@@ -124,10 +125,14 @@ class Pipeline:
         if options.dispatch_plan is not None:
             check_dispatch_plan(options.dispatch_plan, count, self.is_one_program)
         self._compiler_options = self._plan_compiler_options()
-        self._reduction = Reduction(options.reduction)
+        self._reduction = parse_member(Reduction, options.reduction, "reduction")
         self._offload = parse_offload(options.offload)
         self._shard = parse_shard(options.shard)
-        self._recompute = None if options.recompute is None else Recomputation(options.recompute)
+        self._recompute = (
+            None
+            if options.recompute is None
+            else parse_member(Recomputation, options.recompute, "recompute, unless it is None,")
+        )
         self._devices = options.devices
         self._chosen_plan: DispatchPlan | None = None
         self._built: Built | None = None
@@ -882,9 +887,10 @@ class Pipeline:
             return
         tree = jax.tree.structure(state.optimizer_state)
         if tree != self.updates.state_tree:
+            given, made = describe_structures(tree, self.updates.state_tree)
             raise ValueError(
-                "The state's optimizer_state is of another optimizer or of other variables: it has the "
-                f"structure {tree}, and the pipeline's optimizer makes {self.updates.state_tree}."
+                "The state's optimizer_state is of another optimizer or of other variables: it is "
+                f"{given}, and the pipeline's optimizer makes {made}."
             )
 
 

@@ -23,6 +23,7 @@ from ipu_pipeline.engine.tracing import keys, stages
 from ipu_pipeline.engine.tracing.traced import Source, TracedPipeline
 from ipu_pipeline.engine.updates.loss_scaling import LossScaled, LossScaleState
 from ipu_pipeline.engine.updates.optimizer_tracing import Optimizer
+from ipu_pipeline.enumerations import parse_member
 
 __all__ = ["Gradients", "gradients", "step"]
 
@@ -136,7 +137,7 @@ def step(
     Returns:
       The new state and the outputs.
     """
-    reduction = Reduction(reduction)
+    reduction = parse_member(Reduction, reduction, "reduction")
     if trained is None:
         trained = [name for name, spec in traced.variables.items() if spec.trainable]
     specs = {name: traced.variables[name] for name in trained}

@@ -12,13 +12,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from ipu_pipeline.engine.jaxprs.values import as_own, as_plain, cast_exactly
 from ipu_pipeline.engine.tracing.specs import is_of_numbers
 from ipu_pipeline.graph.symbols import Symbol
 
 __all__ = [
     "Placeholder",
     "as_traced_inputs",
-    "cast_exactly",
     "live_placeholders",
     "placeholder",
     "standing",
@@ -86,17 +86,19 @@ class Placeholder(Symbol):
         """A value that was fed, as an array of the placeholder's dtype.
 
         Raises:
-          ValueError: it has another shape, or its kind of number does not fit the dtype.
+          ValueError: it has another shape, its kind of number does not fit the dtype, or elements of it are
+            masked.
         """
         try:
-            array = np.asarray(value)
+            array = np.asanyarray(value)
         except (ValueError, TypeError) as error:
             raise ValueError(f"The value fed to {self!r} is not an array: {error}.") from error
         if array.shape != self.shape:
             raise ValueError(
                 f"Cannot feed value of shape {array.shape} for {self!r}, which has shape {self.shape}."
             )
-        return cast_exactly(array, self.aval.dtype, f"The value fed to {self!r}")
+        what = f"The value fed to {self!r}"
+        return cast_exactly(as_plain(array, what), self.aval.dtype, what)
 
 
 class _Unfed:
@@ -120,32 +122,6 @@ def _unflatten(_nothing: None, values: Any) -> Any:
 
 # So functions that JAX traces take them as arguments, and stages may return them.
 jax.tree_util.register_pytree_node(Placeholder, _flatten, _unflatten)
-
-
-def cast_exactly(array: np.ndarray[Any, Any], dtype: Any, what: str) -> np.ndarray[Any, Any]:
-    """The array in another dtype, if that holds its values.
-
-    Args:
-      array: any array.
-      dtype: to cast to. Integers and booleans must be kept exactly; floating-point numbers are rounded,
-        and take integers; complex numbers fit complex dtypes only.
-      what: what errors call the array.
-
-    Returns:
-      A new array.
-
-    Raises:
-      ValueError: the values do not fit.
-    """
-    dtype = np.dtype(dtype)
-    is_numeric = array.dtype.kind in "biufcV" and array.dtype.names is None
-    if is_numeric and not (array.dtype.kind == "c" and dtype.kind != "c"):
-        with np.errstate(all="ignore"):
-            cast = array.astype(dtype)
-        overflows = dtype.kind in "fc" and bool(np.any(np.isinf(cast) & ~np.isinf(array)))
-        if np.array_equal(cast, array) if dtype.kind in "biu" else not overflows:
-            return cast
-    raise ValueError(f"{what}, of dtype {array.dtype}, does not fit {dtype.name}.")
 
 
 def as_traced_inputs(inputs: Any, what: str = "inputs") -> tuple[list[Any], Any]:
@@ -174,10 +150,10 @@ def as_traced_inputs(inputs: Any, what: str = "inputs") -> tuple[list[Any], Any]
 def _as_array(what: str, leaf: Any) -> Any:
     if isinstance(leaf, jax.Array):  # traced values included
         return leaf
-    array = np.asarray(leaf)
+    array = as_plain(leaf, what)
     if array.dtype.kind in "OUSMm":
         raise TypeError(f"{what} must be an array; got {type(leaf).__name__}.")
-    return cast_exactly(array, jax.dtypes.canonicalize_dtype(array.dtype), what)
+    return as_own(array, what)
 
 
 _count = 0

@@ -10,6 +10,7 @@ from typing import Any
 import optax
 
 from ipu_pipeline.engine.programs.gradient_maps import GradientMap
+from ipu_pipeline.enumerations import list_members
 from ipu_pipeline.optimizers.base import Optimizer, Unwrapped, Watched
 from ipu_pipeline.queues.outfeed import IPUOutfeedQueue
 
@@ -98,7 +99,8 @@ class OutfeedOptimizer(Optimizer):
             raise TypeError(f"outfeed_queue must be an IPUOutfeedQueue; got {outfeed_queue!r}.")
         if not isinstance(outfeed_optimizer_mode, OutfeedOptimizerMode):
             raise TypeError(
-                f"outfeed_optimizer_mode must be an OutfeedOptimizerMode; got {outfeed_optimizer_mode!r}."
+                f"outfeed_optimizer_mode must be one of {list_members(OutfeedOptimizerMode)}; got "
+                f"{outfeed_optimizer_mode!r}."
             )
         if variable_names is not None:
             is_list = isinstance(variable_names, (list, tuple)) and all(

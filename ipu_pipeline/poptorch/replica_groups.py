@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ipu_pipeline.enumerations import list_members
 from ipu_pipeline.poptorch.enums import CommGroupType, VariableRetrievalMode
 from ipu_pipeline.poptorch.errors import Error
 
@@ -66,11 +67,15 @@ class ReplicaGrouping:
         )
         kind, size, mode = values
         is_kind = isinstance(kind, CommGroupType)
-        assert is_kind, f"{name}: comm_group_type must be a poptorch.CommGroupType; got {kind!r}."
+        assert is_kind, (
+            f"{name}: comm_group_type must be one of {list_members(CommGroupType)}; got {kind!r}."
+        )
         is_integer = isinstance(size, int) and not isinstance(size, bool)
         assert is_integer, f"{name}: size_of_group must be an integer; got {size!r}."
         is_mode = isinstance(mode, VariableRetrievalMode)
-        assert is_mode, f"{name}: retrieval_mode must be a poptorch.VariableRetrievalMode; got {mode!r}."
+        assert is_mode, (
+            f"{name}: retrieval_mode must be one of {list_members(VariableRetrievalMode)}; got {mode!r}."
+        )
         is_sized = kind in (CommGroupType.Consecutive, CommGroupType.Orthogonal)
         if is_sized and (size < 1 or num_replicas % size):
             raise ValueError(

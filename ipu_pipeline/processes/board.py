@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ipu_pipeline.processes.own_directories import others_can_write
+
 __all__ = [
     "DIRECTORY_VARIABLE",
     "Found",
@@ -37,7 +39,6 @@ DIRECTORY_VARIABLE = "IPU_PIPELINE_ANNOUNCE_DIR"
 _PROC = Path("/proc")
 _MAX_BYTES = 2**20  # of a file
 _MAX_SECONDS = 60  # of writing one
-_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _NUMBER = (int, float)
 _OF_PROGRAM: dict[str, Any] = {
     "process": dict,
@@ -168,7 +169,7 @@ def opened(path: Path, is_made: bool = False) -> Iterator[int]:
     parent = os.open(path.parent, flags)
     try:
         found = os.fstat(parent)
-        is_open = found.st_mode & _OTHERS_WRITE and not found.st_mode & stat.S_ISVTX
+        is_open = others_can_write(found) and not found.st_mode & stat.S_ISVTX
         if found.st_uid not in (0, os.geteuid()) or is_open:
             raise PermissionError(f"{path.parent} belongs to another user, or others can write to it")
         if is_made:
@@ -184,7 +185,7 @@ def opened(path: Path, is_made: bool = False) -> Iterator[int]:
         found = os.fstat(directory)
         if found.st_uid != os.geteuid():
             raise PermissionError(f"{path} belongs to another user")
-        if found.st_mode & _OTHERS_WRITE:
+        if others_can_write(found):
             raise PermissionError(f"others can write to {path}")
         yield directory
     finally:

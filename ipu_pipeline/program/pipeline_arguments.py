@@ -19,6 +19,7 @@ from ipu_pipeline.engine.programs.accumulation import find_accumulator_dtype
 from ipu_pipeline.engine.programs.recomputation import Recomputation
 from ipu_pipeline.engine.tracing.checkpoints import has_marks
 from ipu_pipeline.engine.tracing.stage_lists import as_level
+from ipu_pipeline.enumerations import list_members
 from ipu_pipeline.gradient_accumulation import GradientAccumulationReductionMethod
 from ipu_pipeline.graph.placeholders import Placeholder
 from ipu_pipeline.program.calls import PipelineCall
@@ -137,8 +138,8 @@ def check_arguments(
     """Raises if one of these arguments is not what it should be."""
     if not isinstance(pipeline_schedule, PipelineSchedule):
         raise TypeError(
-            "The given pipeline_schedule is not a member of the PipelineSchedule enumeration; got "
-            f"{pipeline_schedule!r}."
+            "The given pipeline_schedule is not a member of the PipelineSchedule enumeration "
+            f"({list_members(PipelineSchedule)}); got {pipeline_schedule!r}."
         )
     if not isinstance(computational_stages, (list, tuple)):
         raise TypeError(
@@ -209,8 +210,8 @@ def check_recomputation(mode: Any, is_inference: bool) -> Recomputation:
         return Recomputation.AUTO
     if not isinstance(mode, RecomputationMode):
         raise TypeError(
-            "The given recomputation_mode is not a member of the RecomputationMode enumeration; got "
-            f"{mode!r}."
+            "The given recomputation_mode is not a member of the RecomputationMode enumeration "
+            f"({list_members(RecomputationMode)}); got {mode!r}."
         )
     if is_inference:
         warnings.warn(

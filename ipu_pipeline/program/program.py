@@ -12,6 +12,7 @@ from jax.extend import core as jex_core
 
 from ipu_pipeline import config
 from ipu_pipeline.engine import jax_compat, jaxprs
+from ipu_pipeline.engine.errors import without_traceback_note
 from ipu_pipeline.engine.planning.dispatch_plans import DispatchPlan
 from ipu_pipeline.engine.tracing import frames, hoisting
 from ipu_pipeline.engine.tracing.specs import VariableSpec
@@ -288,7 +289,7 @@ def build_program(
         value.aval if isinstance(value, Placeholder) else jax.ShapeDtypeStruct(value.shape, value.dtype)
         for value in (*inputs, *live)
     ]
-    with jax_compat.fresh_trace():
+    with without_traceback_note(), jax_compat.fresh_trace():
         closed_jaxpr = jax.make_jaxpr(traced)(*avals)
     reads: list[dict[VariableSpec, Any]] = [{}]  # one entry per segment
 

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ipu_pipeline.engine.devices.feeds import Element
-from ipu_pipeline.engine.jaxprs.shapes import as_shape, check_like, trees_equal
+from ipu_pipeline.engine.jaxprs.shapes import check_like, trees_equal
+from ipu_pipeline.engine.jaxprs.values import as_plain
 from ipu_pipeline.errors import CheckpointError, OutOfRangeError
-from ipu_pipeline.graph.placeholders import cast_exactly
 from ipu_pipeline.queues.positions import DataPass, Position
 
 __all__ = ["Feeder", "Place", "as_array", "is_feeding"]
@@ -245,15 +245,7 @@ class Feeder:
         if trees_equal(tree, self._expected_tree) and all(map(_is_expected, leaves, self._expected)):
             return leaves  # what follows takes longer than copying a small element
         what = f"IPUInfeedQueue: element {self._number} of the dataset"
-
-        def convert(leaf: Any) -> Any:
-            array = as_array(leaf, what)
-            dtype = as_shape(array).dtype
-            if array.dtype.kind in "iu" and dtype != array.dtype:
-                array = cast_exactly(array, dtype, what)  # int64, without JAX's 64-bit mode
-            return array
-
-        return check_like(jax.tree.map(convert, element), self._element, what)
+        return check_like(jax.tree.map(lambda leaf: as_array(leaf, what), element), self._element, what)
 
 
 def is_feeding() -> bool:
@@ -266,16 +258,16 @@ def _is_expected(leaf: Any, known: jax.ShapeDtypeStruct) -> bool:
 
 
 def as_array(leaf: Any, what: str) -> Any:
-    """A leaf of an element as a NumPy array, or the JAX array that it is.
+    """A leaf of an element as a NumPy array in this machine's byte order, or the JAX array that it is.
 
     Raises:
-      ValueError: it is no array of numbers.
+      ValueError: it is no array of numbers, or elements of it are masked.
     """
     problem = f"{what} has a leaf of type {type(leaf).__name__}; elements must be pytrees of numeric arrays"
     try:
-        array: Any = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
+        array: Any = leaf if isinstance(leaf, (jax.Array, np.ma.MaskedArray)) else np.asarray(leaf)
     except (TypeError, ValueError, RuntimeError) as error:  # all of which torch raises
         raise ValueError(f"{problem}. {error}") from error
     if not jnp.issubdtype(array.dtype, np.number) and array.dtype != np.bool_:
         raise ValueError(f"{problem}, and its dtype is {array.dtype}.")
-    return array
+    return array if isinstance(array, jax.Array) else as_plain(array, f"{what}: a leaf")

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 
 from ipu_pipeline.engine.devices.feeds import Take
-from ipu_pipeline.engine.jaxprs.shapes import as_shape
+from ipu_pipeline.engine.jaxprs.shapes import as_shape, describe
+from ipu_pipeline.engine.tracing.faults import find_calling_line
 from ipu_pipeline.queues.arguments import check_replication_factor, join_arguments, warn_of_arguments
 from ipu_pipeline.queues.feeder import Feeder, Place, as_array
 from ipu_pipeline.queues.positions import DataPass, Position, is_factory, is_sequence
 
 __all__ = ["IPUInfeedQueue", "InfeedOperation"]
 
+_MAX_COLUMNS = 4  # arrays of a data set that are taken for samples' features and labels
 _POSITIONS = ("device_ordinal", "prefetch_depth", "optimise_latency")
 _OLDER_POSITIONS = (
     "feed_name",
@@ -75,7 +79,8 @@ class IPUInfeedQueue:
           optimise_latency: True has no effect and warns.
 
         Raises:
-          TypeError: the data set cannot be iterated over, or only once; or an argument is given twice.
+          TypeError: the data set cannot be iterated over, or only once; it is a dict, or a tuple of arrays
+            of different shapes, which are no elements; or an argument is given twice.
           ValueError: `prefetch_depth` or `replication_factor` is out of range.
         """
         arguments = join_arguments(
@@ -100,26 +105,29 @@ class IPUInfeedQueue:
         if not is_integer or not 1 <= prefetch_depth <= 255:
             raise ValueError(f"prefetch_depth must be an integer from 1 to 255; got {prefetch_depth!r}.")
         if hasattr(dataset, "__next__") and not isinstance(dataset, type):
+            called = " It can be called as well, but an iterator is not." if callable(dataset) else ""
             raise TypeError(
                 "IPUInfeedQueue: dataset must be something that can be iterated over again, but it is an "
-                f"iterator ({type(dataset).__name__}). Pass what it was made from, or a callable that "
-                "returns a new iterator."
+                f"iterator ({type(dataset).__name__}).{called} Pass what it was made from, or a callable "
+                "that returns a new iterator, for example a function that yields elements."
             )
         if not is_factory(dataset) and not hasattr(dataset, "__iter__") and not is_sequence(dataset):
             raise TypeError(
                 "IPUInfeedQueue: dataset must be iterable, or a callable that returns an iterator; got "
                 f"{type(dataset).__name__}."
             )
+        _check_columns(dataset)
         self._dataset = dataset
         self._prefetch_depth = int(prefetch_depth)
         self._replication_factor: int | None = arguments["replication_factor"]
         self._name = "infeed" if arguments["feed_name"] is None else f"infeed {arguments['feed_name']!r}"
         self._peeked: DataPass | None = None
+        self._last_pass: Callable[[], Any] | None = None
         self._element: Any = None
         self._feeder: Feeder | None = None
         self._started: object = None
         self._finalizer: weakref.finalize[..., IPUInfeedQueue] | None = None
-        self._is_initializer_taken = False
+        self._initializer_line: str | None = None  # where the initializer was read; None: nowhere yet
         self._deleted = False
 
     @property
@@ -144,12 +152,14 @@ class IPUInfeedQueue:
         Raises:
           ValueError: it was read before.
         """
-        if self._is_initializer_taken:
+        if self._initializer_line is not None:
             raise ValueError(
-                "The IPUInfeedQueue `initializer` function can only be accessed once. Keep what it "
-                "returned: it can be run again to start over."
+                "The IPUInfeedQueue `initializer` function can only be accessed once, and it was"
+                f"{self._initializer_line or ' before'}. Keep what it returned there, initializer = "
+                "infeed_queue.initializer, and run that as often as you like: session.run(initializer)."
             )
-        self._is_initializer_taken = True
+        line = find_calling_line()
+        self._initializer_line = line and f" at {line}"
         return InfeedOperation(self, starts=True)
 
     @property
@@ -167,7 +177,7 @@ class IPUInfeedQueue:
         if self._element is None:
             # A program may be traced meanwhile; what the data set does with JAX is no part of it.
             with jax.ensure_compile_time_eval():
-                data = DataPass(self._dataset)
+                data = self._begin_pass()
                 try:
                     first = data.peek()
                 except StopIteration:
@@ -185,14 +195,27 @@ class IPUInfeedQueue:
     def initialize(self) -> object:
         """Starts over at the beginning of the data set. Returns what `delete` knows this pass by."""
         element = self.element
-        data, self._peeked = self._peeked or DataPass(self._dataset), None
+        data, self._peeked = self._peeked or self._begin_pass(), None
         self._start(Feeder(data, element))
         self._started = object()
         return self._started
 
     def seek(self, position: Position) -> None:
         """Goes to a position of the data set; the infeed must be initialized."""
-        self._start(Feeder(DataPass(self._dataset, position), self.element))
+        element = self.element
+        self._start(Feeder(self._begin_pass(position), element))
+
+    def _begin_pass(self, position: Position | None = None) -> DataPass:
+        data = DataPass(self._dataset, position)
+        before, now = self._last_pass, data.reference
+        self._last_pass = now
+        if before is not None and now is not None and before() is now():
+            raise TypeError(
+                f"The dataset of the {self._name} returned the same {type(now()).__name__} for a second "
+                "pass over the data, but its first elements are gone. Pass a callable that makes a new "
+                "iterator each time, as `lambda: iter(samples)` does, or a function that yields."
+            )
+        return data
 
     def _start(self, feeder: Feeder) -> None:
         if self._feeder is not None:
@@ -215,6 +238,8 @@ class IPUInfeedQueue:
             self._feeder.discard()
         self._feeder = None
         self._deleted = True
+        if not isinstance(self._last_pass, weakref.ref):
+            self._last_pass = None
 
     def stop(self) -> None:
         """Ends the thread. What was fetched is kept, and the next `connect` goes on from there."""
@@ -233,10 +258,14 @@ class IPUInfeedQueue:
                 if self._deleted
                 else "has not been initialized"
             )
-            raise RuntimeError(
-                f"The {self._name} {state}. Run its initializer first: "
-                "session.run(infeed_queue.initializer)."
-            )
+            if self._initializer_line is None:
+                mend = "session.run(infeed_queue.initializer)."
+            else:
+                mend = (
+                    "session.run(initializer), where initializer is what infeed_queue.initializer returned "
+                    f"when it was read{self._initializer_line or ''}."
+                )
+            raise RuntimeError(f"The {self._name} {state}. Run its initializer first: {mend}")
 
     def connect(self, place: Place, num_taken: int = 1, is_tentative: bool = False) -> Take:
         """Starts the thread.
@@ -274,3 +303,28 @@ class IPUInfeedQueue:
     def position(self) -> Position | None:
         """Where the data set stood at the last `mark`; None if the infeed is not initialized."""
         return None if self._feeder is None else self._feeder.position
+
+
+def _check_columns(dataset: Any) -> None:
+    """Raises if a data set is a dict or a few whole arrays, not micro-batches."""
+    if isinstance(dataset, dict):
+        found, elements = "a dict", "keys"
+        row = "{name: array[i : i + n] for name, array in data.items()}"
+    elif isinstance(dataset, (list, tuple)):
+        is_few = 2 <= len(dataset) <= _MAX_COLUMNS
+        if not is_few or not all(isinstance(one, (np.ndarray, jax.Array)) and one.ndim for one in dataset):
+            return
+        shapes = [as_shape(one) for one in dataset]
+        sizes = {shape.shape[0] for shape in shapes}
+        are_alike = len({(shape.shape, shape.dtype) for shape in shapes}) == 1
+        if are_alike or len(sizes) > 1 or sizes == {1}:
+            return  # micro-batches, of which the last may be smaller, which is told when it comes
+        found = f"a {type(dataset).__name__} of {len(dataset)} arrays ({', '.join(map(describe, shapes))})"
+        elements, row = "arrays", "tuple(array[i : i + n] for array in data)"
+    else:
+        return
+    raise TypeError(
+        f"IPUInfeedQueue: dataset is {found}. A queue takes what it iterates over as micro-batches, which "
+        f"would be its {elements}. Pass a function that yields micro-batches, here of n samples: "
+        f"`for i in range(0, num_samples, n): yield {row}`."
+    )

@@ -13,9 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ipu_pipeline.engine.jaxprs.shapes import describe, describe_structure
 from ipu_pipeline.engine.state import is_readable
 from ipu_pipeline.engine.tracing import frames
 from ipu_pipeline.engine.tracing.enqueuing import enqueue
+from ipu_pipeline.enumerations import list_members
 from ipu_pipeline.graph.operations import Operation
 from ipu_pipeline.queues.arguments import check_replication_factor, join_arguments, warn_of_arguments
 from ipu_pipeline.queues.synthetic import uses_synthetic_data
@@ -145,7 +147,9 @@ class IPUOutfeedQueue:
         if outfeed_mode is None:
             outfeed_mode = IPUOutfeedMode.LAST if outfeed_all is False else IPUOutfeedMode.ALL
         if not isinstance(outfeed_mode, IPUOutfeedMode):
-            raise TypeError(f"outfeed_mode must be an IPUOutfeedMode; got {outfeed_mode!r}.")
+            raise TypeError(
+                f"outfeed_mode must be one of {list_members(IPUOutfeedMode)}; got {outfeed_mode!r}."
+            )
         is_integer = isinstance(buffer_depth, int) and not isinstance(buffer_depth, bool)
         if not is_integer or buffer_depth < 1:
             raise ValueError(f"buffer_depth must be an integer of at least 1; got {buffer_depth!r}.")
@@ -190,7 +194,7 @@ class IPUOutfeedQueue:
         if self._structure is not None and self._structure != structure:
             raise ValueError(
                 "An IPUOutfeedQueue holds elements of one structure, but two programs enqueue "
-                f"{self._structure} and {structure}. Give each its own queue."
+                f"{_describe(*self._structure)} and {_describe(*structure)}. Give each its own queue."
             )
 
     def bind(
@@ -387,6 +391,10 @@ def _as_array(leaf: Any) -> jax.Array:
             "jax.random.key_data is one."
         )
     return array
+
+
+def _describe(tree: Any, avals: Sequence[jax.ShapeDtypeStruct]) -> str:
+    return f"{describe_structure(tree)} ({', '.join(map(describe, avals))})"
 
 
 def _is_ready(leaf: Any) -> bool:

@@ -11,7 +11,8 @@ import collections
 import copy
 import json
 import warnings
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -104,6 +105,20 @@ class DataPass:
         while self.is_skipping:
             self._read()
         return self._read()
+
+    @property
+    def reference(self) -> Callable[[], Any] | None:
+        """What knows the iterator by its identity; None if it may begin again, as a class's own can.
+
+        It keeps the iterator alive only where Python has no weak references to it.
+        """
+        iterator = self._iterator
+        if type(iterator).__module__ not in ("builtins", "itertools"):
+            return None
+        try:
+            return weakref.ref(iterator)
+        except TypeError:
+            return lambda: iterator
 
     @property
     def is_skipping(self) -> bool:

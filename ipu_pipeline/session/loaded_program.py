@@ -22,9 +22,9 @@ from ipu_pipeline.data import json_trees
 from ipu_pipeline.engine.devices.placing import put
 from ipu_pipeline.engine.devices.rows import make_rows
 from ipu_pipeline.engine.jaxprs.shapes import check_like
+from ipu_pipeline.engine.jaxprs.values import cast_exactly
 from ipu_pipeline.engine.tracing.keys import as_int32
 from ipu_pipeline.errors import CheckpointError
-from ipu_pipeline.graph.placeholders import cast_exactly
 from ipu_pipeline.session.exporting import FORMAT_VERSION, PROGRAM, input_name
 
 __all__ = ["LoadedProgram", "load_program"]

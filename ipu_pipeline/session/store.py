@@ -15,9 +15,9 @@ import numpy as np
 
 from ipu_pipeline.checkpointing.session_state import KeptGradients, KeptOptimizer, Record, SessionState
 from ipu_pipeline.engine import peers
+from ipu_pipeline.engine.jaxprs.values import cast_exactly
 from ipu_pipeline.engine.state import PipelineState, RunState
 from ipu_pipeline.engine.tracing.specs import VariableSpec, initial_value
-from ipu_pipeline.graph.placeholders import cast_exactly
 from ipu_pipeline.processes import interrupts
 from ipu_pipeline.program.calls import Call, LoopCall, PipelineCall
 from ipu_pipeline.program.program import Program

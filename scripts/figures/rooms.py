@@ -37,7 +37,7 @@ def _beside(name: str, members: str, purpose: str) -> Room:
 
 # From the ground up. A room imports only those before it.
 FLOORS = (
-    _beside("ground", "tables", "Plain tables for terminals"),
+    _beside("ground", "tables enumerations", "Plain tables for terminals; members of enumerations"),
     _folder("graphcore"),
     _beside(
         "engine: ground",

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from ipu_pipeline.engine.devices.rows import Row
+from ipu_pipeline.enumerations import parse_member
 
 __all__ = ["Offload", "load", "parse_offload", "store"]
 
@@ -36,7 +37,7 @@ def parse_offload(values: Collection[str | Offload]) -> frozenset[Offload]:
     """
     if isinstance(values, str):
         raise ValueError(f"offload must be a collection of names; got the string {values!r}.")
-    return frozenset(Offload(value) for value in values)
+    return frozenset(parse_member(Offload, value, "offload: each entry") for value in values)
 
 
 def load(value: Any, row: Row) -> Any:

@@ -14,6 +14,7 @@ from ipu_pipeline.engine.devices.elsewhere import NotRun
 from ipu_pipeline.engine.devices.rows import Row, names_of, partition_of
 from ipu_pipeline.engine.tracing.replicas import REPLICA
 from ipu_pipeline.engine.tracing.tensor_parallel import normal_partition
+from ipu_pipeline.enumerations import parse_member
 
 __all__ = ["Shard", "gather_replicas", "is_apart", "parse_shard", "sharding_of", "share_out"]
 
@@ -37,7 +38,7 @@ def parse_shard(values: Collection[str | Shard]) -> frozenset[Shard]:
     """
     if isinstance(values, str):
         raise ValueError(f"shard must be a collection of names; got the string {values!r}.")
-    return frozenset(Shard(value) for value in values)
+    return frozenset(parse_member(Shard, value, "shard: each entry") for value in values)
 
 
 def sharding_of(row: Row, shape: Sequence[int], partition: PartitionSpec) -> NamedSharding:

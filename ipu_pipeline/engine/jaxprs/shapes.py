@@ -10,12 +10,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ipu_pipeline.engine.jaxprs.values import as_own
+
 __all__ = [
     "as_shape",
     "check_dtype",
     "check_float_dtype",
     "check_like",
     "describe",
+    "describe_structure",
+    "describe_structures",
     "num_bytes",
     "trees_equal",
 ]
@@ -25,7 +29,10 @@ def as_shape(value: Any) -> jax.ShapeDtypeStruct:
     """The shape and dtype that a value has as a JAX array; likewise for a `ShapeDtypeStruct`."""
     if not hasattr(value, "dtype"):
         value = np.asarray(value)
-    return jax.ShapeDtypeStruct(tuple(value.shape), jax.dtypes.canonicalize_dtype(value.dtype))
+    dtype = value.dtype
+    if isinstance(dtype, np.dtype) and not dtype.isnative:
+        dtype = dtype.newbyteorder("=")
+    return jax.ShapeDtypeStruct(tuple(value.shape), jax.dtypes.canonicalize_dtype(dtype))
 
 
 def check_dtype(dtype: Any, argument: str) -> np.dtype[Any]:
@@ -63,6 +70,41 @@ def describe(value: Any) -> str:
     return str(jax.tree.map(lambda leaf: _Bare(f"{leaf.dtype.name}{list(leaf.shape)}"), value))
 
 
+def describe_structure(tree: Any) -> str:
+    """The structure of a pytree for errors, for example "a tuple of 2 arrays".
+
+    Args:
+      tree: the structure, as `jax.tree.structure` gives it.
+    """
+    node, children = tree.node_data(), tree.children()
+    if node is None:
+        return "an array" if tree.num_leaves else "None"
+    kind, keys = node
+    if kind is type(None):
+        return "None"
+    name, parts = f"a {kind.__name__}", [describe_structure(child) for child in children]
+    if not parts:
+        return f"an empty {kind.__name__}"
+    are_arrays = all(part == "an array" for part in parts)
+    if issubclass(kind, dict):
+        if are_arrays:
+            return f"{name} with the key{'s' * (len(parts) > 1)} {', '.join(map(repr, keys))}"
+        return f"{name} {{{', '.join(f'{key!r}: {part}' for key, part in zip(keys, parts, strict=True))}}}"
+    if hasattr(kind, "_fields"):  # a namedtuple
+        return (
+            f"{name}({', '.join(f'{key}: {part}' for key, part in zip(kind._fields, parts, strict=True))})"
+        )
+    if are_arrays:
+        return f"{name} of {len(parts)} array{'s' * (len(parts) > 1)}"
+    return f"{name} of ({', '.join(parts)})"
+
+
+def describe_structures(*trees: Any) -> list[str]:
+    """Likewise several structures that differ, each so that the difference shows."""
+    described = [describe_structure(tree) for tree in trees]
+    return described if len(set(described)) > 1 else [str(tree) for tree in trees]
+
+
 def num_bytes(shapes: Iterable[Any]) -> int:
     """How many bytes arrays of these shapes and dtypes take together."""
     return sum(math.prod(shape.shape) * shape.dtype.itemsize for shape in shapes)
@@ -74,7 +116,7 @@ def trees_equal(first: Any, second: Any) -> bool:
 
 
 def check_like(value: Any, expected: Any, what: str) -> list[Any]:
-    """The leaves of a value, if it is like another one.
+    """The leaves of a value, if it is like another one; NumPy's arrays with the dtypes that JAX has.
 
     Args:
       value: a pytree of arrays.
@@ -82,7 +124,8 @@ def check_like(value: Any, expected: Any, what: str) -> list[Any]:
       what: what errors call the value.
 
     Raises:
-      ValueError: structure, shape or dtype differ; it names the paths of all leaves that do.
+      ValueError: structure, shape or dtype differ, and it names the paths of all leaves that do; or a
+        value does not fit, or is masked.
     """
     leaves, tree = jax.tree.flatten(value)
     expected_tree = jax.tree.structure(expected)
@@ -93,9 +136,13 @@ def check_like(value: Any, expected: Any, what: str) -> list[Any]:
         if path in found and (found[path].shape, found[path].dtype) != (known.shape, known.dtype)
     ]
     if not trees_equal(tree, expected_tree):
-        missing = [path for path in wanted if path not in found]
-        unexpected = [path for path in found if path not in wanted]
-        parts = [f"{what} must have the structure {expected_tree}; got {tree}."]
+        right, wrong = describe_structures(expected_tree, tree)
+        parts = [f"{what} must be {right}, as the first one; got {wrong}."]
+        is_one = (
+            "" in wanted or "" in found
+        )  # one array, whose path is empty: all of the other would be named
+        missing = [path for path in wanted if path not in found and not is_one]
+        unexpected = [path for path in found if path not in wanted and not is_one]
         parts += [f"Missing: {', '.join(missing)}."] if missing else []
         parts += [f"Unexpected: {', '.join(unexpected)}."] if unexpected else []
         parts += [f"It must have, {path}{old}; got {new}." for path, old, new in different]
@@ -106,7 +153,8 @@ def check_like(value: Any, expected: Any, what: str) -> list[Any]:
             f"{what} must have the shape and dtype of the first one, {described}. Sizes are fixed: drop "
             "the remainder of a data set that does not fill its last batch (drop_remainder)."
         )
-    return leaves
+    paths = [f"{what}, at {path}" if path else what for path in found]
+    return [as_own(leaf, path) for leaf, path in zip(leaves, paths, strict=True)]
 
 
 def _shapes_by_path(value: Any) -> dict[str, jax.ShapeDtypeStruct]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from ipu_pipeline.engine import jax_compat
 from ipu_pipeline.engine.jaxprs.shapes import describe
+from ipu_pipeline.engine.tracing.faults import find_computing_line
 from ipu_pipeline.engine.tracing.specs import VariableSpec
 
 __all__ = ["Captures"]
@@ -69,7 +70,7 @@ class Captures:
             if id(value) in reads:
                 raise ValueError(_describe_variable(reads[id(value)][1], place))
         if wrong:
-            described = ", ".join(f"{self._describe(value)} ({describe(value)})" for value in wrong)
+            described = ", ".join(map(self._describe, wrong))
             raise ValueError(
                 f"Trying to capture the tensor {described} in {place}, which may only use its arguments"
                 f"{'' if allowed is None else ' and placeholders'}: pass the value through `inputs` or the "
@@ -77,8 +78,11 @@ class Captures:
             )
 
     def _describe(self, value: Any) -> str:
-        name = self._find_name(value) if self._find_name else None
-        return name or "a computed value"
+        name, shape = self._find_name(value) if self._find_name else None, describe(value)
+        if name:
+            return f"{name} ({shape})"
+        line = find_computing_line(value)
+        return f"{shape} (computed at {line})" if line else f"{shape} (a computed value)"
 
 
 def _describe_variable(spec: VariableSpec, place: str) -> str:

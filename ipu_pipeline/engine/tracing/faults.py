@@ -7,9 +7,11 @@ One error therefore reports what can be found, and nothing that would only follo
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import itertools
 import linecache
+import os
 import pathlib
 import sys
 import traceback
@@ -17,17 +19,29 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from ipu_pipeline.engine import jax_compat
+from ipu_pipeline.engine.errors import drop_traceback_note
 from ipu_pipeline.engine.jaxprs.shapes import describe
 from ipu_pipeline.engine.tracing import scopes
 from ipu_pipeline.engine.tracing.specs import VariableSpec
 
-__all__ = ["Faults", "add_derivative_note", "add_note", "describe_arguments", "find_signature_fault"]
+__all__ = [
+    "Faults",
+    "add_derivative_note",
+    "add_note",
+    "describe_arguments",
+    "find_calling_line",
+    "find_computing_line",
+    "find_signature_fault",
+    "name_of",
+]
 
 _NOT_THE_USERS = {"flax", "ipu_pipeline", "jax", "jaxlib", "numpy", "optax", *sys.stdlib_module_names}
 # The modules in which a search for the user's line ends; tests see that they have these names.
 _TRACES_STAGES = "ipu_pipeline.engine.tracing.stages"
 _DIFFERENTIATES = "ipu_pipeline.engine.programs.differentiation"
 _PACKAGE = str(pathlib.Path(__file__).parents[2])
+_TF1_OPTIMIZER_METHODS = ("minimize", "compute_gradients", "apply_gradients")
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,7 +155,36 @@ def add_derivative_note(error: BaseException, place: str) -> None:
     line = _user_line(itertools.takewhile(lambda entry: _module_of(entry[0]) != _DIFFERENTIATES, entries))
     if not line and error.__cause__ is not None:  # JAX's: where the operation was traced
         line = _user_line(reversed(list(traceback.walk_tb(error.__cause__.__traceback__))))
+    drop_traceback_note(error)
     error.add_note(f"This happened while differentiating {place}" + (f"\n  at {line}" if line else ""))
+
+
+def find_calling_line() -> str:
+    """File, line and source text of the user's innermost call that leads here; "" if there is none."""
+    return _user_line(traceback.walk_stack(inspect.currentframe()))
+
+
+def find_computing_line(value: Any) -> str:
+    """File, line and source text of what computed a traced value; "" if that is not known."""
+    standard = os.path.dirname(os.__file__)
+    for name, line_number in jax_compat.lines_of(value):
+        top = pathlib.PurePath(name).parts
+        is_installed = "site-packages" in top or "dist-packages" in top
+        is_library = is_installed and not _NOT_THE_USERS.isdisjoint(top)
+        if (
+            not is_library
+            and not name.startswith(_PACKAGE)
+            and (is_installed or not name.startswith(standard))
+        ):
+            return _describe_line(name, line_number)
+    return ""
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """What errors call a function; `functools.partial` has the name of what it wraps."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return str(getattr(function, "__name__", type(function).__name__))
 
 
 def describe_arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
@@ -205,7 +248,21 @@ def _where(scope: str, given: str, line: str) -> list[str]:
 
 def _where_it_ended(error: BaseException, given: str) -> list[str]:
     entries = reversed(list(traceback.walk_tb(error.__traceback__)))
-    return _where(scopes.failed_scope(error) or scopes.current_scope(), given, _user_line(entries))
+    where = _where(scopes.failed_scope(error) or scopes.current_scope(), given, _user_line(entries))
+    return [*where, *_mends(error)]
+
+
+def _mends(error: BaseException) -> list[str]:
+    """What to do about an error that a library raised which does not know of pipelines."""
+    if not isinstance(error, AttributeError) or error.name not in _TF1_OPTIMIZER_METHODS:
+        return []
+    if not type(error.obj).__module__.startswith("optax."):
+        return []
+    return [
+        f"{error.name}() is a method of TensorFlow's optimizers, and Optax's have none. An "
+        "optimizer_function returns OptimizerFunctionOutput(optimizer, loss). The body of a loop wraps "
+        "the optimizer: ipu.optimizers.GradientAccumulationOptimizerV2(optimizer, 1).minimize(loss)."
+    ]
 
 
 def _user_line(entries: Iterable[tuple[Any, int]]) -> str:
@@ -218,9 +275,13 @@ def _user_line(entries: Iterable[tuple[Any, int]]) -> str:
         name = frame.f_code.co_filename
         if _module_of(frame).partition(".")[0] in _NOT_THE_USERS or name.startswith(_PACKAGE):
             continue
-        source = linecache.getline(name, line_number, frame.f_globals).strip()
-        return f"{name}, line {line_number}{': ' if source else ''}{source}"
+        return _describe_line(name, line_number, frame.f_globals)
     return ""
+
+
+def _describe_line(name: str, line_number: int, module_globals: dict[str, Any] | None = None) -> str:
+    source = linecache.getline(name, line_number, module_globals).strip()
+    return f"{name}, line {line_number}{': ' if source else ''}{source}"
 
 
 def _module_of(frame: Any) -> str:

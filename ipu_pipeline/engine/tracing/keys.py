@@ -19,6 +19,7 @@ from ipu_pipeline.engine.tracing.specs import serial_numbers
 
 __all__ = [
     "as_int32",
+    "draw_key",
     "key_aval",
     "micro_batch_key",
     "micro_batch_key_p",
@@ -44,9 +45,25 @@ def next_rng_key() -> jax.Array:
     Raises:
       RuntimeError: not called within a stage.
     """
-    current = frames.current_frame("next_rng_key")
+    return draw_key("next_rng_key()")
+
+
+def draw_key(wanted_by: str, mend: str = "") -> jax.Array:
+    """The key that `next_rng_key` returns, for a function that a user called.
+
+    Args:
+      wanted_by: the public function, for the error.
+      mend: a sentence that the error ends with: what else may be done.
+
+    Raises:
+      RuntimeError: not called within a stage.
+    """
+    current = frames.current_frame(wanted_by)
     if not current.is_stage:
-        raise RuntimeError("next_rng_key() was called outside of a computational stage.")
+        raise RuntimeError(
+            f"{wanted_by} was called outside of a computational stage, in {current.place}. It needs a "
+            f"random key, and only a stage has one for each micro-batch: call it in a stage.{mend}"
+        )
     scope = scopes.current_scope()
     number = current.names.key_counts.get(scope, 0)
     current.names.key_counts[scope] = number + 1

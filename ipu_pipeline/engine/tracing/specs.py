@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ipu_pipeline.engine.errors import drop_traceback_note
 from ipu_pipeline.engine.tracing import scopes
 from ipu_pipeline.engine.tracing.initializers import glorot_uniform
 
@@ -74,7 +75,18 @@ def initial_value(spec: VariableSpec, key: jax.Array) -> jax.Array:
     own_key = key
     if getattr(spec.initializer, "needs_key", True):
         own_key = jax.random.fold_in(key, np.uint32(scopes.hash_name(spec.name)))
-    made: Any = spec.initializer(own_key, spec.shape, spec.dtype)
+    try:
+        made: Any = spec.initializer(own_key, spec.shape, spec.dtype)
+    except Exception as error:
+        drop_traceback_note(error)
+        error.add_note(f"This happened while making the initial value of variable {spec!r}")
+        if jnp.issubdtype(spec.dtype, jnp.floating) and spec.dtype.itemsize < 4:
+            error.add_note(
+                f"  An initializer that factorizes matrices, as orthogonal does, has no {spec.dtype.name}. "
+                "Pass one that computes in float32 and casts: lambda key, shape, dtype: "
+                "initializer(key, shape, jnp.float32).astype(dtype)."
+            )
+        raise
     # A copy, since updates take its memory. That of a NumPy array compiles nothing.
     value = jax.device_put(made.copy()) if isinstance(made, np.ndarray) else jnp.array(made)
     if value.shape != spec.shape or value.dtype != spec.dtype:

@@ -9,7 +9,9 @@ from typing import Any, TypeAlias
 
 import jax
 
+from ipu_pipeline.engine.errors import without_traceback_note
 from ipu_pipeline.engine.tracing import scopes
+from ipu_pipeline.engine.tracing.faults import name_of
 from ipu_pipeline.engine.tracing.stage_parameters import (
     Layout,
     StageParameters,
@@ -48,7 +50,7 @@ class Stage:
         self.function = function
         self.parameters = parameters
         self.name = name
-        self.__name__ = name or getattr(function, "__name__", "stage")
+        self.__name__ = name or name_of(function)
 
     @property
     def makes_parameters(self) -> bool:
@@ -64,7 +66,8 @@ class Stage:
         """
         given = self.parameters
         if self.makes_parameters:
-            given = jax.eval_shape(given, jax.eval_shape(jax.random.key, 0))
+            with without_traceback_note():
+                given = jax.eval_shape(given, jax.eval_shape(jax.random.key, 0))
         what = f"parameters of stage {index} ({self.__name__})"
         return make_layout(given, self.name or f"stage{index}", what)
 

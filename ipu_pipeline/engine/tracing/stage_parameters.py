@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ipu_pipeline.engine.jaxprs.shapes import as_shape, describe
+from ipu_pipeline.engine.jaxprs.shapes import as_shape, describe, describe_structures
 from ipu_pipeline.engine.tracing import scopes
 from ipu_pipeline.engine.tracing.specs import is_of_numbers
 
@@ -206,7 +206,8 @@ def _write_stage(layout: Layout, parameters: Any, what: str, found: dict[str, tu
     plain = _without_shared(parameters)
     tree = jax.tree.structure(plain)
     if tree != layout.tree:
-        raise ValueError(f"{what} must have the structure {layout.tree}; got {tree}.")
+        right, wrong = describe_structures(layout.tree, tree)
+        raise ValueError(f"{what} must be {right}, as the stage's parameters; got {wrong}.")
     for leaf, value in zip(layout.leaves, jax.tree.leaves(plain), strict=True):
         place = what + leaf.path
         _check_leaf(value, place)

@@ -21,7 +21,7 @@ from ipu_pipeline.engine.tracing import frames, hoisting
 from ipu_pipeline.engine.tracing.captures import Captures
 from ipu_pipeline.engine.tracing.checkpoints import check_marks
 from ipu_pipeline.engine.tracing.enqueuing import first_leaves
-from ipu_pipeline.engine.tracing.faults import Faults, describe_arguments, find_signature_fault
+from ipu_pipeline.engine.tracing.faults import Faults, describe_arguments, find_signature_fault, name_of
 from ipu_pipeline.engine.tracing.traced import Source, TracedPipeline, TracedStage, share_variables
 
 __all__ = [
@@ -171,10 +171,7 @@ def trace(
 def _places(functions: Sequence[Sequence[StageFunction]]) -> list[list[str]]:
     """What errors call the stages, level by level."""
     numbers = itertools.count()
-    return [
-        [f"stage {next(numbers)} ({getattr(f, '__name__', type(f).__name__)})" for f in parallel]
-        for parallel in functions
-    ]
+    return [[f"stage {next(numbers)} ({name_of(f)})" for f in parallel] for parallel in functions]
 
 
 def _concatenate(results: Sequence[Arguments], places: Sequence[str]) -> Arguments:

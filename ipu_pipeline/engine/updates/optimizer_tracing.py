@@ -18,6 +18,7 @@ import optax
 from jax.extend import core as jex_core
 
 from ipu_pipeline.engine import jaxprs
+from ipu_pipeline.engine.jaxprs.shapes import describe_structures
 from ipu_pipeline.engine.programs.accumulation import Reduction, count_dtype
 from ipu_pipeline.engine.tracing import frames, hoisting
 from ipu_pipeline.engine.tracing.counting import count_aval, update_count_p
@@ -203,7 +204,7 @@ def trace_optimizer(
         if new_tree != state_tree:
             raise TypeError(
                 "The optimizer's update returned a state of another structure than its init: "
-                f"{new_tree} instead of {state_tree}."
+                f"{' instead of '.join(describe_structures(new_tree, state_tree))}."
             )
         new_parameters = optax.apply_updates(parameters, changes)
         ordered = [new_parameters[name].astype(spec.dtype) for name, spec in trained.items()]

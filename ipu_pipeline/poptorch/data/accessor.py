@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.utils.data
 
+from ipu_pipeline.enumerations import parse_member
 from ipu_pipeline.poptorch import logs
 from ipu_pipeline.poptorch.data.messages import Loading
 from ipu_pipeline.poptorch.data.process import LoadingProcess
@@ -101,7 +102,9 @@ class AsynchronousDataAccessor:
         drop_last = getattr(dataset, "rebatched_drop_last", getattr(dataset, "drop_last", True))
         self._dataset = dataset
         self._loading = Loading(max(2, buffer_size), load_indefinitely, rebatched_size, drop_last)
-        self._strategy = SharingStrategy(sharing_strategy)
+        self._strategy = parse_member(
+            SharingStrategy, sharing_strategy, "AsynchronousDataAccessor: sharing_strategy"
+        )
         self._process = self._start()
         if early_preload:
             self._process.preload()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.utils.data
 
+from ipu_pipeline.enumerations import parse_member
 from ipu_pipeline.poptorch import logs
 from ipu_pipeline.poptorch.data.accessor import AsynchronousDataAccessor
 from ipu_pipeline.poptorch.data.partition import CombiningSampler, PartSampler, find_part
@@ -91,7 +92,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
         if not isinstance(options, Options):
             raise Error(f"Invalid type: 'options' is of type {type(options)} (Expected poptorch.Options)")
-        mode = DataLoaderMode(mode)
+        mode = parse_member(DataLoaderMode, mode, "DataLoader: mode")
         if batch_sampler is not None and (batch_size != 1 or shuffle):
             raise Error("`batch_sampler` option is mutually exclusive with batch_size, shuffle.")
         options.freeze()

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ipu_pipeline.enumerations import list_members
 from ipu_pipeline.poptorch import markers
 from ipu_pipeline.poptorch.enums import OverlapMode
 from ipu_pipeline.poptorch.logs import warn_once
@@ -141,7 +142,7 @@ def set_overlap_for_output(output_tensors: Any, mode: OverlapMode) -> Any:
 
 def _overlap(name: str, tensors: Any, mode: OverlapMode) -> Any:
     if not isinstance(mode, OverlapMode):
-        raise ValueError(f"{name}: mode must be a poptorch.OverlapMode; got {mode!r}.")
+        raise ValueError(f"{name}: mode must be one of {list_members(OverlapMode)}; got {mode!r}.")
     if mode is not OverlapMode.NoOverlap:
         warn_once(f"poptorch.{name} has no effect: copies and computations always overlap.")
     return tensors

@@ -6,6 +6,7 @@ from typing import Any, Self
 
 import torch
 
+from ipu_pipeline.enumerations import list_members
 from ipu_pipeline.poptorch import markers
 from ipu_pipeline.poptorch.enums import MultiConvPlanType
 from ipu_pipeline.poptorch.logs import warn_once
@@ -70,7 +71,7 @@ class MultiConv:
           AssertionError: it is no plan.
         """
         assert isinstance(value, MultiConvPlanType), (
-            f"MultiConv.planType: must be a poptorch.MultiConvPlanType; got {value!r}."
+            f"MultiConv.planType: must be one of {list_members(MultiConvPlanType)}; got {value!r}."
         )
         return self._tell("planType")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ipu_pipeline.enumerations import list_members
 from ipu_pipeline.poptorch import markers
 from ipu_pipeline.poptorch.enums import MatMulSerializationMode
 from ipu_pipeline.poptorch.errors import Error
@@ -43,7 +44,7 @@ def serializedMatMul(
     for tensor in (lhs, rhs):
         check_tensor(tensor, "serializedMatMul must take torch.tensor arguments.")
     assert isinstance(mode, MatMulSerializationMode), (
-        f"serializedMatMul: mode must be a poptorch.MatMulSerializationMode; got {mode!r}."
+        f"serializedMatMul: mode must be one of {list_members(MatMulSerializationMode)}; got {mode!r}."
     )
     assert isinstance(factor, int), f"serializedMatMul: factor must be an integer; got {factor!r}."
     assert isinstance(keep_precision, bool), (

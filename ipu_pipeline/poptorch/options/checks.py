@@ -11,6 +11,8 @@ import os
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
+from ipu_pipeline.enumerations import list_members
+
 __all__ = [
     "Check",
     "boolean",
@@ -70,7 +72,7 @@ def integer(minimum: int | None = None) -> Check:
 
 def member(kind: type[enum.Enum]) -> Check:
     """A member of an enumeration."""
-    return instance(kind, f"a poptorch.{kind.__name__}")
+    return instance(kind, f"one of {list_members(kind)}")
 
 
 def instance(kind: type, rule: str) -> Check:

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 
+from ipu_pipeline.enumerations import list_members
 from ipu_pipeline.poptorch.enums import HalfFloatCastingBehavior
 from ipu_pipeline.poptorch.logs import warn_once
 from ipu_pipeline.poptorch.options import checks
@@ -91,7 +92,7 @@ class PrecisionOptions(OptionGroup):
           AssertionError: it is no `HalfFloatCastingBehavior`.
         """
         assert isinstance(half_float_casting, HalfFloatCastingBehavior), (
-            "halfFloatCasting must be given a poptorch.HalfFloatCastingBehavior; got "
+            f"halfFloatCasting must be given one of {list_members(HalfFloatCastingBehavior)}; got "
             f"{half_float_casting!r}."
         )
         if half_float_casting is HalfFloatCastingBehavior.FloatDowncastToHalf:

@@ -1,0 +1,87 @@
+"""Values that users give, as NumPy arrays of dtypes that JAX has; what would change them is an error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+__all__ = ["as_own", "as_plain", "cast_exactly"]
+
+
+def as_plain(value: Any, what: str) -> np.ndarray[Any, Any]:
+    """A value as an array without a mask, in the byte order of this machine.
+
+    Args:
+      value: whatever NumPy makes an array of.
+      what: what errors call it.
+
+    Raises:
+      ValueError: elements of it are masked.
+    """
+    if isinstance(value, np.ma.MaskedArray):
+        if np.ma.is_masked(value):
+            number = np.ma.getmaskarray(value).sum()
+            raise ValueError(
+                f"{what} is a masked array: {number} of its {value.size} elements are masked, and "
+                "arrays on devices have no masks. Fill them, array.filled(0), or pass the mask as an array "
+                "of its own."
+            )
+        value = value.data
+    array: np.ndarray[Any, Any] = np.asarray(value)
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+
+def as_own(value: Any, what: str) -> Any:
+    """A value as an array of the dtype that it has in JAX, or the JAX array that it is.
+
+    Nothing is copied, nor looked at, if it is such an array already.
+
+    Args:
+      value: an array, or a number.
+      what: what errors call it.
+
+    Raises:
+      ValueError: it does not fit that dtype, or elements of it are masked.
+    """
+    if isinstance(value, jax.Array):
+        return value
+    array = value if type(value) is np.ndarray and value.dtype.isnative else as_plain(value, what)
+    dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+    return array if dtype == array.dtype else cast_exactly(array, dtype, what)
+
+
+def cast_exactly(array: np.ndarray[Any, Any], dtype: Any, what: str) -> np.ndarray[Any, Any]:
+    """The array in another dtype, if that holds its values.
+
+    Args:
+      array: any array.
+      dtype: to cast to. Integers and booleans must be kept exactly; floating-point numbers are rounded,
+        and take integers; complex numbers fit complex dtypes only.
+      what: what errors call the array.
+
+    Returns:
+      A new array.
+
+    Raises:
+      ValueError: the values do not fit.
+    """
+    dtype = np.dtype(dtype)
+    is_numeric = array.dtype.kind in "biufcV" and array.dtype.names is None
+    reason = ""
+    if is_numeric and not (array.dtype.kind == "c" and dtype.kind != "c"):
+        with np.errstate(all="ignore"):
+            cast = array.astype(dtype)
+        if dtype.kind in "biu":
+            overflows = cast != array
+        elif dtype.kind in "fc":
+            overflows = np.isinf(cast)
+            if overflows.any():  # else the array need not be read again
+                overflows &= ~np.isinf(array)
+        else:  # bfloat16 and others that NumPy does not know
+            return cast
+        if not overflows.any():
+            return cast
+        reason = f": it has {array[overflows][0]}"
+    raise ValueError(f"{what}, of dtype {array.dtype}, does not fit {dtype.name}{reason}.")

@@ -1,0 +1,34 @@
+"""Members of enumerations that users name, and errors that list what there is."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any, TypeVar
+
+__all__ = ["list_members", "parse_member"]
+
+Member = TypeVar("Member", bound=enum.Enum)
+
+
+def list_members(kind: type[enum.Enum]) -> str:
+    """The members of an enumeration for errors, for example "OverlapMode.NoOverlap, ..."."""
+    return ", ".join(f"{kind.__name__}.{member.name}" for member in kind)
+
+
+def parse_member(kind: type[Member], value: Any, argument: str) -> Member:
+    """The member that a member or its value stands for.
+
+    Args:
+      kind: the enumeration.
+      value: what a user gave.
+      argument: what errors call it.
+
+    Raises:
+      ValueError: it stands for none; the error lists those that there are.
+    """
+    try:
+        return kind(value)
+    except ValueError:
+        are_texts = all(isinstance(member.value, str) for member in kind)
+        known = ", ".join(repr(member.value) for member in kind) if are_texts else list_members(kind)
+        raise ValueError(f"{argument} must be one of {known}; got {value!r}.") from None
