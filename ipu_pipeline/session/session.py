@@ -29,6 +29,7 @@ from ipu_pipeline.queues.outfeed import OutfeedOperation
 from ipu_pipeline.reports.capturing import start_automatic_report
 from ipu_pipeline.session import entries, exporting
 from ipu_pipeline.session.fetches import concerns_devices, find_runs, give_results
+from ipu_pipeline.session.missing import make_missing
 from ipu_pipeline.session.resuming import Resumption, check_snapshot
 from ipu_pipeline.session.running import Limit, check_feeds, run_program
 from ipu_pipeline.session.store import Store
@@ -218,9 +219,9 @@ class Session:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes everything that training goes on from as a checkpoint, and returns when it is complete.
 
-        That is all variables, optimizer states, counts, gradients that are being accumulated, the seed,
-        and where the data sets stand of what trains. None of it depends on how the model is cut into
-        stages, on the schedule or on the devices: any program with the same variables can use it.
+        That is all variables, those that `Saver.save` names included, optimizer states, counts, gradients
+        that are being accumulated, the seed, and where the data sets stand of what trains. None of it
+        depends on cut, schedule or devices: any program with the same variables can use it.
 
         Args:
           path: a directory to make. A checkpoint that is there is replaced once the new one is complete.
@@ -230,8 +231,7 @@ class Session:
           ValueError: there are no variables yet, or `path` exists and is no checkpoint.
         """
         with self._turns.alone(changes=False, together="saving a session"):
-            if not self._store.state.variables:
-                raise ValueError("There is nothing to save: no program has run, so there are no variables.")
+            make_missing(self._store, self._select_devices)
             checkpoints.write_checkpoint(path, self.take_snapshot(is_kept=False))
 
     def export(

@@ -35,6 +35,7 @@ class Store:
         and by those who read arrays of the state meanwhile, in another thread.
       seed: initial values and random keys depend on it.
       metrics: what pipelines reported, until it is read.
+      is_initialized: whether `global_variables_initializer()` was run, so that all variables count as made.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Store:
         self.lock = threading.RLock()
         self.seed = seed
         self.metrics = MetricLog()
+        self.is_initialized = False
         self._lent: str | None = None  # whose values the weights are, see `lending`
         self._key: Any = None
         self._agreed: int | None = None  # the seed that all processes have
@@ -309,6 +311,7 @@ class Store:
                 unclear.add(spec.name)
         key = self.key
         self.metrics = MetricLog()
+        self.is_initialized = True
         self.state = SessionState(
             {name: initial_value(spec, key) for name, spec in known.items() if name not in unclear}
         )

@@ -1,0 +1,79 @@
+"""The variables of compiled programs that a session has not made yet, so that its checkpoint lacks none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ipu_pipeline.engine.tracing.specs import VariableSpec
+from ipu_pipeline.program.program import Program
+from ipu_pipeline.program.registry import compiled_programs
+from ipu_pipeline.session.store import Store
+
+__all__ = ["find_missing", "make_missing"]
+
+
+def make_missing(store: Store, select_devices: Callable[[], None]) -> None:
+    """Gives a session that is about to be saved the variables that it should have, and no run has made.
+
+    After `global_variables_initializer()` these are the variables of all programs in use; after
+    `Session.load` those of programs that share a variable with the session.
+
+    Args:
+      store: what the session has.
+      select_devices: called before a variable is made, since that starts JAX's backend.
+
+    Raises:
+      RuntimeError: the weights are lent, see `Session.weights_of`.
+      ValueError: there are no variables.
+    """
+    store.check_weights("save")
+    if store.is_initialized or (store.state.variables and not store.state.pipelines):
+        missing = find_missing(store.state.variables, compiled_programs(), takes_all=store.is_initialized)
+        if missing:
+            select_devices()
+        for spec in missing:
+            store.variable(spec)
+    if not store.state.variables:
+        raise ValueError(
+            "There is nothing to save: the session has no variables. They come into being when a compiled "
+            "program runs in this session, or when global_variables_initializer() runs in it, for the "
+            "programs that are compiled and still referred to."
+        )
+
+
+def find_missing(
+    known: Mapping[str, Any], programs: Sequence[Program], *, takes_all: bool
+) -> list[VariableSpec]:
+    """The variables to make before a session is saved.
+
+    Where programs have variables of one name in different shapes, the one compiled last has replaced the
+    others.
+
+    Args:
+      known: the session's variables, by full name.
+      programs: those in use, in the order in which they were compiled.
+      takes_all: whether the session has the variables of all programs, as after
+        `global_variables_initializer()`. If not, a program that shares none with it is another model's.
+
+    Returns:
+      Specifications of variables that the session lacks, or that were loaded in another dtype.
+    """
+    found: dict[str, VariableSpec] = {}
+    for program in reversed(programs):
+        own = program.variables
+        if not takes_all and own.keys().isdisjoint(known):
+            continue
+        if all(_fits(spec, found.get(name, known.get(name))) for name, spec in own.items()):
+            found.update(own)
+    return [spec for name, spec in found.items() if name not in known or known[name].dtype != spec.dtype]
+
+
+def _fits(spec: VariableSpec, value: Any) -> bool:
+    """Whether a variable may have a value, or be the same as another specification says."""
+    if value is None:
+        return True
+    is_loaded = isinstance(value, np.ndarray)  # it is cast when it is first used
+    return bool(spec.shape == value.shape and (is_loaded or spec.dtype == value.dtype))
