@@ -34,7 +34,8 @@ class SessionRunArgs:
     """What a hook asks of a run.
 
     Attributes:
-      fetches: "loss", "global_step" or the full name of a variable, or lists, tuples and dicts of these.
+      fetches: "loss", "global_step" (or `get_global_step()`), the full name of a variable, or lists,
+        tuples and dicts of these.
     """
 
     fetches: Any

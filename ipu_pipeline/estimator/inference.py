@@ -102,7 +102,7 @@ class Inference:
         """
         self._made = made
         self._data = data
-        self._runs = Runs(made, session, hooks)
+        self._runs = Runs(made, session, hooks, global_step)
         self._global_step = global_step
         self._done = 0
         self._is_stopped = False

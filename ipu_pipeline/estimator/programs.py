@@ -10,9 +10,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ipu_pipeline import ipu_compiler, pipelining_ops, scopes
+from ipu_pipeline.engine.tracing.counting import update_count
 from ipu_pipeline.gradient_accumulation import GradientAccumulationReductionMethod
+from ipu_pipeline.graph.placeholders import Placeholder, placeholder
+from ipu_pipeline.graph.symbols import counting_steps
 from ipu_pipeline.ipu_run_config import RunConfig
 from ipu_pipeline.ipu_session_run_hooks import (
     IPULoggingTensorHook,
@@ -103,7 +107,8 @@ class IPUPipelineEstimatorSpec:
           evaluation_hooks: called when evaluating.
           prediction_hooks: called when predicting.
           reduction_method: see `pipelining_ops.pipeline`. It has no effect but in training.
-          **pipeline_op_kwargs: other arguments of `pipelining_ops.pipeline`.
+          **pipeline_op_kwargs: other arguments of `pipelining_ops.pipeline`. `inputs` may have
+            `get_global_step()` and what is computed from it.
 
         Raises:
           TypeError: a hook is none, or there is another argument than `pipeline` has.
@@ -179,6 +184,8 @@ class EstimatorProgram:
         the last stage returns.
       hooks_that_log: those that get values from its stages.
       num_replicas: how many replicas of the pipeline run.
+      step_offset: what is added to the micro-batches of the weight updates to give the global step; in
+        evaluation and prediction the global step itself.
     """
 
     mode: ModeKeys
@@ -188,6 +195,13 @@ class EstimatorProgram:
     outfeed: IPUOutfeedQueue
     hooks_that_log: tuple[IPULoggingTensorHook, ...]
     num_replicas: int
+    step_offset: Placeholder
+
+    def feed_steps(self, offset: int) -> dict[Any, Any]:
+        """What to feed for an offset of the global step: nothing if the model does not ask for that."""
+        if self.step_offset not in self.program.placeholders:
+            return {}
+        return {self.step_offset: np.array(offset % 2**32, np.uint32).astype(np.int32)}
 
     @property
     def name(self) -> str:
@@ -283,6 +297,13 @@ def build_estimator_program(
         options["outfeed_loss"] = options["accumulate_outfeed"] = True
         options["accumulate_outfeed_dtype"] = spec.loss_accumulator_dtype
 
+    step_offset = placeholder(np.int32, [], name="global_step")
+
+    def count_steps() -> Any:
+        offset = step_offset.traced()
+        is_training = mode is ModeKeys.TRAIN
+        return update_count() * np.int32(spec.micro_batches_per_update) + offset if is_training else offset
+
     def model() -> Any:
         return pipelining_ops.pipeline(
             gradient_accumulation_count=spec.gradient_accumulation_count,
@@ -298,9 +319,10 @@ def build_estimator_program(
     with (
         scopes.ipu_scope(f"/device:IPU:{run_config.ordinal}"),
         asking_for(num_replicas, run_config.num_shards),
+        counting_steps(count_steps),
     ):
         program = ipu_compiler.compile(model)
-    return EstimatorProgram(mode, program, spec, infeed, outfeed, hooks, num_replicas)
+    return EstimatorProgram(mode, program, spec, infeed, outfeed, hooks, num_replicas, step_offset)
 
 
 def _with_logs(

@@ -125,7 +125,7 @@ class Training:
           is_same_data: whether the session's checkpoint is of training on what this `input_fn` returns.
           begins_anew: whether, if there are no more data right away, they are to begin again.
         """
-        self._runs = Runs(made, session, hooks)
+        self._runs = Runs(made, session, hooks, global_step)
         self._made = made
         self._session = session
         self._config = config

@@ -72,8 +72,9 @@ class Saver:
           OSError: it cannot be written.
           ValueError: there are no variables yet, or the step is no number from 0.
         """
-        is_counted = global_step is None or isinstance(global_step, GlobalStep)
-        step: Any = session.most_updates() if is_counted else global_step
+        step: Any = session.most_updates() if global_step is None else global_step
+        if isinstance(step, GlobalStep):
+            step = session.run(step)
         if isinstance(step, bool) or not hasattr(type(step), "__index__") or step < 0:
             raise ValueError(f"Saver.save: global_step must be an integer from 0; got {global_step!r}.")
         step = operator.index(step)

@@ -20,6 +20,7 @@ from ipu_pipeline.engine.devices.placing import keep
 from ipu_pipeline.engine.watching import read_outfeed
 from ipu_pipeline.graph.operations import InitializerOperation
 from ipu_pipeline.graph.placeholders import Placeholder
+from ipu_pipeline.graph.symbols import GlobalStep
 from ipu_pipeline.processes import interrupts
 from ipu_pipeline.program.loss_weights import is_weight
 from ipu_pipeline.program.program import Program
@@ -111,8 +112,11 @@ class Session:
 
     def most_updates(self) -> int:
         """How many weight updates the pipeline or loop with the most has done."""
-        records = self._store.state.pipelines.values()
-        return max((record.update_count for record in records), default=0)
+        return self._store.most_updates()
+
+    def count_steps(self, per_update: int, offset: int) -> None:
+        """Has the global step be the number of weight updates times something, and something added."""
+        self._store.step_counting = (per_update, offset)
 
     def variable_value(self, name: str) -> np.ndarray[Any, Any]:
         """A copy of a variable's value.
@@ -268,7 +272,7 @@ class Session:
                     lambda: self.key,
                     self.seed,
                     self.execution_count,
-                    self.update_count,
+                    self._store.step_of_weights,
                 ),
             )
 
@@ -337,8 +341,9 @@ class Session:
 
         Args:
           fetch: a program or one of its values (`program[0]`), an infeed's `initializer` or `deleter`, what
-            an outfeed's `dequeue` returned, `global_variables_initializer()`, or a list, tuple or dict of
-            them. They are run in that order, each once: a program once for all its values that are there.
+            an outfeed's `dequeue` returned, `global_variables_initializer()`, `get_global_step()`, or a
+            list, tuple or dict of them. They are run in that order, each once: a program once for all its
+            values that are there.
           feed_dict: placeholder -> value, for programs.
 
         Returns:
@@ -442,6 +447,8 @@ class Session:
             with interrupts.deferred():
                 operation.queue.set_aside()
             return value
+        if isinstance(operation, GlobalStep):
+            return np.int64(self._store.global_step())
         if operation.starts:
             self._infeeds[operation.queue] = operation.queue.initialize()
         else:
