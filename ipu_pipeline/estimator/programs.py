@@ -97,8 +97,9 @@ class IPUPipelineEstimatorSpec:
           gradient_accumulation_count: micro-batches per weight update; in evaluation and prediction, how
             many overlap.
           eval_metrics_fn: takes the last stage's outputs as NumPy arrays, stacked over micro-batches (of
-            all replicas, in the order of the data) on a new first axis, and returns a dict of numbers or
-            arrays, of which means are taken, with "loss".
+            all replicas, in the order of the data) on a new first axis, and returns a dict with "loss". It
+            is called for each run. Pairs (value, update) of `ipu.metrics` are added up over the whole
+            evaluation; of numbers and arrays the mean over runs is taken, weighted by micro-batches.
           optimizer_function: see `pipelining_ops.pipeline`. With an `IPULoggingTensorHook` it is traced
             once more.
           device_mapping: see there.

@@ -80,7 +80,7 @@ FLOORS = (
     _beside(
         "TF1 modules",
         "loops pipelining_ops ipu_compiler ipu_infeed_queue ipu_outfeed_queue normalization_ops nn_ops "
-        "embedding_ops rand_ops functional_ops ops cross_replica_ops replication_ops popdist",
+        "embedding_ops rand_ops functional_ops ops cross_replica_ops replication_ops popdist metrics",
         "Graphcore's names",
     ),
     _folder("estimator"),
