@@ -24,6 +24,7 @@ __all__ = [
     "SessionRunValues",
     "check_hooks",
     "collecting_logs",
+    "dropping_logs",
 ]
 
 _logger = logging.getLogger("ipu_pipeline.estimator")
@@ -94,17 +95,28 @@ class SessionRunHook:
         """Called once, at the end; not after an error."""
 
 
-_Logs: TypeAlias = "tuple[dict[int, Any], frozenset[int]]"  # what was logged, and who may; by `id`
+# What was logged, and who may; by `id`. None: all may. No dict: what is logged is not wanted again.
+_Logs: TypeAlias = "tuple[dict[int, Any] | None, frozenset[int] | None]"
 _logs: contextvars.ContextVar[_Logs | None] = contextvars.ContextVar("logged values", default=None)
 
 
 @contextlib.contextmanager
-def collecting_logs(hooks: Sequence[SessionRunHook]) -> Iterator[dict[int, Any]]:
-    """While a stage is traced: a dict that gets what some hooks log, by their `id`."""
+def collecting_logs(hooks: Sequence[SessionRunHook] | None) -> Iterator[dict[int, Any]]:
+    """While a stage is traced: a dict that gets what hooks log, by their `id`; None: any of them."""
     found: dict[int, Any] = {}
-    token = _logs.set((found, frozenset(map(id, hooks))))
+    token = _logs.set((found, None if hooks is None else frozenset(map(id, hooks))))
     try:
         yield found
+    finally:
+        _logs.reset(token)
+
+
+@contextlib.contextmanager
+def dropping_logs() -> Iterator[None]:
+    """While a function is traced once more: hooks log nothing."""
+    token = _logs.set((None, None))
+    try:
+        yield
     finally:
         _logs.reset(token)
 
@@ -180,14 +192,16 @@ class IPULoggingTensorHook(SessionRunHook):
           TypeError: there is something else than arrays.
         """
         found, allowed = _logs.get() or ({}, frozenset())
-        if id(self) not in allowed:
+        if found is None:
+            return
+        if allowed is not None and id(self) not in allowed:
             raise RuntimeError(
                 "IPULoggingTensorHook.log must be called in a stage of an IPUPipelineEstimator's "
                 "pipeline, and "
                 "the hook must be in the specification's training_hooks, evaluation_hooks or "
                 "prediction_hooks."
             )
-        if self._is_recorded:
+        if self._is_recorded if allowed is not None else id(self) in found:
             raise RuntimeError(
                 "Cannot use this hook object's log function more than once. Either enqueue all "
                 "tensors in a "

@@ -17,7 +17,8 @@ import jax
 import numpy as np
 
 from ipu_pipeline.engine import peers
-from ipu_pipeline.estimator.programs import EstimatorProgram, apply_to
+from ipu_pipeline.estimator.logs import apply_to
+from ipu_pipeline.estimator.programs import EstimatorProgram
 from ipu_pipeline.estimator.runs import Runs
 from ipu_pipeline.ipu_session_run_hooks import SessionRunHook
 from ipu_pipeline.metrics import Update
@@ -202,7 +203,7 @@ class Inference:
     def _name_metrics(self) -> dict[str, float]:
         """The metrics where nothing comes back: none is a number."""
         outputs = self._runs.session.run(self._made.outfeed.dequeue())
-        if self._made.hooks_that_log:
+        if self._made.has_logs:
             outputs = outputs["outputs"]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # of means of nothing

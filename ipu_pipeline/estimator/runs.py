@@ -119,7 +119,7 @@ class Runs:
             outputs = jax.tree.unflatten(tree, share_stacks(leaves))
         count = num_real(len(jax.tree.leaves(outputs)[0]))
         outputs = jax.tree.map(lambda stack: stack[:count], outputs)
-        if made.hooks_that_log:
+        if made.has_logs:
             for logging_hook in made.hooks_that_log:
                 logging_hook.receive(outputs["logs"][id(logging_hook)])
             outputs = outputs["outputs" if made.mode is not ModeKeys.TRAIN else "loss"]

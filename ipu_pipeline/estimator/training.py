@@ -259,7 +259,7 @@ class Training:
         """The sum of the losses of a run, and of how many micro-batches."""
         per_update = self._made.spec.micro_batches_per_update  # of each replica
         sums = outputs
-        if self._made.hooks_that_log:  # a loss per micro-batch, to be summed as the pipeline would
+        if self._made.has_logs:  # a loss per micro-batch, to be summed as the pipeline would
             dtype = self._made.spec.loss_accumulator_dtype or outputs.dtype
             replicas = outputs.reshape(-1, per_update, self._made.num_replicas)
             sums = np.sum(replicas, axis=1, dtype=dtype)

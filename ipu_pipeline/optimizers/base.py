@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import abc
+import contextlib
+import contextvars
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +25,15 @@ from ipu_pipeline.gradient_accumulation import GradientAccumulationReductionMeth
 from ipu_pipeline.graph.operations import Operation
 from ipu_pipeline.queues.outfeed import IPUOutfeedQueue
 
-__all__ = ["Accumulation", "Optimizer", "Unwrapped", "Watched", "unwrap"]
+__all__ = [
+    "Accumulation",
+    "Minimized",
+    "Optimizer",
+    "Unwrapped",
+    "Watched",
+    "collecting_minimized",
+    "unwrap",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,6 +102,39 @@ class Unwrapped:
         return mapped
 
 
+@dataclass(frozen=True, eq=False)
+class Minimized:
+    """What `minimize` was called for in an estimator's `model_fn`.
+
+    Attributes:
+      optimizer: whose.
+      loss: a traced scalar.
+      var_list: as given.
+      operation: what it returned.
+    """
+
+    optimizer: Optimizer
+    loss: jax.Array
+    var_list: Sequence[str] | None
+    operation: Operation
+
+
+_minimized: contextvars.ContextVar[list[Minimized] | None] = contextvars.ContextVar(
+    "minimized", default=None
+)
+
+
+@contextlib.contextmanager
+def collecting_minimized() -> Iterator[list[Minimized]]:
+    """For a `with` block that calls a `model_fn`: what `minimize` is called for in it."""
+    found: list[Minimized] = []
+    token = _minimized.set(found)
+    try:
+        yield found
+    finally:
+        _minimized.reset(token)
+
+
 class Optimizer(abc.ABC):
     """What the optimizers here share."""
 
@@ -125,6 +168,8 @@ class Optimizer(abc.ABC):
     ) -> Operation:
         """Records a training step in the body of a loop; it runs whether its operation is returned or not.
 
+        In the `model_fn` of an `IPUEstimator` the operation is the specification's `train_op`.
+
         Args:
           loss: a traced floating-point scalar.
           global_step: only None: the session counts weight updates, see `Session.update_count`.
@@ -143,7 +188,11 @@ class Optimizer(abc.ABC):
           NotImplementedError: the body has a training step already.
         """
         what = f"{type(self).__name__}.minimize"
-        frame, recorder = current_recorder(what, "A pipeline gets its optimizer by `optimizer_function`.")
+        collected = _minimized.get()
+        if collected is None:  # raises elsewhere than in a loop
+            frame, recorder = current_recorder(
+                what, "A pipeline gets its optimizer by `optimizer_function`."
+            )
         if global_step is not None:
             raise ValueError(
                 "minimize: global_step must be None, since the session counts weight updates "
@@ -155,6 +204,10 @@ class Optimizer(abc.ABC):
                 f"minimize: loss must be a floating-point scalar; got {loss.dtype.name}{list(loss.shape)}. "
                 "Reduce it, for example with jnp.mean."
             )
+        if collected is not None:
+            operation = Operation(name or self.name)
+            collected.append(Minimized(self, loss, var_list, operation))
+            return operation
         unwrapped = unwrap(self)
         accumulation = unwrapped.accumulation or Accumulation()
         if unwrapped.has_outfeeds:

@@ -84,7 +84,7 @@ FLOORS = (
         "Graphcore's names",
     ),
     _folder("estimator"),
-    _beside("estimator: roof", "ipu_pipeline_estimator tutorial_support", "IPUPipelineEstimator"),
+    _beside("estimator: roof", "ipu_pipeline_estimator ipu_estimator tutorial_support", "The estimators"),
     _beside("package", "__init__", "import ipu_pipeline as ipu"),
     _beside(
         "poptorch: ground",
