@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from ipu_pipeline.engine.tracing.variables import assign, get_variable
     from ipu_pipeline.estimator.programs import ModeKeys
     from ipu_pipeline.estimator.summaries import SummaryWriter
+    from ipu_pipeline.estimator.train_and_evaluate import EvalSpec, TrainSpec, train_and_evaluate
     from ipu_pipeline.functional_ops import outlined_function
     from ipu_pipeline.graph.operations import global_variables_initializer
     from ipu_pipeline.graph.placeholders import placeholder
@@ -60,10 +61,12 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AUTO_REUSE",
+    "EvalSpec",
     "ModeKeys",
     "Saver",
     "Session",
     "SummaryWriter",
+    "TrainSpec",
     "__version__",
     "assign",
     "config",
@@ -106,6 +109,7 @@ __all__ = [
     "reports",
     "scopes",
     "set_num_devices",
+    "train_and_evaluate",
     "trainable_variables",
     "utils",
     "variable_scope",
@@ -118,7 +122,10 @@ _HOMES = {  # of what is not a module itself
     "global_variables": "program.registry",
     "Saver": "session.saver",
     "AUTO_REUSE": "engine.tracing.variable_scopes",
+    "EvalSpec": "estimator.train_and_evaluate",
     "ModeKeys": "estimator.programs",
+    "TrainSpec": "estimator.train_and_evaluate",
+    "train_and_evaluate": "estimator.train_and_evaluate",
     "Session": "session.session",
     "SummaryWriter": "estimator.summaries",
     "assign": "engine.tracing.variables",

@@ -17,12 +17,14 @@ import numpy as np
 from ipu_pipeline.queues.outfeed import IPUOutfeedMode
 
 __all__ = [
+    "CheckpointSaverListener",
     "IPULoggingTensorHook",
     "SessionRunArgs",
     "SessionRunContext",
     "SessionRunHook",
     "SessionRunValues",
     "check_hooks",
+    "check_listeners",
     "collecting_logs",
     "dropping_logs",
 ]
@@ -93,6 +95,22 @@ class SessionRunHook:
 
     def end(self, session: Any) -> None:
         """Called once, at the end; not after an error."""
+
+
+class CheckpointSaverListener:
+    """What can be done around each save while an estimator trains; subclasses have some of it."""
+
+    def begin(self) -> None:
+        """Called once, when the program is compiled and before there is a session."""
+
+    def before_save(self, session: Any, global_step: int) -> None:
+        """Called before each save."""
+
+    def after_save(self, session: Any, global_step: int) -> bool | None:
+        """Called when a checkpoint is complete; returns True to end training."""
+
+    def end(self, session: Any, global_step: int) -> None:
+        """Called once, after the last save; not after an error."""
 
 
 # What was logged, and who may; by `id`. None: all may. No dict: what is logged is not wanted again.
@@ -281,6 +299,22 @@ class IPULoggingTensorHook(SessionRunHook):
         with np.printoptions(suppress=True):
             text = ", ".join(f"{name} = {value}" for name, value in values.items())
         _logger.info("%s%s", text, elapsed)
+
+
+def check_listeners(listeners: Any, what: str) -> tuple[CheckpointSaverListener, ...]:
+    """Listeners that were given, as a tuple.
+
+    Raises:
+      TypeError: one is no listener.
+    """
+    found = () if listeners is None else tuple(listeners)
+    for listener in found:
+        if not isinstance(listener, CheckpointSaverListener):
+            raise TypeError(
+                f"{what}: saving_listeners must be a list of CheckpointSaverListener instances, given: "
+                f"{listener!r}"
+            )
+    return found
 
 
 def check_hooks(hooks: Any, what: str) -> tuple[SessionRunHook, ...]:

@@ -27,7 +27,12 @@ from ipu_pipeline.estimator.programs import EstimatorProgram, ModeKeys, call_inp
 from ipu_pipeline.estimator.scalars import ScalarWriter
 from ipu_pipeline.estimator.training import Training, describe_function
 from ipu_pipeline.ipu_run_config import RunConfig
-from ipu_pipeline.ipu_session_run_hooks import SessionRunHook, check_hooks
+from ipu_pipeline.ipu_session_run_hooks import (
+    CheckpointSaverListener,
+    SessionRunHook,
+    check_hooks,
+    check_listeners,
+)
 from ipu_pipeline.processes.joining import join_by_environment
 from ipu_pipeline.session.resuming import check_optimizers, check_program
 from ipu_pipeline.session.session import Session
@@ -122,6 +127,7 @@ class Estimator(abc.ABC):
         hooks: Sequence[SessionRunHook] | None = None,
         steps: int | None = None,
         max_steps: int | None = None,
+        saving_listeners: Sequence[CheckpointSaverListener] | None = None,
     ) -> Self:
         """Trains, from the last checkpoint in `model_dir` if there is one.
 
@@ -143,6 +149,7 @@ class Estimator(abc.ABC):
           hooks: called around each run, after those of the specification.
           steps: how many micro-batches each replica is to train on, a multiple of `iterations_per_loop`.
           max_steps: until which `global_step` to train, instead. The last weight update may go beyond it.
+          saving_listeners: called around each save of a checkpoint, which training waits for then.
 
         Returns:
           The estimator.
@@ -155,11 +162,12 @@ class Estimator(abc.ABC):
           TypeError, ValueError: an argument, or what `model_fn` or `input_fn` returns, is not usable.
         """
         given = check_hooks(hooks, "hooks")
+        listeners = check_listeners(saving_listeners, "train")
         if steps is not None and max_steps is not None:
             raise ValueError("Can not provide both steps and max_steps.")
         if steps is None and max_steps is None:
             raise ValueError("One of `steps` or `max_steps` must be specified.")
-        self._check_steps(steps)
+        self.check_steps(steps)
         _check_number("max_steps", max_steps)
         latest = self._series.latest()
         if max_steps is None or latest is None or int(latest.name) < max_steps:
@@ -190,6 +198,8 @@ class Estimator(abc.ABC):
             every = made.spec.hooks + given
             for hook in every:
                 hook.begin()
+            for listener in listeners:
+                listener.begin()
             initializer = made.infeed.initializer
             session.run(initializer)
             with contextlib.closing(ScalarWriter(self._model_dir, global_step)) as scalars:
@@ -205,6 +215,7 @@ class Estimator(abc.ABC):
                     initializer,
                     is_same_data,
                     begins_anew,
+                    listeners,
                 ).run_until(final_step)
         return self
 
@@ -236,7 +247,7 @@ class Estimator(abc.ABC):
           ValueError: an argument is not usable, or the data set is empty.
         """
         given = check_hooks(hooks, "hooks")
-        self._check_steps(steps)
+        self.check_steps(steps)
         iterations = self._config.ipu_run_config.iterations_per_loop
         with self._inferring(ModeKeys.EVAL, input_fn, given, checkpoint_path) as (inference, global_step):
             result = inference.evaluate(steps, iterations)
@@ -334,7 +345,12 @@ class Estimator(abc.ABC):
             raise ValueError(f"Couldn't find trained model at {self._model_dir}.")
         return path
 
-    def _check_steps(self, steps: int | None) -> None:
+    def check_steps(self, steps: int | None) -> None:
+        """Raises if so many steps cannot be evaluated, or trained.
+
+        Raises:
+          ValueError: they are no multiple of `iterations_per_loop`.
+        """
         if steps is None:
             return
         _check_number("steps", steps)
