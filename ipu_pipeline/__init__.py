@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         replication_ops,
         reports,
         scopes,
+        serving,
         utils,
     )
     from ipu_pipeline.config import set_num_devices
@@ -108,6 +109,7 @@ __all__ = [
     "replication_ops",
     "reports",
     "scopes",
+    "serving",
     "set_num_devices",
     "train_and_evaluate",
     "trainable_variables",

@@ -97,8 +97,9 @@ class IPUEstimator(Estimator):
                 )
             self._batch_sizes[mode] = size // num_replicas
 
-    def _build(self, mode: ModeKeys, dataset: Any) -> EstimatorProgram:
-        return build_model_program(self._model_fn, mode, self._params_of(mode), self._config, dataset)
+    def _build(self, mode: ModeKeys, dataset: Any, is_exported: bool = False) -> EstimatorProgram:
+        params = self._params_of(mode)
+        return build_model_program(self._model_fn, mode, params, self._config, dataset, is_exported)
 
     def _params_of(self, mode: ModeKeys) -> dict[str, Any]:
         size = self._batch_sizes.get(mode)

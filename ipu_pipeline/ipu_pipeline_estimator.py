@@ -69,5 +69,6 @@ class IPUPipelineEstimator(Estimator):
         check_model_fn(model_fn)
         super().__init__(model_fn, model_dir, config, params, warm_start_from)
 
-    def _build(self, mode: ModeKeys, dataset: Any) -> EstimatorProgram:
-        return build_estimator_program(self._model_fn, mode, self._params_of(mode), self._config, dataset)
+    def _build(self, mode: ModeKeys, dataset: Any, is_exported: bool = False) -> EstimatorProgram:
+        params = self._params_of(mode)
+        return build_estimator_program(self._model_fn, mode, params, self._config, dataset, is_exported)

@@ -7,7 +7,6 @@ import contextlib
 import copy
 import logging
 import os
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,12 +17,19 @@ import numpy as np
 from ipu_pipeline import config as ipu_config
 from ipu_pipeline.checkpointing import checkpoints
 from ipu_pipeline.checkpointing.checkpoints import CheckpointSeries
-from ipu_pipeline.checkpointing.snapshots import Snapshot
-from ipu_pipeline.checkpointing.together import do_first
 from ipu_pipeline.checkpointing.writable import check_writable
+from ipu_pipeline.estimator.exporting import check_export, export_prediction
 from ipu_pipeline.estimator.inference import Inference, PaddedData
 from ipu_pipeline.estimator.predictions import choose_entries, split_examples
 from ipu_pipeline.estimator.programs import EstimatorProgram, ModeKeys, call_input_fn
+from ipu_pipeline.estimator.restoring import (
+    CHECKPOINTS,
+    GLOBAL_STEP,
+    agree_on_directory,
+    find_checkpoint,
+    find_warm_variables,
+    take_weights,
+)
 from ipu_pipeline.estimator.scalars import ScalarWriter
 from ipu_pipeline.estimator.training import Training, describe_function
 from ipu_pipeline.ipu_run_config import RunConfig
@@ -33,33 +39,13 @@ from ipu_pipeline.ipu_session_run_hooks import (
     check_hooks,
     check_listeners,
 )
-from ipu_pipeline.processes.joining import join_by_environment
 from ipu_pipeline.session.resuming import check_optimizers, check_program
 from ipu_pipeline.session.session import Session
 
 __all__ = ["Estimator"]
 
-_CHECKPOINTS = "checkpoints"  # the folder in `model_dir`
-_GLOBAL_STEP = "global_step"
 _RESERVED = ("input_fn",)
 _logger = logging.getLogger("ipu_pipeline.estimator")
-
-
-def _agree_on_directory(own: str | None) -> str:
-    """The model_dir, a temporary one if there is none; of several processes that of the first."""
-    join_by_environment()
-
-    def choose() -> str:
-        if own is not None:
-            return own
-        made = tempfile.mkdtemp(prefix="ipu_pipeline_estimator_")
-        _logger.warning("Using temporary folder as model directory: %s", made)
-        return made
-
-    directory = do_first(choose)
-    if own is not None and directory != own:
-        _logger.warning("The model_dir of process 0 is used: %s, not %s.", directory, own)
-    return directory
 
 
 class Estimator(abc.ABC):
@@ -91,14 +77,14 @@ class Estimator(abc.ABC):
                 "`model_dir` are set both in constructor and `RunConfig`, but with different values. In "
                 f"constructor: '{given}', in `RunConfig`: '{configured}'."
             )
-        directory = _agree_on_directory(given or configured)
+        directory = agree_on_directory(given or configured)
         self._model_dir = Path(directory).absolute()
         self._model_fn = model_fn
         self._config = config
         self._params = copy.deepcopy(dict(params or {}))
         self._warm_start_from = warm_start_from
         self._series = CheckpointSeries(
-            self._model_dir / _CHECKPOINTS, max_to_keep=config.keep_checkpoint_max or None
+            self._model_dir / CHECKPOINTS, max_to_keep=config.keep_checkpoint_max or None
         )
 
     @property
@@ -176,7 +162,7 @@ class Estimator(abc.ABC):
         dataset = self._call_input_fn(input_fn, ModeKeys.TRAIN)
         made = self._build(ModeKeys.TRAIN, dataset)
         found = self._series.read_latest(set_aside=True)
-        global_step = 0 if found is None else int(found[1].extra.get(_GLOBAL_STEP, found[0]))
+        global_step = 0 if found is None else int(found[1].extra.get(GLOBAL_STEP, found[0]))
         if max_steps is not None and global_step >= max_steps:
             _logger.info("Skipping training since max_steps has already saved.")
             return self
@@ -193,7 +179,7 @@ class Estimator(abc.ABC):
                 begins_anew = goes_on and bool(snapshot.extra.get("is_complete"))
                 _logger.info("Training goes on from step %d, restored from %s.", global_step, path)
             elif self._warm_start_from is not None:
-                session.load(self._warm_variables(made))
+                session.load(find_warm_variables(self._warm_start_from, made.program))
             final_step = max_steps if max_steps is not None else global_step + (steps or 0)
             every = made.spec.hooks + given
             for hook in every:
@@ -259,7 +245,7 @@ class Estimator(abc.ABC):
             global_step,
             ", ".join(f"{key} = {value:.6g}" for key, value in result.items()),
         )
-        return {**result, _GLOBAL_STEP: global_step}
+        return {**result, GLOBAL_STEP: global_step}
 
     def predict(
         self,
@@ -306,6 +292,45 @@ class Estimator(abc.ABC):
 
         return generate()
 
+    def export_saved_model(
+        self,
+        export_dir_base: str | os.PathLike[str],
+        serving_input_receiver_fn: Callable[[], Any],
+        assets_extra: None = None,
+        as_text: bool = False,
+        checkpoint_path: str | os.PathLike[str] | None = None,
+        experimental_mode: ModeKeys | str = ModeKeys.PREDICT,
+    ) -> str:
+        """Writes the prediction with a checkpoint's variables, to run without its Python code.
+
+        Args:
+          export_dir_base: where; the folder in it is named by the time, in seconds.
+          serving_input_receiver_fn: takes nothing, returns what a micro-batch is like, which goes to the
+            first stage, or as features to the `model_fn`: a pytree of `jax.ShapeDtypeStruct`s, placeholders
+            or arrays; or an object with such `features`.
+          assets_extra: only None; `as_text` only False, `experimental_mode` only PREDICT.
+          as_text: see there.
+          checkpoint_path: which checkpoint; None for the newest in `model_dir`.
+          experimental_mode: see there.
+
+        Returns:
+          The folder, for `ipu.load_program`, whose programs take any multiple of a micro-batch's rows.
+
+        Raises:
+          CheckpointError: the checkpoint cannot be read, or is of another model.
+          NotImplementedError, TypeError, ValueError: an argument is not usable, or there is no checkpoint.
+        """
+        given = (assets_extra, as_text, experimental_mode)
+        receive = check_export(export_dir_base, serving_input_receiver_fn, *given)
+        self._select_devices()
+        found = find_checkpoint(self._series, checkpoint_path)
+        if found is None:
+            raise ValueError(f"Couldn't find trained model at {self._model_dir}.")
+        made = self._build(ModeKeys.PREDICT, [receive()], is_exported=True)
+        with Session(seed=self._config.tf_random_seed or 0) as session:
+            global_step = take_weights(session, *found, made.program)
+            return export_prediction(session, made, global_step, export_dir_base)
+
     def latest_checkpoint(self) -> str | None:
         """The path of the newest checkpoint in `model_dir`, or None; `Session.restore` takes it too."""
         path = self._series.latest()
@@ -318,7 +343,7 @@ class Estimator(abc.ABC):
           ValueError: there is no checkpoint.
         """
         document = checkpoints.read_document(self._existing_checkpoint())
-        return sorted([*document["arrays"]["variables"], _GLOBAL_STEP])
+        return sorted([*document["arrays"]["variables"], GLOBAL_STEP])
 
     def get_variable_value(self, name: str) -> np.ndarray[Any, Any]:
         """The value of a variable, or of "global_step", in the newest checkpoint.
@@ -328,8 +353,8 @@ class Estimator(abc.ABC):
           ValueError: there is no checkpoint, or no such variable.
         """
         path = self._existing_checkpoint()
-        if name == _GLOBAL_STEP:
-            return np.array(checkpoints.read_document(path)["extra"][_GLOBAL_STEP])
+        if name == GLOBAL_STEP:
+            return np.array(checkpoints.read_document(path)["extra"][GLOBAL_STEP])
         self._select_devices()
         variables = checkpoints.read_checkpoint(path).state.variables
         if name not in variables:
@@ -361,8 +386,14 @@ class Estimator(abc.ABC):
             )
 
     @abc.abstractmethod
-    def _build(self, mode: ModeKeys, dataset: Any) -> EstimatorProgram:
-        """Calls the `model_fn` and compiles what it gives. It does not start JAX's backend."""
+    def _build(self, mode: ModeKeys, dataset: Any, is_exported: bool = False) -> EstimatorProgram:
+        """Calls the `model_fn` and compiles what it gives. It does not start JAX's backend.
+
+        Args:
+          mode: what for.
+          dataset: the data set.
+          is_exported: whether it is to be exported: one replica, whose hooks log nothing.
+        """
 
     def _params_of(self, mode: ModeKeys) -> dict[str, Any]:
         """What the `model_fn` and the `input_fn` of a mode get."""
@@ -392,7 +423,7 @@ class Estimator(abc.ABC):
         self._select_devices()
         data = PaddedData(self._call_input_fn(input_fn, mode))
         made = self._build(mode, data)
-        found = self._find_checkpoint(checkpoint_path)
+        found = find_checkpoint(self._series, checkpoint_path)
         global_step = 0
         with Session(seed=self._config.tf_random_seed or 0) as session:
             if found is None:
@@ -402,37 +433,12 @@ class Estimator(abc.ABC):
                     stacklevel=4,
                 )
             else:
-                path, snapshot = found
-                _logger.info("The variables are those of %s.", path)
-                check_program(snapshot, path, made.program, allow_extra=True)
-                session.take_over(snapshot, path, fits=False, feeds=False)
-                global_step = int(snapshot.extra.get(_GLOBAL_STEP, 0))
+                global_step = take_weights(session, *found, made.program)
             every = (*made.spec.hooks, *hooks)
             for hook in every:
                 hook.begin()
             session.run(made.infeed.initializer)
             yield Inference(made, data, session, every, global_step), global_step
-
-    def _find_checkpoint(
-        self, checkpoint_path: str | os.PathLike[str] | None
-    ) -> tuple[Path, Snapshot] | None:
-        if checkpoint_path is not None:
-            return Path(checkpoint_path), checkpoints.read_checkpoint(checkpoint_path)
-        found = self._series.read_latest()
-        return None if found is None else (self._series.path(found[0]), found[1])
-
-    def _warm_variables(self, made: EstimatorProgram) -> dict[str, Any]:
-        source = Path(os.fspath(self._warm_start_from))  # type: ignore[arg-type]  # not None, see `train`
-        series = CheckpointSeries(source / _CHECKPOINTS)
-        if series.steps():
-            found = series.read_latest()
-            assert found is not None
-            path, snapshot = series.path(found[0]), found[1]
-        else:
-            path, snapshot = source, checkpoints.read_checkpoint(source)
-        check_program(snapshot, path, made.program, allow_extra=True)
-        _logger.info("The variables begin as in %s.", path)
-        return {name: snapshot.state.variables[name] for name in made.program.variables}
 
 
 def _check_number(name: str, value: Any) -> None:

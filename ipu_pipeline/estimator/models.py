@@ -219,6 +219,11 @@ class _Model:
         own = {"features": features, "labels": labels, "minimized": self._step.loss}
         return {**returned, **own, "loss": loss}
 
+    def predict(self, *arguments: Any, **named: Any) -> Any:
+        """The only stage of a program that is exported."""
+        spec, _step = self._call(*_unpack(arguments, named))
+        return spec.predictions
+
     def optimizer_function(
         self, features: Any, labels: Any, minimized: Any, **_others: Any
     ) -> OptimizerFunctionOutput:
@@ -372,6 +377,7 @@ def build_model_program(
     params: Mapping[str, Any],
     config: RunConfig,
     dataset: Any,
+    is_exported: bool = False,
 ) -> EstimatorProgram:
     """Traces the `model_fn` of an `IPUEstimator` and compiles it. It does not start JAX's backend.
 
@@ -387,6 +393,10 @@ def build_model_program(
         )
     infeed = make_infeed(dataset, config)
     accumulation = Accumulation()
+    if is_exported:
+        model = _Model(model_fn, mode, params, config, accumulation)
+        spec = _as_pipeline_spec(model, mode, accumulation, {})
+        return compile_spec(spec, config, infeed, {"computational_stages": [model.predict]}, True)
     while True:
         model = _Model(model_fn, mode, params, config, accumulation)
         try:
@@ -431,4 +441,4 @@ def _compile(
         options["offload_weight_update_variables"] = accumulation.offloads_state or None
         if accumulation.reduction_method is not GradientAccumulationReductionMethod.SUM:
             options["reduction_method"] = accumulation.reduction_method
-    return compile_spec(_as_pipeline_spec(model, mode, accumulation, {}), config, infeed, options)
+    return compile_spec(_as_pipeline_spec(model, mode, accumulation, {}), config, infeed, options, False)

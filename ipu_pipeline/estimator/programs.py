@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,7 @@ from ipu_pipeline.ipu_session_run_hooks import (
     IPULoggingTensorHook,
     SessionRunHook,
     check_hooks,
+    dropping_logs,
 )
 from ipu_pipeline.program.program import Program
 from ipu_pipeline.program.replication import asking_for
@@ -260,7 +262,12 @@ def call_input_fn(input_fn: Any, mode: ModeKeys, params: Mapping[str, Any], conf
 
 
 def build_estimator_program(
-    model_fn: Any, mode: ModeKeys, params: Mapping[str, Any], config: RunConfig, dataset: Any
+    model_fn: Any,
+    mode: ModeKeys,
+    params: Mapping[str, Any],
+    config: RunConfig,
+    dataset: Any,
+    is_exported: bool = False,
 ) -> EstimatorProgram:
     """Calls the `model_fn` of an `IPUPipelineEstimator` and compiles its pipeline.
 
@@ -280,7 +287,9 @@ def build_estimator_program(
             f"The `model_fn` was called with mode {mode}, and returned a specification for {spec.mode}."
         )
     _check_num_shards(spec, config.ipu_run_config.num_shards)
-    hooks = tuple(hook for hook in spec.hooks if isinstance(hook, IPULoggingTensorHook))
+    hooks: tuple[IPULoggingTensorHook, ...] = ()
+    if not is_exported:
+        hooks = tuple(hook for hook in spec.hooks if isinstance(hook, IPULoggingTensorHook))
     for hook in hooks:
         hook.forget_record()
     options: dict[str, Any] = {
@@ -295,7 +304,7 @@ def build_estimator_program(
     elif mode is ModeKeys.TRAIN:
         options["outfeed_loss"] = options["accumulate_outfeed"] = True
         options["accumulate_outfeed_dtype"] = spec.loss_accumulator_dtype
-    made = compile_spec(spec, config, make_infeed(dataset, config), options)
+    made = compile_spec(spec, config, make_infeed(dataset, config), options, is_exported)
     return replace(made, hooks_that_log=hooks, has_logs=bool(hooks))
 
 
@@ -306,7 +315,11 @@ def make_infeed(dataset: Any, config: RunConfig) -> IPUInfeedQueue:
 
 
 def compile_spec(
-    spec: IPUPipelineEstimatorSpec, config: RunConfig, infeed: IPUInfeedQueue, options: Mapping[str, Any]
+    spec: IPUPipelineEstimatorSpec,
+    config: RunConfig,
+    infeed: IPUInfeedQueue,
+    options: Mapping[str, Any],
+    is_exported: bool,
 ) -> EstimatorProgram:
     """Compiles the pipeline of a specification. It does not start JAX's backend.
 
@@ -315,6 +328,7 @@ def compile_spec(
       config: the estimator's.
       infeed: the pipeline's.
       options: arguments of the pipeline besides those that every estimator's has.
+      is_exported: whether it is to be exported: then there is one replica, and hooks log nothing.
 
     Returns:
       The program, without hooks that log.
@@ -345,8 +359,9 @@ def compile_spec(
             **options,
         )
 
-    num_replicas = run_config.num_replicas
+    num_replicas = 1 if is_exported else run_config.num_replicas
     with (
+        dropping_logs() if is_exported else contextlib.nullcontext(),
         scopes.ipu_scope(f"/device:IPU:{run_config.ordinal}"),
         asking_for(num_replicas, run_config.num_shards),
         counting_steps(count_steps),

@@ -26,6 +26,7 @@ from ipu_pipeline.engine.tracing.keys import as_int32
 from ipu_pipeline.errors import CheckpointError
 from ipu_pipeline.graph.placeholders import cast_exactly
 from ipu_pipeline.session.exporting import FORMAT_VERSION, PROGRAM, input_name
+from ipu_pipeline.session.signatures import join_rows, split_rows
 
 __all__ = ["LoadedProgram", "load_program"]
 
@@ -86,6 +87,7 @@ class LoadedProgram:
 
     Example:
       program = ipu.load_program("exported")
+      predictions = program(images)
       predictions = program.run(batches)
     """
 
@@ -112,6 +114,32 @@ class LoadedProgram:
     def placeholders(self) -> dict[str, jax.ShapeDtypeStruct]:
         """What `run` takes by name besides."""
         return {name: parse_array(text) for name, text in self._program["placeholders"].items()}
+
+    def __call__(self, *inputs: Any, feed: Mapping[str, Any] | None = None, **named: Any) -> Any:
+        """Predicts for a batch, which may be several micro-batches.
+
+        Args:
+          *inputs: arrays, in the order of the first stage's arguments; or all that it takes in one.
+          feed: the placeholders' values by name.
+          **named: arrays by name instead, if a micro-batch is a dict. Each has as many rows as a
+            micro-batch has, or a multiple of that: then it is cut along the first axis.
+
+        Returns:
+          The last stage's outputs, NumPy arrays, a list for a tuple. Those with a row for each row of the
+          inputs have that; others have a first axis over micro-batches.
+
+        Raises:
+          TypeError, ValueError: an input does not fit; or of `run`.
+        """
+        element = self.element
+        if element is None and (inputs or named):
+            raise TypeError("LoadedProgram: this program takes no inputs but placeholders, in feed.")
+        batches = None if element is None else split_rows(inputs, named, element)
+        stacks = self.run(batches, feed)
+        sizes = [leaf.shape[0] for leaf in jax.tree.leaves(element) if leaf.shape]
+        shapes = json_trees.decode(self._program["output_tree"], parse_array)
+        shapes = list(shapes) if isinstance(shapes, tuple) else shapes
+        return join_rows(stacks, shapes, sizes[0] if sizes else None)
 
     def run(self, elements: Iterable[Any] | None = None, feed: Mapping[str, Any] | None = None) -> Any:
         """Runs micro-batches through the stages.

@@ -84,7 +84,9 @@ FLOORS = (
         "Graphcore's names",
     ),
     _folder("estimator"),
-    _beside("estimator: roof", "ipu_pipeline_estimator ipu_estimator tutorial_support", "The estimators"),
+    _beside(
+        "estimator: roof", "ipu_pipeline_estimator ipu_estimator serving tutorial_support", "The estimators"
+    ),
     _beside("package", "__init__", "import ipu_pipeline as ipu"),
     _beside(
         "poptorch: ground",
