@@ -329,6 +329,18 @@ def test_inference_of_another_name_has_the_step_of_training(tmp_path):
     assert ipu.load_program(tmp_path / "exported").run().tolist() == [40]
 
 
+def test_a_loop_counts_its_weight_updates():
+    def body(x, y):
+        loss = loss_of(second(*first(x, y))[0], y)
+        return tf1.GradientDescentOptimizer(0.1).minimize(loss, global_step=ipu.get_global_step())
+
+    infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(dataset())
+    program = compile_program(lambda: ipu.loops.repeat(5, body, infeed_queue=infeed))
+    with ipu.Session(seed=7) as session:
+        session.run([infeed.initializer, program])
+        assert session.run(ipu.get_global_step()) == 5
+
+
 @pytest.mark.parametrize(
     ("use", "message"),
     [

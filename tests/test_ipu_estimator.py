@@ -331,6 +331,10 @@ def step(loss):
     return tf1.GradientDescentOptimizer(0.1).minimize(loss)
 
 
+def counted(loss):
+    return tf1.GradientDescentOptimizer(0.1).minimize(loss, global_step=ipu.get_global_step())
+
+
 def twice(loss):
     step(loss)
     return step(loss)
@@ -347,6 +351,11 @@ def twice(loss):
             "train_op must be what the",
         ),
         (spec_of(loss=lambda loss: loss, train_op=twice), NotImplementedError, "called `minimize` 2 times"),
+        (
+            spec_of(loss=lambda loss: loss, train_op=counted),
+            ValueError,
+            "global_step must be None in the mo",
+        ),
         (
             spec_of(loss=lambda loss: loss[None].repeat(2), train_op=step),
             ValueError,

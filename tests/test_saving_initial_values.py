@@ -136,6 +136,15 @@ def test_another_session_has_nothing_to_save(tmp_path):
     assert not any(tmp_path.iterdir())
 
 
+def test_no_program_has_variables(tmp_path, monkeypatch):
+    for module in ("missing", "session"):
+        monkeypatch.setattr(f"ipu_pipeline.session.{module}.compiled_programs", list)
+    with ipu.Session() as session:
+        session.run(INITIALIZE)
+        with pytest.raises(ValueError, match="was run, but no program that is still referred to has var"):
+            session.save(tmp_path / "new")
+
+
 def test_training_on_from_it_is_training_from_the_start(tmp_path):
     """In TensorFlow 1 the checkpoint has the optimizer's slots; here they begin where they begin anyway."""
     training = Training()

@@ -1,4 +1,4 @@
-"""Prediction of an estimator, exported."""
+"""Exports the prediction of an estimator."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def check_export(
     as_text: bool,
     experimental_mode: ModeKeys | str,
 ) -> Callable[[], Any]:
-    """What makes an example of a micro-batch, if the arguments of `export_saved_model` are usable.
+    """Checks the arguments of `export_saved_model`. Returns a function that makes an example micro-batch.
 
     Raises:
       NotImplementedError, TypeError: one is not.

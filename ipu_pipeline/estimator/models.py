@@ -1,4 +1,4 @@
-"""The model of an `IPUEstimator`, whose `model_fn` computes: the only stage of a pipeline.
+"""The model of an `IPUEstimator` as a pipeline, whose only stage is the `model_fn`.
 
 The `model_fn` is traced as that stage, and in training once more in the weight update, for its optimizer:
 so what a learning rate depends on has its value there. What else it computes there is dropped.

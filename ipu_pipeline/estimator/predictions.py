@@ -1,4 +1,4 @@
-"""What `predict` yields of what the last stage returned for a micro-batch."""
+"""Splits the predictions of a micro-batch into examples."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["choose_entries", "split_examples"]
 
 
 def choose_entries(batch: Any, keys: Sequence[str] | None) -> Any:
-    """The entries of a dict of predictions that were asked for; None: all.
+    """Chooses entries of a dict of predictions; None for all.
 
     Raises:
       ValueError: one is missing, or the predictions are no dict.
@@ -27,7 +27,7 @@ def choose_entries(batch: Any, keys: Sequence[str] | None) -> Any:
 
 
 def split_examples(batch: Any, into_examples: bool) -> Iterator[Any]:
-    """The examples of a micro-batch, along the first axis; or the micro-batch as it is.
+    """Yields the examples of a micro-batch, along the first axis, or the micro-batch as it is.
 
     Raises:
       ValueError: the predictions have not all the same first axis.

@@ -207,7 +207,7 @@ class EstimatorProgram:
     step_offset: Placeholder
 
     def feed_steps(self, offset: int) -> dict[Any, Any]:
-        """What to feed for an offset of the global step: nothing if the model does not ask for that."""
+        """The feed for an offset of the global step; empty if the model does not use the global step."""
         if self.step_offset not in self.program.placeholders:
             return {}
         return {self.step_offset: np.array(offset % 2**32, np.uint32).astype(np.int32)}

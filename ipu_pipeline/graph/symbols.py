@@ -69,7 +69,7 @@ for _operator in _OPERATORS.split():
 
 
 class StepSymbol(Symbol):
-    """The global step, or what is computed from it: another value for every weight update.
+    """The global step, or a value computed from it, which differs from weight update to weight update.
 
     It has a value in stages, optimizer functions and the `update` of optimizers. Elsewhere, in a `model_fn`
     for example, Python's operators, the methods of arrays and what `waits_for_step` decorates give another
@@ -127,7 +127,7 @@ class GlobalStep(StepSymbol):
 
 
 class ComputedStep(StepSymbol):
-    """What is computed from the global step, when it is used."""
+    """A value computed from the global step, at the place where it is used."""
 
     def __init__(self, compute: Callable[[], Any]) -> None:
         """Takes what computes it; nothing is computed yet."""
@@ -157,7 +157,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 @contextlib.contextmanager
 def counting_steps(count: Callable[[], Any]) -> Iterator[None]:
-    """Says what the global step is, in what is compiled in a `with` block; else it counts weight updates.
+    """Sets what the global step counts in programs compiled inside a `with` block.
 
     Args:
       count: computes it where it is used, in a stage or an optimizer.
@@ -176,7 +176,7 @@ def has_step() -> bool:
 
 
 def waits_for_step(function: _Function) -> _Function:
-    """Decorates a function of arrays: it takes the global step where that has no value yet, too."""
+    """Decorates a function of arrays, so that it also takes the global step where that has no value yet."""
 
     @functools.wraps(function)
     def waiting(*arguments: Any, **options: Any) -> Any:

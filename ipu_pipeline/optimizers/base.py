@@ -23,6 +23,7 @@ from ipu_pipeline.engine.updates import optimizer_tracing
 from ipu_pipeline.engine.updates.optimizer_tracing import describe_other_optimizer
 from ipu_pipeline.gradient_accumulation import GradientAccumulationReductionMethod
 from ipu_pipeline.graph.operations import Operation
+from ipu_pipeline.graph.symbols import GlobalStep
 from ipu_pipeline.queues.outfeed import IPUOutfeedQueue
 
 __all__ = [
@@ -104,7 +105,7 @@ class Unwrapped:
 
 @dataclass(frozen=True, eq=False)
 class Minimized:
-    """What `minimize` was called for in an estimator's `model_fn`.
+    """A call of `minimize` in an estimator's `model_fn`.
 
     Attributes:
       optimizer: whose.
@@ -126,7 +127,7 @@ _minimized: contextvars.ContextVar[list[Minimized] | None] = contextvars.Context
 
 @contextlib.contextmanager
 def collecting_minimized() -> Iterator[list[Minimized]]:
-    """For a `with` block that calls a `model_fn`: what `minimize` is called for in it."""
+    """Collects the calls of `minimize` in a `with` block, in which a `model_fn` is called."""
     found: list[Minimized] = []
     token = _minimized.set(found)
     try:
@@ -162,7 +163,7 @@ class Optimizer(abc.ABC):
     def minimize(
         self,
         loss: jax.Array,
-        global_step: None = None,
+        global_step: GlobalStep | None = None,
         var_list: Sequence[str] | None = None,
         name: str | None = None,
     ) -> Operation:
@@ -172,7 +173,8 @@ class Optimizer(abc.ABC):
 
         Args:
           loss: a traced floating-point scalar.
-          global_step: only None: the session counts weight updates, see `Session.update_count`.
+          global_step: None, or `get_global_step()`, which means the same in a loop: the session counts
+            weight updates. In the `model_fn` of an estimator, which counts by itself, only None.
           var_list: full names of the variables to train; None: all trainable ones that the body has asked
             for so far.
           name: the optimizer's state is kept under it; by default the optimizer's name. A second training
@@ -193,10 +195,15 @@ class Optimizer(abc.ABC):
             frame, recorder = current_recorder(
                 what, "A pipeline gets its optimizer by `optimizer_function`."
             )
-        if global_step is not None:
+        if collected is not None and global_step is not None:
             raise ValueError(
-                "minimize: global_step must be None, since the session counts weight updates "
-                f"(Session.update_count); got {global_step!r}."
+                "minimize: global_step must be None in the model_fn of an estimator, which counts the "
+                f"global step by itself; got {global_step!r}."
+            )
+        if global_step is not None and not isinstance(global_step, GlobalStep):
+            raise ValueError(
+                "minimize: global_step must be None or get_global_step(), since the session counts weight "
+                f"updates (Session.update_count); got {global_step!r}."
             )
         loss = jnp.asarray(loss)
         if loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):

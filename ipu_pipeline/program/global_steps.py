@@ -14,7 +14,7 @@ __all__ = ["give_steps"]
 
 
 def give_steps(inputs: Any, stages: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
-    """Has the first stage get the global step, and what is computed from it, that stand in `inputs`.
+    """Makes the first stage ask for the global step, and what is computed from it, that `inputs` has.
 
     Args:
       inputs: of a pipeline.

@@ -19,6 +19,7 @@ from ipu_pipeline import config
 from ipu_pipeline.checkpointing import checkpoints
 from ipu_pipeline.checkpointing.snapshots import Snapshot, parse_array
 from ipu_pipeline.data import json_trees
+from ipu_pipeline.engine.devices.elsewhere import is_here
 from ipu_pipeline.engine.devices.placing import put
 from ipu_pipeline.engine.devices.rows import make_rows
 from ipu_pipeline.engine.jaxprs.shapes import check_like
@@ -154,6 +155,7 @@ class LoadedProgram:
           micro-batches, NumPy arrays; a list for a tuple.
 
         Raises:
+          NotImplementedError: of several processes, not all devices are of this one.
           RuntimeError, ValueError: there are too few devices, or they are of another kind than the program
             was exported for.
           ValueError: a micro-batch or a placeholder's value does not fit.
@@ -170,6 +172,13 @@ class LoadedProgram:
                 f"The program was exported for devices of the kind {program['platform']!r}; those "
                 "that are selected "
                 f"are {devices[0].platform!r}. Export it there, or select others with IPUConfig."
+            )
+        used = [devices[stage["ipu"]] for stage in program["stages"]]
+        if not all(map(is_here, used)):
+            raise NotImplementedError(
+                "LoadedProgram.run: a loaded program runs on the devices of one process, and some of those "
+                f"that are selected are of another: {', '.join(map(str, used))}. Run it in a process that "
+                "is not joined with others."
             )
         rows = make_rows(devices, [stage["ipu"] for stage in program["stages"]])
         inputs = [

@@ -1,4 +1,4 @@
-"""The variables of compiled programs that a session has not made yet, so that its checkpoint lacks none."""
+"""Makes the variables of compiled programs that a session lacks, before it is saved."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["find_missing", "make_missing"]
 
 
 def make_missing(store: Store, select_devices: Callable[[], None]) -> None:
-    """Gives a session that is about to be saved the variables that it should have, and no run has made.
+    """Makes the variables that no run has made yet, for a session that is about to be saved.
 
     After `global_variables_initializer()` these are the variables of all programs in use; after
     `Session.load` those of programs that share a variable with the session.
@@ -37,17 +37,20 @@ def make_missing(store: Store, select_devices: Callable[[], None]) -> None:
         for spec in missing:
             store.variable(spec)
     if not store.state.variables:
-        raise ValueError(
-            "There is nothing to save: the session has no variables. They come into being when a compiled "
-            "program runs in this session, or when global_variables_initializer() runs in it, for the "
-            "programs that are compiled and still referred to."
+        how = (
+            "global_variables_initializer() was run, but no program that is still referred to has "
+            "variables. Keep what ipu_compiler.compile returns."
+            if store.is_initialized
+            else "They come into being when a compiled program runs in this session, or when "
+            "global_variables_initializer() does."
         )
+        raise ValueError(f"There is nothing to save: the session has no variables. {how}")
 
 
 def find_missing(
     known: Mapping[str, Any], programs: Sequence[Program], *, takes_all: bool
 ) -> list[VariableSpec]:
-    """The variables to make before a session is saved.
+    """Finds the variables to make before a session is saved.
 
     Where programs have variables of one name in different shapes, the one compiled last has replaced the
     others.

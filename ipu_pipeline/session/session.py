@@ -115,7 +115,7 @@ class Session:
         return self._store.most_updates()
 
     def count_steps(self, per_update: int, offset: int) -> None:
-        """Has the global step be the number of weight updates times something, and something added."""
+        """Makes the global step the number of weight updates times `per_update`, plus `offset`."""
         self._store.step_counting = (per_update, offset)
 
     def variable_value(self, name: str) -> np.ndarray[Any, Any]:
