@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -31,7 +32,11 @@ def make_missing(store: Store, select_devices: Callable[[], None]) -> None:
     """
     store.check_weights("save")
     if store.is_initialized or (store.state.variables and not store.state.pipelines):
-        missing = find_missing(store.state.variables, compiled_programs(), takes_all=store.is_initialized)
+        known, takes_all = store.state.variables, store.is_initialized
+        missing = find_missing(known, compiled_programs(), takes_all=takes_all)
+        if missing:
+            gc.collect()  # programs that nobody uses any more may be among them
+            missing = find_missing(known, compiled_programs(), takes_all=takes_all)
         if missing:
             select_devices()
         for spec in missing:
