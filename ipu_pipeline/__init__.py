@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         functional_ops,
         gradient_accumulation,
         ipu_compiler,
+        ipu_estimator,
         ipu_infeed_queue,
         ipu_outfeed_queue,
         ipu_pipeline_estimator,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
         ipu_session_run_hooks,
         layers,
         loops,
+        metrics,
         nn_ops,
         normalization_ops,
         ops,
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
         reports,
         rnn_ops,
         scopes,
+        serving,
         utils,
     )
     from ipu_pipeline.config import set_num_devices
@@ -47,6 +50,7 @@ if TYPE_CHECKING:
     from ipu_pipeline.engine.tracing.variables import assign, get_variable
     from ipu_pipeline.estimator.programs import ModeKeys
     from ipu_pipeline.estimator.summaries import SummaryWriter
+    from ipu_pipeline.estimator.train_and_evaluate import EvalSpec, TrainSpec, train_and_evaluate
     from ipu_pipeline.functional_ops import outlined_function
     from ipu_pipeline.graph.operations import global_variables_initializer
     from ipu_pipeline.graph.placeholders import placeholder
@@ -61,10 +65,12 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AUTO_REUSE",
+    "EvalSpec",
     "ModeKeys",
     "Saver",
     "Session",
     "SummaryWriter",
+    "TrainSpec",
     "__version__",
     "assign",
     "config",
@@ -80,6 +86,7 @@ __all__ = [
     "global_variables_initializer",
     "gradient_accumulation",
     "ipu_compiler",
+    "ipu_estimator",
     "ipu_infeed_queue",
     "ipu_outfeed_queue",
     "ipu_pipeline_estimator",
@@ -90,6 +97,7 @@ __all__ = [
     "load_program",
     "loops",
     "metric",
+    "metrics",
     "mixed_precision",
     "next_rng_key",
     "nn_ops",
@@ -105,7 +113,9 @@ __all__ = [
     "reports",
     "rnn_ops",
     "scopes",
+    "serving",
     "set_num_devices",
+    "train_and_evaluate",
     "trainable_variables",
     "utils",
     "variable_scope",
@@ -118,7 +128,10 @@ _HOMES = {  # of what is not a module itself
     "global_variables": "program.registry",
     "Saver": "session.saver",
     "AUTO_REUSE": "engine.tracing.variable_scopes",
+    "EvalSpec": "estimator.train_and_evaluate",
     "ModeKeys": "estimator.programs",
+    "TrainSpec": "estimator.train_and_evaluate",
+    "train_and_evaluate": "estimator.train_and_evaluate",
     "Session": "session.session",
     "SummaryWriter": "estimator.summaries",
     "assign": "engine.tracing.variables",

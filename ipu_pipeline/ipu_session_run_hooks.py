@@ -19,13 +19,16 @@ from ipu_pipeline.graphcore.importing import explain_missing
 from ipu_pipeline.queues.outfeed import IPUOutfeedMode
 
 __all__ = [
+    "CheckpointSaverListener",
     "IPULoggingTensorHook",
     "SessionRunArgs",
     "SessionRunContext",
     "SessionRunHook",
     "SessionRunValues",
     "check_hooks",
+    "check_listeners",
     "collecting_logs",
+    "dropping_logs",
 ]
 
 _logger = logging.getLogger("ipu_pipeline.estimator")
@@ -36,7 +39,8 @@ class SessionRunArgs:
     """What a hook asks of a run.
 
     Attributes:
-      fetches: "loss", "global_step" or the full name of a variable, or lists, tuples and dicts of these.
+      fetches: "loss", "global_step" (or `get_global_step()`), the full name of a variable, or lists,
+        tuples and dicts of these.
     """
 
     fetches: Any
@@ -95,17 +99,44 @@ class SessionRunHook:
         """Called once, at the end; not after an error."""
 
 
-_Logs: TypeAlias = "tuple[dict[int, Any], frozenset[int]]"  # what was logged, and who may; by `id`
+class CheckpointSaverListener:
+    """What can be done around each save while an estimator trains; subclasses have some of it."""
+
+    def begin(self) -> None:
+        """Called once, when the program is compiled and before there is a session."""
+
+    def before_save(self, session: Any, global_step: int) -> None:
+        """Called before each save."""
+
+    def after_save(self, session: Any, global_step: int) -> bool | None:
+        """Called when a checkpoint is complete; returns True to end training."""
+
+    def end(self, session: Any, global_step: int) -> None:
+        """Called once, after the last save; not after an error."""
+
+
+# What was logged, and who may; by `id`. None: all may. No dict: what is logged is not wanted again.
+_Logs: TypeAlias = "tuple[dict[int, Any] | None, frozenset[int] | None]"
 _logs: contextvars.ContextVar[_Logs | None] = contextvars.ContextVar("logged values", default=None)
 
 
 @contextlib.contextmanager
-def collecting_logs(hooks: Sequence[SessionRunHook]) -> Iterator[dict[int, Any]]:
-    """While a stage is traced: a dict that gets what some hooks log, by their `id`."""
+def collecting_logs(hooks: Sequence[SessionRunHook] | None) -> Iterator[dict[int, Any]]:
+    """While a stage is traced: a dict that gets what hooks log, by their `id`; None: any of them."""
     found: dict[int, Any] = {}
-    token = _logs.set((found, frozenset(map(id, hooks))))
+    token = _logs.set((found, None if hooks is None else frozenset(map(id, hooks))))
     try:
         yield found
+    finally:
+        _logs.reset(token)
+
+
+@contextlib.contextmanager
+def dropping_logs() -> Iterator[None]:
+    """While a function is traced once more: hooks log nothing."""
+    token = _logs.set((None, None))
+    try:
+        yield
     finally:
         _logs.reset(token)
 
@@ -183,14 +214,16 @@ class IPULoggingTensorHook(SessionRunHook):
           TypeError: there is something else than arrays.
         """
         found, allowed = _logs.get() or ({}, frozenset())
-        if id(self) not in allowed:
+        if found is None:
+            return
+        if allowed is not None and id(self) not in allowed:
             raise RuntimeError(
                 "IPULoggingTensorHook.log must be called in a stage of an IPUPipelineEstimator's "
                 "pipeline, and "
                 "the hook must be in the specification's training_hooks, evaluation_hooks or "
                 "prediction_hooks."
             )
-        if self._is_recorded:
+        if self._is_recorded if allowed is not None else id(self) in found:
             raise RuntimeError(
                 "Cannot use this hook object's log function more than once. Either enqueue all "
                 "tensors in a "
@@ -270,6 +303,22 @@ class IPULoggingTensorHook(SessionRunHook):
         with np.printoptions(suppress=True):
             text = ", ".join(f"{name} = {value}" for name, value in values.items())
         _logger.info("%s%s", text, elapsed)
+
+
+def check_listeners(listeners: Any, what: str) -> tuple[CheckpointSaverListener, ...]:
+    """Listeners that were given, as a tuple.
+
+    Raises:
+      TypeError: one is no listener.
+    """
+    found = () if listeners is None else tuple(listeners)
+    for listener in found:
+        if not isinstance(listener, CheckpointSaverListener):
+            raise TypeError(
+                f"{what}: saving_listeners must be a list of CheckpointSaverListener instances, given: "
+                f"{listener!r}"
+            )
+    return found
 
 
 def check_hooks(hooks: Any, what: str) -> tuple[SessionRunHook, ...]:

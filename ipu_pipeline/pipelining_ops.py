@@ -22,6 +22,7 @@ from ipu_pipeline.graph.operations import Operation
 from ipu_pipeline.graph.placeholders import Placeholder, as_traced_inputs
 from ipu_pipeline.graphcore.importing import explain_missing
 from ipu_pipeline.program.calls import PipelineCall, current_builder
+from ipu_pipeline.program.global_steps import give_steps
 from ipu_pipeline.program.loss_weights import at_least_float32_for_weights
 from ipu_pipeline.program.optimizer_functions import (
     LossAndTransformation,
@@ -125,7 +126,8 @@ def pipeline(
         before the next stage starts. With k an update takes k times `gradient_accumulation_count` elements,
         which are all accumulated and all enqueued. Above 1 it needs all stages on one IPU and the schedule
         Sequential, which are the defaults then, and the reduction SUM.
-      inputs: the first arguments of the first stage, arrays that stay the same during a run.
+      inputs: the first arguments of the first stage: arrays, which stay the same during a run; or
+        `get_global_step()` and what is computed from it, whose value is that of the weight update.
       infeed_queue: gives the first stage its other arguments, micro-batch by micro-batch.
       outfeed_queue: takes what the last stage returns, or the loss.
       optimizer_function: takes what the last stage returns, returns an `OptimizerFunctionOutput`. With an
@@ -277,6 +279,7 @@ def pipeline(
     if isinstance(count, Placeholder):
         count = count.traced()
     has_count_operand = isinstance(count, jax.Array)
+    inputs, computational_stages = give_steps(inputs, computational_stages)
     input_leaves, input_tree = as_traced_inputs(inputs)
 
     outfeed_tree: Any = jax.tree.structure(0)  # that of the loss

@@ -129,12 +129,12 @@ def test_what_examples_of_pages_print(name, as_tests, tmp_path):
     assert without_temporaries(printed) == without_temporaries("".join(text for _code, text in pairs))
 
 
-@pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.thorough), 2])
 def test_programs_of_the_porting_page(number):
     """Each is complete in itself."""
     page = (ROOT / "docs" / "porting.md").read_text()
     pairs = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", page, re.DOTALL)
-    assert len(pairs) == page.count("```python") == 2
+    assert len(pairs) == page.count("```python") == 3
     code, expected = pairs[number]
     assert run(code, as_tests=True) == expected
 

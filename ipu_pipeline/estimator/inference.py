@@ -10,15 +10,18 @@ import json
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 import numpy as np
 
 from ipu_pipeline.engine import peers
-from ipu_pipeline.estimator.programs import EstimatorProgram, apply_to
+from ipu_pipeline.estimator.logs import apply_to
+from ipu_pipeline.estimator.programs import EstimatorProgram
 from ipu_pipeline.estimator.runs import Runs
 from ipu_pipeline.ipu_session_run_hooks import SessionRunHook
+from ipu_pipeline.metrics import Update
 from ipu_pipeline.queues.positions import DataPass
 from ipu_pipeline.queues.synthetic import uses_synthetic_data
 from ipu_pipeline.session.running import reads_data
@@ -102,7 +105,7 @@ class Inference:
         """
         self._made = made
         self._data = data
-        self._runs = Runs(made, session, hooks)
+        self._runs = Runs(made, session, hooks, global_step)
         self._global_step = global_step
         self._done = 0
         self._is_stopped = False
@@ -113,26 +116,34 @@ class Inference:
         self._is_stopped = True
 
     def evaluate(self, steps: int | None, iterations_per_loop: int) -> dict[str, float]:
-        """The means of the metrics over so many micro-batches of each replica, or over all.
+        """The metrics over so many micro-batches of each replica, or over all.
+
+        What `ipu.metrics` gave is added up; of other numbers means are taken.
 
         Raises:
           KeyError, TypeError: of what `eval_metrics_fn` returns.
-          ValueError: the data set is empty.
+          ValueError: the data set is empty, or the function does not return the same metrics each time.
         """
         if uses_synthetic_data():
             return self._name_metrics()
-        metrics: dict[str, float] = {}
+        updates: dict[str, Update] = {}
 
         def loss_of(outputs: Any) -> float:
-            nonlocal metrics
-            metrics = self._metrics(outputs)
-            return metrics["loss"]
+            nonlocal updates
+            updates = self._metrics(outputs)
+            return float(updates["loss"].result())
 
-        totals: dict[str, float] = {}
+        totals: dict[str, Update] = {}
         for count, _outputs in self._run_all(steps, iterations_per_loop, loss_of):
-            for name, value in metrics.items():
-                totals[name] = totals.get(name, 0.0) + value * count
-        return {name: total / self._done for name, total in totals.items()}
+            if totals and totals.keys() != updates.keys():
+                raise ValueError(
+                    "The `eval_metrics_fn` must return the same metrics in each call; it returned "
+                    f"{', '.join(map(repr, totals))}, then {', '.join(map(repr, updates))}."
+                )
+            for name, update in updates.items():
+                own = update if update.kind != _PLAIN else _weigh(update, count)
+                totals[name] = own if name not in totals else totals[name] + own
+        return {name: float(total.result()) for name, total in totals.items()}
 
     def predictions(self, iterations_per_loop: int) -> Iterator[Any]:
         """What the last stage returns, per micro-batch: an array, or a dict of arrays.
@@ -192,13 +203,13 @@ class Inference:
     def _name_metrics(self) -> dict[str, float]:
         """The metrics where nothing comes back: none is a number."""
         outputs = self._runs.session.run(self._made.outfeed.dequeue())
-        if self._made.hooks_that_log:
+        if self._made.has_logs:
             outputs = outputs["outputs"]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # of means of nothing
             return dict.fromkeys(self._metrics(outputs), float("nan"))
 
-    def _metrics(self, outputs: Any) -> dict[str, float]:
+    def _metrics(self, outputs: Any) -> dict[str, Update]:
         function = self._made.spec.eval_metrics_fn
         metrics = apply_to(function, outputs)
         if not isinstance(metrics, dict):
@@ -208,4 +219,26 @@ class Inference:
                 "The dict returned from `eval_metrics_fn` must contain 'loss'; it has "
                 f"{', '.join(map(repr, metrics)) or 'nothing'}."
             )
-        return {name: float(np.mean(np.asarray(value))) for name, value in metrics.items()}
+        return {name: _as_update(name, value) for name, value in metrics.items()}
+
+
+_PLAIN = "a mean of runs"
+
+
+def _as_update(name: str, value: Any) -> Update:
+    """What `ipu.metrics` gave for a run; another number as something to take the mean of."""
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Update):
+        return value[1]
+    try:
+        number = float(np.mean(np.asarray(value)))
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"The metric {name!r} that `eval_metrics_fn` returned must be a number, an array of numbers or "
+            f"a pair (value, update) of ipu.metrics; got {value!r}."
+        ) from error
+    return Update(_PLAIN, {"total": number, "count": 1.0}, lambda sums: sums["total"] / sums["count"])
+
+
+def _weigh(update: Update, count: int) -> Update:
+    """The sums of a mean over so many micro-batches."""
+    return replace(update, sums={name: value * count for name, value in update.sums.items()})

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 from ipu_pipeline import ipu_compiler, pipelining_ops, scopes
+from ipu_pipeline.engine.tracing.counting import update_count
+from ipu_pipeline.estimator.logs import with_logs
 from ipu_pipeline.gradient_accumulation import GradientAccumulationReductionMethod
+from ipu_pipeline.graph.placeholders import Placeholder, placeholder
+from ipu_pipeline.graph.symbols import counting_steps
 from ipu_pipeline.ipu_run_config import RunConfig
 from ipu_pipeline.ipu_session_run_hooks import (
     IPULoggingTensorHook,
     SessionRunHook,
     check_hooks,
-    collecting_logs,
+    dropping_logs,
 )
 from ipu_pipeline.program.program import Program
 from ipu_pipeline.program.replication import asking_for
@@ -29,10 +34,14 @@ __all__ = [
     "EstimatorProgram",
     "IPUPipelineEstimatorSpec",
     "ModeKeys",
-    "apply_to",
+    "argument_names",
     "build_estimator_program",
     "call_input_fn",
+    "call_with",
+    "check_known",
     "check_model_fn",
+    "compile_spec",
+    "make_infeed",
 ]
 
 
@@ -93,8 +102,9 @@ class IPUPipelineEstimatorSpec:
           gradient_accumulation_count: micro-batches per weight update; in evaluation and prediction, how
             many overlap.
           eval_metrics_fn: takes the last stage's outputs as NumPy arrays, stacked over micro-batches (of
-            all replicas, in the order of the data) on a new first axis, and returns a dict of numbers or
-            arrays, of which means are taken, with "loss".
+            all replicas, in the order of the data) on a new first axis, and returns a dict with "loss". It
+            is called for each run. Pairs (value, update) of `ipu.metrics` are added up over the whole
+            evaluation; of numbers and arrays the mean over runs is taken, weighted by micro-batches.
           optimizer_function: see `pipelining_ops.pipeline`. With an `IPULoggingTensorHook` it is traced
             once more.
           device_mapping: see there.
@@ -103,7 +113,8 @@ class IPUPipelineEstimatorSpec:
           evaluation_hooks: called when evaluating.
           prediction_hooks: called when predicting.
           reduction_method: see `pipelining_ops.pipeline`. It has no effect but in training.
-          **pipeline_op_kwargs: other arguments of `pipelining_ops.pipeline`.
+          **pipeline_op_kwargs: other arguments of `pipelining_ops.pipeline`. `inputs` may have
+            `get_global_step()` and what is computed from it.
 
         Raises:
           TypeError: a hook is none, or there is another argument than `pipeline` has.
@@ -178,7 +189,11 @@ class EstimatorProgram:
       outfeed: its queue: of training, sums of losses per weight update; of evaluation and prediction, what
         the last stage returns.
       hooks_that_log: those that get values from its stages.
+      has_logs: whether the outfeed's elements are dicts of "logs", by the `id` of the hook, and of
+        "outputs"; in training, of the "loss" of each micro-batch.
       num_replicas: how many replicas of the pipeline run.
+      step_offset: what is added to the micro-batches of the weight updates to give the global step; in
+        evaluation and prediction the global step itself.
     """
 
     mode: ModeKeys
@@ -187,7 +202,15 @@ class EstimatorProgram:
     infeed: IPUInfeedQueue
     outfeed: IPUOutfeedQueue
     hooks_that_log: tuple[IPULoggingTensorHook, ...]
+    has_logs: bool
     num_replicas: int
+    step_offset: Placeholder
+
+    def feed_steps(self, offset: int) -> dict[Any, Any]:
+        """The feed for an offset of the global step; empty if the model does not use the global step."""
+        if self.step_offset not in self.program.placeholders:
+            return {}
+        return {self.step_offset: np.array(offset % 2**32, np.uint32).astype(np.int32)}
 
     @property
     def name(self) -> str:
@@ -210,14 +233,14 @@ def check_model_fn(model_fn: Any) -> None:
     """
     if not callable(model_fn):
         raise TypeError(f"IPUPipelineEstimator: model_fn must be a function; got {model_fn!r}.")
-    arguments = _argument_names(model_fn)
+    arguments = argument_names(model_fn)
     if {"features", "labels"} & set(arguments):
         raise ValueError(
             "The `model_fn` used with `IPUPipelineEstimator` must not have `features` or `labels` "
             "arguments. "
             "They are instead passed to the first pipeline stage function."
         )
-    _check_known(model_fn, "model_fn")
+    check_known(model_fn, "model_fn")
 
 
 def call_input_fn(input_fn: Any, mode: ModeKeys, params: Mapping[str, Any], config: RunConfig) -> Any:
@@ -229,8 +252,8 @@ def call_input_fn(input_fn: Any, mode: ModeKeys, params: Mapping[str, Any], conf
     """
     if not callable(input_fn):
         raise TypeError(f"input_fn must be a function that returns a data set; got {input_fn!r}.")
-    _check_known(input_fn, "input_fn")
-    dataset = _call(input_fn, mode, params, config)
+    check_known(input_fn, "input_fn")
+    dataset = call_with(input_fn, mode=mode, params=dict(params), config=config)
     try:
         IPUInfeedQueue(dataset)
     except TypeError as error:
@@ -239,17 +262,21 @@ def call_input_fn(input_fn: Any, mode: ModeKeys, params: Mapping[str, Any], conf
 
 
 def build_estimator_program(
-    model_fn: Any, mode: ModeKeys, params: Mapping[str, Any], config: RunConfig, dataset: Any
+    model_fn: Any,
+    mode: ModeKeys,
+    params: Mapping[str, Any],
+    config: RunConfig,
+    dataset: Any,
+    is_exported: bool = False,
 ) -> EstimatorProgram:
-    """Calls the `model_fn` and compiles its pipeline. It does not start JAX's backend.
+    """Calls the `model_fn` of an `IPUPipelineEstimator` and compiles its pipeline.
 
     Raises:
       TypeError: the `model_fn` returns no specification.
-      ValueError: `iterations_per_loop` or `num_shards` does not fit; or there are to be several replicas,
-        and no optimizer averages gradients over them.
+      ValueError: `num_shards` does not fit; or of `compile_spec`.
       Others: of `pipelining_ops.pipeline`.
     """
-    spec = _call(model_fn, mode, params, config)
+    spec = call_with(model_fn, mode=mode, params=dict(params), config=config)
     if not isinstance(spec, IPUPipelineEstimatorSpec):
         raise TypeError(
             "The `model_fn` used with `IPUPipelineEstimator` must return `IPUPipelineEstimatorSpec`; got "
@@ -259,15 +286,10 @@ def build_estimator_program(
         raise ValueError(
             f"The `model_fn` was called with mode {mode}, and returned a specification for {spec.mode}."
         )
-    run_config = config.ipu_run_config
-    _check_num_shards(spec, run_config.num_shards)
-    repeat_count = _repeat_count(run_config.iterations_per_loop, spec)
-    depth: dict[str, Any] = {}
-    if run_config.prefetch_depth is not None:
-        depth["prefetch_depth"] = run_config.prefetch_depth
-    infeed = IPUInfeedQueue(dataset, **depth)
-    outfeed = IPUOutfeedQueue()
-    hooks = tuple(hook for hook in spec.hooks if isinstance(hook, IPULoggingTensorHook))
+    _check_num_shards(spec, config.ipu_run_config.num_shards)
+    hooks: tuple[IPULoggingTensorHook, ...] = ()
+    if not is_exported:
+        hooks = tuple(hook for hook in spec.hooks if isinstance(hook, IPULoggingTensorHook))
     for hook in hooks:
         hook.forget_record()
     options: dict[str, Any] = {
@@ -278,10 +300,53 @@ def build_estimator_program(
     if mode is ModeKeys.TRAIN:
         options["reduction_method"] = spec.reduction_method
     if hooks:
-        options.update(_with_logs(options["computational_stages"], options["optimizer_function"], hooks))
+        options.update(with_logs(options["computational_stages"], options["optimizer_function"], hooks))
     elif mode is ModeKeys.TRAIN:
         options["outfeed_loss"] = options["accumulate_outfeed"] = True
         options["accumulate_outfeed_dtype"] = spec.loss_accumulator_dtype
+    made = compile_spec(spec, config, make_infeed(dataset, config), options, is_exported)
+    return replace(made, hooks_that_log=hooks, has_logs=bool(hooks))
+
+
+def make_infeed(dataset: Any, config: RunConfig) -> IPUInfeedQueue:
+    """The queue of an estimator's data set."""
+    depth = config.ipu_run_config.prefetch_depth
+    return IPUInfeedQueue(dataset) if depth is None else IPUInfeedQueue(dataset, prefetch_depth=depth)
+
+
+def compile_spec(
+    spec: IPUPipelineEstimatorSpec,
+    config: RunConfig,
+    infeed: IPUInfeedQueue,
+    options: Mapping[str, Any],
+    is_exported: bool,
+) -> EstimatorProgram:
+    """Compiles the pipeline of a specification. It does not start JAX's backend.
+
+    Args:
+      spec: the specification.
+      config: the estimator's.
+      infeed: the pipeline's.
+      options: arguments of the pipeline besides those that every estimator's has.
+      is_exported: whether it is to be exported: then there is one replica, and hooks log nothing.
+
+    Returns:
+      The program, without hooks that log.
+
+    Raises:
+      ValueError: `iterations_per_loop` does not fit; or there are to be several replicas, and no optimizer
+        averages gradients over them.
+      Others: of `pipelining_ops.pipeline`.
+    """
+    mode, run_config = spec.mode, config.ipu_run_config
+    repeat_count = _repeat_count(run_config.iterations_per_loop, spec)
+    outfeed = IPUOutfeedQueue()
+    step_offset = placeholder(np.int32, [], name="global_step")
+
+    def count_steps() -> Any:
+        offset = step_offset.traced()
+        is_training = mode is ModeKeys.TRAIN
+        return update_count() * np.int32(spec.micro_batches_per_update) + offset if is_training else offset
 
     def model() -> Any:
         return pipelining_ops.pipeline(
@@ -294,69 +359,15 @@ def build_estimator_program(
             **options,
         )
 
-    num_replicas = run_config.num_replicas
+    num_replicas = 1 if is_exported else run_config.num_replicas
     with (
+        dropping_logs() if is_exported else contextlib.nullcontext(),
         scopes.ipu_scope(f"/device:IPU:{run_config.ordinal}"),
         asking_for(num_replicas, run_config.num_shards),
+        counting_steps(count_steps),
     ):
         program = ipu_compiler.compile(model)
-    return EstimatorProgram(mode, program, spec, infeed, outfeed, hooks, num_replicas)
-
-
-def _with_logs(
-    stages: Sequence[Any], optimizer_function: Any, hooks: Sequence[SessionRunHook]
-) -> dict[str, Any]:
-    """Arguments of a pipeline whose stages also pass on what hooks log.
-
-    The last stage returns a dict of `outputs`, what it returned before; `logs`, by the `id` of the hook;
-    and in training the `loss`. What a stage passes on costs nothing.
-    """
-    last = len(stages) - 1
-
-    def wrap(index: int, stage: Any) -> Any:
-        if isinstance(stage, (list, tuple)):
-            raise NotImplementedError(
-                "IPULoggingTensorHook does not go with parallel stages; "
-                f"computational_stages[{index}] is a list "
-                "of them. Leave the hook out."
-            )
-
-        def wrapped(*arguments: Any, **named: Any) -> Any:
-            logs: dict[Any, Any] = {}
-            if index > 0:
-                (outputs, logs), named = (named["outputs"], named["logs"]), {}
-                arguments = tuple(outputs) if isinstance(outputs, (list, tuple)) else (outputs,)
-                if isinstance(outputs, dict):
-                    arguments, named = (), outputs
-            with collecting_logs(hooks) as found:
-                outputs = stage(*arguments, **named)
-            passed_on = {"outputs": outputs, "logs": {**logs, **found}}
-            if index == last and optimizer_function is not None:
-                passed_on["loss"] = jnp.asarray(apply_to(optimizer_function, outputs).loss)
-            return passed_on
-
-        wrapped.__name__ = getattr(stage, "__name__", f"stage{index}")
-        return wrapped
-
-    options: dict[str, Any] = {
-        "computational_stages": [wrap(index, stage) for index, stage in enumerate(stages)]
-    }
-    if optimizer_function is not None:
-
-        def with_logs(outputs: Any, logs: Any, loss: Any) -> Any:
-            del logs, loss
-            return apply_to(optimizer_function, outputs)
-
-        options["optimizer_function"] = with_logs
-        options["outfeed_mask"] = {"outputs": True, "logs": False, "loss": False}
-    return options
-
-
-def apply_to(function: Any, outputs: Any) -> Any:
-    """Calls a function with what a stage returned, as the next stage would be."""
-    if isinstance(outputs, dict):
-        return function(**outputs)
-    return function(*outputs) if isinstance(outputs, (list, tuple)) else function(outputs)
+    return EstimatorProgram(mode, program, spec, infeed, outfeed, (), False, num_replicas, step_offset)
 
 
 def _check_num_shards(spec: IPUPipelineEstimatorSpec, num_shards: int) -> None:
@@ -398,27 +409,37 @@ def _repeat_count(iterations_per_loop: int, spec: IPUPipelineEstimatorSpec) -> i
 _GIVEN = ("mode", "params", "config")
 
 
-def _call(function: Any, mode: ModeKeys, params: Mapping[str, Any], config: RunConfig) -> Any:
-    given = {"mode": mode, "params": dict(params), "config": config}
-    names = _argument_names(function)
+def call_with(function: Any, **given: Any) -> Any:
+    """Calls a function with those of the arguments that it takes."""
+    names = argument_names(function)
     return function(**{name: value for name, value in given.items() if name in names})
 
 
-def _argument_names(function: Any) -> list[str]:
+def argument_names(function: Any) -> list[str]:
+    """Names of the arguments that a function takes."""
     return list(inspect.signature(function).parameters)
 
 
-def _check_known(function: Any, what: str) -> None:
+def check_known(function: Any, what: str, given: Sequence[str] = _GIVEN) -> None:
+    """Raises if a function needs arguments that nobody gives it.
+
+    Args:
+      function: the function.
+      what: what errors call it.
+      given: names of the arguments that it may have.
+
+    Raises:
+      ValueError: it does.
+    """
     unknown = [
         name
         for name, parameter in inspect.signature(function).parameters.items()
-        if name not in _GIVEN
+        if name not in given
         and parameter.default is parameter.empty
         and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     ]
     if unknown:
         raise ValueError(
             f"{what} ({getattr(function, '__name__', function)!r}) has following not expected args: "
-            f"{unknown}. It "
-            f"may take {', '.join(_GIVEN)}."
+            f"{unknown}. It may take {', '.join(given)}."
         )

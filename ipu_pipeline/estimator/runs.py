@@ -13,6 +13,7 @@ import numpy as np
 from ipu_pipeline.engine.devices.everywhere import share_stacks
 from ipu_pipeline.errors import OutOfRangeError
 from ipu_pipeline.estimator.programs import EstimatorProgram, ModeKeys
+from ipu_pipeline.graph.symbols import GlobalStep
 from ipu_pipeline.ipu_session_run_hooks import (
     SessionRunArgs,
     SessionRunContext,
@@ -45,17 +46,25 @@ class Run:
 class Runs:
     """Runs a program for the hooks to see."""
 
-    def __init__(self, made: EstimatorProgram, session: Session, hooks: Sequence[SessionRunHook]) -> None:
+    def __init__(
+        self, made: EstimatorProgram, session: Session, hooks: Sequence[SessionRunHook], global_step: int
+    ) -> None:
         """Takes a session that has its variables.
 
         Args:
           made: the program.
           session: the session.
           hooks: all of them.
+          global_step: micro-batches that the variables were trained on.
         """
         self.made = made
         self.session = session
         self.hooks = hooks
+        # Training counts on from where it begins; what was before may have had other counts per update.
+        per_update = made.spec.micro_batches_per_update if made.mode is ModeKeys.TRAIN else 0
+        offset = global_step - per_update * session.update_count(made.name)
+        session.count_steps(per_update, offset)
+        self._feeds = made.feed_steps(offset)
         self._fetched: dict[str, Any] = {}
 
     @contextlib.contextmanager
@@ -94,7 +103,9 @@ class Runs:
         before = self.session.execution_count(made.name)
         data_end = None
         try:
-            self.session.run_part(made.program, max_updates=max_updates, should_stop=should_stop)
+            self.session.run_part(
+                made.program, self._feeds, max_updates=max_updates, should_stop=should_stop
+            )
         except OutOfRangeError as error:  # updates before the data's end were done
             data_end = error
         num_updates = self.session.execution_count(made.name) - before
@@ -108,7 +119,7 @@ class Runs:
             outputs = jax.tree.unflatten(tree, share_stacks(leaves))
         count = num_real(len(jax.tree.leaves(outputs)[0]))
         outputs = jax.tree.map(lambda stack: stack[:count], outputs)
-        if made.hooks_that_log:
+        if made.has_logs:
             for logging_hook in made.hooks_that_log:
                 logging_hook.receive(outputs["logs"][id(logging_hook)])
             outputs = outputs["outputs" if made.mode is not ModeKeys.TRAIN else "loss"]
@@ -129,10 +140,10 @@ class Runs:
             raise TypeError(f"before_run must return SessionRunArgs or None; got {wanted!r}.")
 
         def find(name: Any) -> Any:
+            if isinstance(name, GlobalStep) or name == "global_step":
+                return global_step
             if name == "loss":
                 return loss
-            if name == "global_step":
-                return global_step
             try:
                 return np.array(self.session.variable_value(name))
             except KeyError:
@@ -141,4 +152,4 @@ class Runs:
                     f"{name!r}. The variables are {', '.join(sorted(self.made.program.variables))}."
                 ) from None
 
-        return jax.tree.map(find, wanted.fetches)
+        return jax.tree.map(find, wanted.fetches, is_leaf=lambda name: isinstance(name, GlobalStep))

@@ -23,7 +23,7 @@ from ipu_pipeline.estimator.programs import EstimatorProgram
 from ipu_pipeline.estimator.runs import Runs
 from ipu_pipeline.estimator.scalars import ScalarWriter
 from ipu_pipeline.ipu_run_config import RunConfig
-from ipu_pipeline.ipu_session_run_hooks import SessionRunHook
+from ipu_pipeline.ipu_session_run_hooks import CheckpointSaverListener, SessionRunHook
 from ipu_pipeline.processes.interrupts import StoppedAtOnce, StopRequest, stopping_on_signals
 from ipu_pipeline.session.session import Session
 
@@ -109,6 +109,7 @@ class Training:
         initializer: Any,
         is_same_data: bool,
         begins_anew: bool,
+        listeners: Sequence[CheckpointSaverListener] = (),
     ) -> None:
         """Takes what it needs.
 
@@ -124,8 +125,9 @@ class Training:
           initializer: of the infeed.
           is_same_data: whether the session's checkpoint is of training on what this `input_fn` returns.
           begins_anew: whether, if there are no more data right away, they are to begin again.
+          listeners: called around saves.
         """
-        self._runs = Runs(made, session, hooks)
+        self._runs = Runs(made, session, hooks, global_step)
         self._made = made
         self._session = session
         self._config = config
@@ -135,6 +137,7 @@ class Training:
         self._first_step = self._step = self._saved_step = global_step
         self._is_same_data = is_same_data
         self._begins_anew = begins_anew
+        self._listeners = listeners
         self._initializer = initializer
         self._has_ended = False  # the data
         self._is_complete = False  # whether all steps were done that were asked for
@@ -178,12 +181,20 @@ class Training:
                 else:
                     self._save_finally(request, is_error=True)
                 raise
+            is_saved = (self._series.path(self._step) / DOCUMENT).exists() or self._step == 0
+            if not is_saved and not request.is_made():
+                for listener in self._listeners:
+                    listener.before_save(self._session, self._step)
             self._save_finally(request, is_error=request.is_made())
             if request.number is not None:
                 _logger.warning("Training ends at step %d by signal %d.", self._step, request.number)
                 raise SystemExit(_SIGNAL_EXIT + request.number)
             seconds = time.monotonic() - self._begun_at
             _logger.info("Training ended at step %d, after %.1f s.", self._step, seconds)
+        if not is_saved:
+            self._tell_listeners()  # what they do may be interrupted
+        for listener in self._listeners:
+            listener.end(self._session, self._step)
 
     @contextlib.contextmanager
     def _showing(self, final_step: int) -> Iterator[tqdm | None]:
@@ -235,8 +246,8 @@ class Training:
             if run.data_end is not None:
                 self._end_with_data(run.data_end)
                 return
-            self._save_if_due()
-            if is_any(run.context.stop_requested, "stopping by a hook"):
+            wants_to_stop = self._save_if_due() or run.context.stop_requested
+            if is_any(wants_to_stop, "stopping by a hook"):
                 return
 
     def _end_with_data(self, error: OutOfRangeError) -> None:
@@ -259,7 +270,7 @@ class Training:
         """The sum of the losses of a run, and of how many micro-batches."""
         per_update = self._made.spec.micro_batches_per_update  # of each replica
         sums = outputs
-        if self._made.hooks_that_log:  # a loss per micro-batch, to be summed as the pipeline would
+        if self._made.has_logs:  # a loss per micro-batch, to be summed as the pipeline would
             dtype = self._made.spec.loss_accumulator_dtype or outputs.dtype
             replicas = outputs.reshape(-1, per_update, self._made.num_replicas)
             sums = np.sum(replicas, axis=1, dtype=dtype)
@@ -289,7 +300,8 @@ class Training:
         metrics = self._session.metrics(self._made.name)
         return {name: float(np.nanmean(values)) for name, values in metrics.items() if name != "update"}
 
-    def _save_if_due(self) -> None:
+    def _save_if_due(self) -> bool:
+        """Whether a listener asks to stop."""
         every, seconds = self._config.save_checkpoints_steps, self._config.seconds_between_checkpoints
         if every is not None:
             is_due = self._step // every > self._saved_step // every
@@ -297,18 +309,31 @@ class Training:
             assert seconds is not None
             is_own = time.monotonic() - self._saved_at >= seconds
             is_due = is_any(is_own, "saving after a time")
-        if is_due:
-            self._save()
+        return is_due and self._save()
 
-    def _save(self) -> None:
+    def _save(self) -> bool:
+        """Whether a listener asks to stop."""
+        for listener in self._listeners:
+            listener.before_save(self._session, self._step)
         try:
             snapshot = self._session.take_snapshot(extra=self._extra())
         except Exception:
             _logger.exception("The checkpoint of step %d could not be taken. Training goes on.", self._step)
-            return
+            return False
         finally:
             self._saved_step, self._saved_at = self._step, time.monotonic()
         self._series.start_saving(self._step, snapshot)
+        return self._tell_listeners()
+
+    def _tell_listeners(self) -> bool:
+        """Tells listeners of a checkpoint when it is complete. Whether one of them asks to stop."""
+        if not self._listeners:
+            return False
+        self._series.wait()
+        if not (self._series.path(self._step) / DOCUMENT).exists():
+            return False  # the log says why
+        wishes = [listener.after_save(self._session, self._step) for listener in self._listeners]
+        return any(wishes)  # all of them were told
 
     def _extra(self) -> dict[str, Any]:
         return {

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
-from typing import Any
+import contextlib
+import contextvars
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -12,7 +15,17 @@ import numpy as np
 from ipu_pipeline.engine.tracing import frames
 from ipu_pipeline.engine.tracing.counting import update_count
 
-__all__ = ["GlobalStep", "Symbol", "get_global_step"]
+__all__ = [
+    "ComputedStep",
+    "GlobalStep",
+    "StepSymbol",
+    "Symbol",
+    "counting_steps",
+    "get_global_step",
+    "has_step",
+    "split_steps",
+    "waits_for_step",
+]
 
 
 class Symbol(abc.ABC):
@@ -55,10 +68,43 @@ for _operator in _OPERATORS.split():
     setattr(Symbol, f"__{_operator}__", _forward(f"__{_operator}__"))
 
 
-class GlobalStep(Symbol):
-    """The number of weight updates before the one in which it is used, an int32 scalar."""
+class StepSymbol(Symbol):
+    """The global step, or a value computed from it, which differs from weight update to weight update.
+
+    It has a value in stages, optimizer functions and the `update` of optimizers. Elsewhere, in a `model_fn`
+    for example, Python's operators, the methods of arrays and what `waits_for_step` decorates give another
+    such symbol, which is computed where it is used.
+    """
 
     __hash__ = object.__hash__
+
+    def __getattr__(self, name: str) -> Any:
+        """What an array has; a method waits for the value."""
+        if has_step() or name.startswith("_") or not callable(getattr(jax.Array, name, None)):
+            return super().__getattr__(name)
+        return lambda *arguments, **options: ComputedStep(
+            lambda: getattr(self.traced(), name)(*arguments, **options)
+        )
+
+
+def _waiting(name: str) -> Callable[..., Any]:
+    def operator(self: StepSymbol, *arguments: Any) -> Any:
+        def compute() -> Any:
+            return getattr(self.traced(), name)(*arguments)
+
+        return compute() if has_step() else ComputedStep(compute)
+
+    return operator
+
+
+_AT_ONCE = ("bool", "int", "float", "complex", "index", "len", "iter")  # Python wants a value, or nothing
+for _operator in _OPERATORS.split():
+    if _operator not in _AT_ONCE:
+        setattr(StepSymbol, f"__{_operator}__", _waiting(f"__{_operator}__"))
+
+
+class GlobalStep(StepSymbol):
+    """What `get_global_step` returns, an int32 scalar."""
 
     def __repr__(self) -> str:
         return "the global step"
@@ -69,44 +115,144 @@ class GlobalStep(Symbol):
         Raises:
           RuntimeError: it is used elsewhere.
         """
-        return update_count()
+        if frames.find_frame() is None:
+            raise RuntimeError(
+                "The global step (get_global_step) was used as an array outside of a program, where it "
+                "has no value. Use it in a stage, in an optimizer_function or in the update of an "
+                "optimizer. Elsewhere, Python's operators and the decays of ipu.optimizers.tf1 take it; "
+                "their results may be used in these places, or passed in `inputs`."
+            )
+        counts = _counting.get()
+        return update_count() if counts is None else counts()
 
 
-class _Unused:
-    """Stands for the global step among the leaves of a tree, outside of what has its value."""
+class ComputedStep(StepSymbol):
+    """A value computed from the global step, at the place where it is used."""
+
+    def __init__(self, compute: Callable[[], Any]) -> None:
+        """Takes what computes it; nothing is computed yet."""
+        self._compute = compute
+
+    def __repr__(self) -> str:
+        return "a value computed from the global step"
+
+    def traced(self) -> Any:
+        """The value, in a stage or an optimizer.
+
+        Raises:
+          RuntimeError: it is used elsewhere.
+          TypeError: an operator does not take its operands.
+        """
+        value = self._compute()
+        if value is NotImplemented:
+            raise TypeError("An operator of Python does not take the global step with its other operand.")
+        return value
 
 
-def _flatten(step: GlobalStep) -> tuple[tuple[Any], None]:
+_counting: contextvars.ContextVar[Callable[[], Any] | None] = contextvars.ContextVar(
+    "counting", default=None
+)
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+@contextlib.contextmanager
+def counting_steps(count: Callable[[], Any]) -> Iterator[None]:
+    """Sets what the global step counts in programs compiled inside a `with` block.
+
+    Args:
+      count: computes it where it is used, in a stage or an optimizer.
+    """
+    token = _counting.set(count)
+    try:
+        yield
+    finally:
+        _counting.reset(token)
+
+
+def has_step() -> bool:
+    """Whether the function being traced is one in which the global step has a value."""
     frame = frames.find_frame()
-    has_value = frame is not None and (frame.has_metrics or frame.is_traced_again)
-    return (step.traced() if has_value else _Unused(),), None
+    return frame is not None and (frame.has_metrics or frame.is_traced_again)
+
+
+def waits_for_step(function: _Function) -> _Function:
+    """Decorates a function of arrays, so that it also takes the global step where that has no value yet."""
+
+    @functools.wraps(function)
+    def waiting(*arguments: Any, **options: Any) -> Any:
+        given = (*arguments, *options.values())
+        if has_step() or not any(isinstance(value, StepSymbol) for value in given):
+            return function(*arguments, **options)
+        return ComputedStep(lambda: function(*arguments, **options))
+
+    return waiting  # type: ignore[return-value]  # it takes and gives the same, or symbols of it
+
+
+def _flatten(symbol: StepSymbol) -> tuple[tuple[Any], None]:
+    return (symbol.traced(),), None
 
 
 def _unflatten(_nothing: None, values: Any) -> Any:
     (value,) = values
-    return GlobalStep() if isinstance(value, _Unused) else value
+    return value
 
 
-# So functions that JAX traces take it as an argument, and stages may return it.
-jax.tree_util.register_pytree_node(GlobalStep, _flatten, _unflatten)
+# So functions that JAX traces take them as arguments, and stages may return them.
+for _kind in (GlobalStep, ComputedStep):
+    jax.tree_util.register_pytree_node(_kind, _flatten, _unflatten)
+
+
+def split_steps(inputs: Any) -> tuple[Any, int, Callable[[Sequence[Any]], list[Any]] | None]:
+    """Takes symbols of the global step out of the `inputs` of a function.
+
+    Args:
+      inputs: as for a pipeline: pytrees in a list, or one alone.
+
+    Returns:
+      The list with None in the place of each symbol; its length; and what puts the symbols back into
+      arguments of this structure, or None if there are none.
+    """
+    if inputs is None:
+        return inputs, 0, None
+    given = list(inputs) if isinstance(inputs, (list, tuple)) else [inputs]
+    tree: Any
+    leaves, tree = jax.tree.flatten(given, is_leaf=lambda leaf: isinstance(leaf, StepSymbol))
+    is_step = [isinstance(leaf, StepSymbol) for leaf in leaves]
+    if not any(is_step):
+        return inputs, len(given), None
+    rest = tree.unflatten([None if known else leaf for known, leaf in zip(is_step, leaves, strict=True)])
+
+    def put_back(arguments: Sequence[Any]) -> list[Any]:
+        values = iter(jax.tree.leaves(list(arguments)))
+        filled = [leaf if known else next(values) for known, leaf in zip(is_step, leaves, strict=True)]
+        found: list[Any] = tree.unflatten(filled)
+        return found
+
+    return rest, len(given), put_back
 
 
 def get_global_step() -> GlobalStep:
-    """The number of weight updates so far, for learning rates and the like that depend on it.
+    """The global step, for learning rates and the like that depend on it.
 
-    It may be asked for anywhere, in a `model_fn` for example, and used as an array in a stage of a
-    pipeline, in its optimizer_function, and in the `update` of its optimizer: there it has another value
-    for every weight update. Elsewhere, where it would be computed with once for many updates, it raises
-    RuntimeError. It is that of the pipeline's name (`Session.update_count`), and goes on where a checkpoint
-    is restored. Optax's own schedules count by themselves and do not need it.
+    It counts weight updates: it is the number of those before the one that is being computed. In an
+    estimator it counts the micro-batches of a replica, as the estimator's checkpoints and hooks do: it goes
+    up by `gradient_accumulation_count` with each weight update. It goes on where a
+    checkpoint is restored; in evaluation and prediction it is the step of the weights.
+
+    It may be asked for anywhere, in a `model_fn` for example. It is an array in a stage of a pipeline, in
+    its optimizer_function, and in the `update` of its optimizer: there it has another value for every
+    weight update. Elsewhere Python's operators and the decays of `optimizers.tf1` take it, and give what
+    is computed where it is used. It and what is computed from it may be among the `inputs` of a pipeline.
+    Of several pipelines that train, each counts by its name (`Session.update_count`). Optax's own
+    schedules count weight updates by themselves and do not need it.
 
     Returns:
       What stands for an int32 scalar.
 
     Example:
-      step = ipu.get_global_step()
+      rate = ipu.optimizers.tf1.exponential_decay(0.1, ipu.get_global_step(), 1000, 0.96)
 
       def optimizer_function(loss):
-          return OptimizerFunctionOutput(optax.sgd(0.1 * 0.99**step), loss)
+          return OptimizerFunctionOutput(optax.sgd(rate), loss)
     """
     return GlobalStep()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import abc
+import contextlib
+import contextvars
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +23,18 @@ from ipu_pipeline.engine.updates import optimizer_tracing
 from ipu_pipeline.engine.updates.optimizer_tracing import describe_other_optimizer
 from ipu_pipeline.gradient_accumulation import GradientAccumulationReductionMethod
 from ipu_pipeline.graph.operations import Operation
+from ipu_pipeline.graph.symbols import GlobalStep
 from ipu_pipeline.queues.outfeed import IPUOutfeedQueue
 
-__all__ = ["Accumulation", "Optimizer", "Unwrapped", "Watched", "unwrap"]
+__all__ = [
+    "Accumulation",
+    "Minimized",
+    "Optimizer",
+    "Unwrapped",
+    "Watched",
+    "collecting_minimized",
+    "unwrap",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,6 +105,39 @@ class Unwrapped:
         return mapped
 
 
+@dataclass(frozen=True, eq=False)
+class Minimized:
+    """A call of `minimize` in an estimator's `model_fn`.
+
+    Attributes:
+      optimizer: whose.
+      loss: a traced scalar.
+      var_list: as given.
+      operation: what it returned.
+    """
+
+    optimizer: Optimizer
+    loss: jax.Array
+    var_list: Sequence[str] | None
+    operation: Operation
+
+
+_minimized: contextvars.ContextVar[list[Minimized] | None] = contextvars.ContextVar(
+    "minimized", default=None
+)
+
+
+@contextlib.contextmanager
+def collecting_minimized() -> Iterator[list[Minimized]]:
+    """Collects the calls of `minimize` in a `with` block, in which a `model_fn` is called."""
+    found: list[Minimized] = []
+    token = _minimized.set(found)
+    try:
+        yield found
+    finally:
+        _minimized.reset(token)
+
+
 class Optimizer(abc.ABC):
     """What the optimizers here share."""
 
@@ -121,15 +165,18 @@ class Optimizer(abc.ABC):
     def minimize(
         self,
         loss: jax.Array,
-        global_step: None = None,
+        global_step: GlobalStep | None = None,
         var_list: Sequence[str] | None = None,
         name: str | None = None,
     ) -> Operation:
         """Records a training step in the body of a loop; it runs whether its operation is returned or not.
 
+        In the `model_fn` of an `IPUEstimator` the operation is the specification's `train_op`.
+
         Args:
           loss: a traced floating-point scalar.
-          global_step: only None: the session counts weight updates, see `Session.update_count`.
+          global_step: None, or `get_global_step()`, which means the same in a loop: the session counts
+            weight updates. In the `model_fn` of an estimator, which counts by itself, only None.
           var_list: full names of the variables to train; None: all trainable ones that the body has asked
             for so far.
           name: the optimizer's state is kept under it; by default the optimizer's name. A second training
@@ -145,11 +192,20 @@ class Optimizer(abc.ABC):
           NotImplementedError: the body has a training step already.
         """
         what = f"{type(self).__name__}.minimize"
-        frame, recorder = current_recorder(what, "A pipeline gets its optimizer by `optimizer_function`.")
-        if global_step is not None:
+        collected = _minimized.get()
+        if collected is None:  # raises elsewhere than in a loop
+            frame, recorder = current_recorder(
+                what, "A pipeline gets its optimizer by `optimizer_function`."
+            )
+        if collected is not None and global_step is not None:
             raise ValueError(
-                "minimize: global_step must be None, since the session counts weight updates "
-                f"(Session.update_count); got {global_step!r}."
+                "minimize: global_step must be None in the model_fn of an estimator, which counts the "
+                f"global step by itself; got {global_step!r}."
+            )
+        if global_step is not None and not isinstance(global_step, GlobalStep):
+            raise ValueError(
+                "minimize: global_step must be None or get_global_step(), since the session counts weight "
+                f"updates (Session.update_count); got {global_step!r}."
             )
         loss = jnp.asarray(loss)
         if loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
@@ -157,6 +213,10 @@ class Optimizer(abc.ABC):
                 f"minimize: loss must be a floating-point scalar; got {loss.dtype.name}{list(loss.shape)}. "
                 "Reduce it, for example with jnp.mean."
             )
+        if collected is not None:
+            operation = Operation(name or self.name)
+            collected.append(Minimized(self, loss, var_list, operation))
+            return operation
         unwrapped = unwrap(self)
         accumulation = unwrapped.accumulation or Accumulation()
         if unwrapped.has_outfeeds:

@@ -1,8 +1,9 @@
 """TensorFlow 1's decays of learning rates, as functions of the global step.
 
-Each is a function of a step that is a number or a traced scalar, as `get_global_step()` gives it. For a
-schedule of Optax, write `lambda step: exponential_decay(0.1, step, 1000, 0.96)`. Formulas are those of the
-documentation of `tf.train` in TensorFlow 1.15.
+Each is a function of a step that is a number or a traced scalar, or of `get_global_step()`. Where that has
+no value yet, as in a `model_fn`, the result is computed where it is used. For a schedule of Optax, write
+`lambda step: exponential_decay(0.1, step, 1000, 0.96)`. Formulas are those of the documentation of
+`tf.train` in TensorFlow 1.15.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ipu_pipeline.graph.symbols import waits_for_step
+
 __all__ = [
     "cosine_decay",
     "exponential_decay",
@@ -24,6 +27,7 @@ __all__ = [
 ]
 
 
+@waits_for_step
 def exponential_decay(
     learning_rate: Any,
     global_step: Any,
@@ -49,6 +53,7 @@ def exponential_decay(
     return learning_rate * jnp.power(decay_rate, _quotient(global_step, decay_steps, staircase))
 
 
+@waits_for_step
 def natural_exp_decay(
     learning_rate: Any,
     global_step: Any,
@@ -65,6 +70,7 @@ def natural_exp_decay(
     return learning_rate * jnp.exp(-decay_rate * _quotient(global_step, decay_steps, staircase))
 
 
+@waits_for_step
 def inverse_time_decay(
     learning_rate: Any,
     global_step: Any,
@@ -81,6 +87,7 @@ def inverse_time_decay(
     return learning_rate / (1 + decay_rate * _quotient(global_step, decay_steps, staircase))
 
 
+@waits_for_step
 def polynomial_decay(
     learning_rate: Any,
     global_step: Any,
@@ -112,6 +119,7 @@ def polynomial_decay(
     return (learning_rate - end_learning_rate) * (1 - share) ** power + end_learning_rate
 
 
+@waits_for_step
 def cosine_decay(
     learning_rate: Any, global_step: Any, decay_steps: Any, alpha: float = 0.0, name: str | None = None
 ) -> jax.Array:
@@ -121,6 +129,7 @@ def cosine_decay(
     return learning_rate * ((1 - alpha) * 0.5 * (1 + jnp.cos(math.pi * share)) + alpha)
 
 
+@waits_for_step
 def piecewise_constant(
     x: Any, boundaries: Sequence[Any], values: Sequence[Any], name: str | None = None
 ) -> jax.Array:

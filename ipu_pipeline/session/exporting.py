@@ -44,7 +44,7 @@ class Exported:
       key: gives the random key that all others are folded from, and starts JAX's backend.
       seed: what that was made from.
       execution_count: says how often the pipelines of a name have run.
-      update_count: says how many weight updates they have done.
+      update_count: says which global step their weights are of.
     """
 
     variable: Callable[[VariableSpec], Any]

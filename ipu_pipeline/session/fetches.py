@@ -6,11 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from ipu_pipeline.graph.operations import InitializerOperation
+from ipu_pipeline.graph.symbols import GlobalStep
 from ipu_pipeline.program.program import Output, Program
 from ipu_pipeline.queues.infeed import InfeedOperation, IPUInfeedQueue
 from ipu_pipeline.queues.outfeed import OutfeedOperation
 
 __all__ = ["concerns_devices", "find_infeeds", "find_runs", "give_results"]
+
+_OF_THE_HOST = (InfeedOperation, OutfeedOperation, GlobalStep)
 
 
 def find_runs(fetch: Any) -> list[Any]:
@@ -22,11 +25,11 @@ def find_runs(fetch: Any) -> list[Any]:
     runs: list[Any] = []
     for one in _leaves(fetch):
         run = one.program if isinstance(one, Output) else one
-        if not isinstance(run, (Program, InfeedOperation, OutfeedOperation, InitializerOperation)):
+        if not isinstance(run, (Program, InitializerOperation, *_OF_THE_HOST)):
             raise TypeError(
                 "Session.run: fetch must be a compiled program or one of its values, an infeed's "
-                "initializer, what an outfeed's dequeue() returned, global_variables_initializer(), or a "
-                f"list or dict of them; got {type(run).__name__}."
+                "initializer, what an outfeed's dequeue() returned, global_variables_initializer(), "
+                f"get_global_step(), or a list or dict of them; got {type(run).__name__}."
             )
         if not any(run is known for known in runs):
             runs.append(run)
@@ -61,8 +64,8 @@ def find_infeeds(fetch: Any) -> list[IPUInfeedQueue]:
 
 
 def concerns_devices(fetch: Any) -> bool:
-    """Whether something of it runs on devices; queues alone do not."""
-    return not all(isinstance(one, (InfeedOperation, OutfeedOperation)) for one in _leaves(fetch))
+    """Whether something of it runs on devices; queues and the global step do not."""
+    return not all(isinstance(one, _OF_THE_HOST) for one in _leaves(fetch))
 
 
 def _leaves(fetch: Any) -> list[Any]:

@@ -19,6 +19,7 @@ from ipu_pipeline import config
 from ipu_pipeline.checkpointing import checkpoints
 from ipu_pipeline.checkpointing.snapshots import Snapshot, parse_array
 from ipu_pipeline.data import json_trees
+from ipu_pipeline.engine.devices.elsewhere import is_here
 from ipu_pipeline.engine.devices.placing import put
 from ipu_pipeline.engine.devices.rows import make_rows
 from ipu_pipeline.engine.jaxprs.shapes import check_like
@@ -26,6 +27,7 @@ from ipu_pipeline.engine.jaxprs.values import cast_exactly
 from ipu_pipeline.engine.tracing.keys import as_int32
 from ipu_pipeline.errors import CheckpointError
 from ipu_pipeline.session.exporting import FORMAT_VERSION, PROGRAM, input_name
+from ipu_pipeline.session.signatures import join_rows, split_rows
 
 __all__ = ["LoadedProgram", "load_program"]
 
@@ -86,6 +88,7 @@ class LoadedProgram:
 
     Example:
       program = ipu.load_program("exported")
+      predictions = program(images)
       predictions = program.run(batches)
     """
 
@@ -113,6 +116,32 @@ class LoadedProgram:
         """What `run` takes by name besides."""
         return {name: parse_array(text) for name, text in self._program["placeholders"].items()}
 
+    def __call__(self, *inputs: Any, feed: Mapping[str, Any] | None = None, **named: Any) -> Any:
+        """Predicts for a batch, which may be several micro-batches.
+
+        Args:
+          *inputs: arrays, in the order of the first stage's arguments; or all that it takes in one.
+          feed: the placeholders' values by name.
+          **named: arrays by name instead, if a micro-batch is a dict. Each has as many rows as a
+            micro-batch has, or a multiple of that: then it is cut along the first axis.
+
+        Returns:
+          The last stage's outputs, NumPy arrays, a list for a tuple. Those with a row for each row of the
+          inputs have that; others have a first axis over micro-batches.
+
+        Raises:
+          TypeError, ValueError: an input does not fit; or of `run`.
+        """
+        element = self.element
+        if element is None and (inputs or named):
+            raise TypeError("LoadedProgram: this program takes no inputs but placeholders, in feed.")
+        batches = None if element is None else split_rows(inputs, named, element)
+        stacks = self.run(batches, feed)
+        sizes = [leaf.shape[0] for leaf in jax.tree.leaves(element) if leaf.shape]
+        shapes = json_trees.decode(self._program["output_tree"], parse_array)
+        shapes = list(shapes) if isinstance(shapes, tuple) else shapes
+        return join_rows(stacks, shapes, sizes[0] if sizes else None)
+
     def run(self, elements: Iterable[Any] | None = None, feed: Mapping[str, Any] | None = None) -> Any:
         """Runs micro-batches through the stages.
 
@@ -126,6 +155,7 @@ class LoadedProgram:
           micro-batches, NumPy arrays; a list for a tuple.
 
         Raises:
+          NotImplementedError: of several processes, not all devices are of this one.
           RuntimeError, ValueError: there are too few devices, or they are of another kind than the program
             was exported for.
           ValueError: a micro-batch or a placeholder's value does not fit.
@@ -142,6 +172,13 @@ class LoadedProgram:
                 f"The program was exported for devices of the kind {program['platform']!r}; those "
                 "that are selected "
                 f"are {devices[0].platform!r}. Export it there, or select others with IPUConfig."
+            )
+        used = [devices[stage["ipu"]] for stage in program["stages"]]
+        if not all(map(is_here, used)):
+            raise NotImplementedError(
+                "LoadedProgram.run: a loaded program runs on the devices of one process, and some of those "
+                f"that are selected are of another: {', '.join(map(str, used))}. Run it in a process that "
+                "is not joined with others."
             )
         rows = make_rows(devices, [stage["ipu"] for stage in program["stages"]])
         inputs = [

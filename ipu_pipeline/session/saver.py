@@ -5,8 +5,10 @@ from __future__ import annotations
 import operator
 import os
 from pathlib import Path
+from typing import Any
 
 from ipu_pipeline.checkpointing.checkpoints import CheckpointSeries
+from ipu_pipeline.graph.symbols import GlobalStep
 from ipu_pipeline.session.session import Session
 
 __all__ = ["Saver", "latest_checkpoint"]
@@ -45,16 +47,23 @@ class Saver:
         self.max_to_keep = max_to_keep or None
 
     def save(
-        self, session: Session, save_path: str | os.PathLike[str], global_step: int | None = None
+        self,
+        session: Session,
+        save_path: str | os.PathLike[str],
+        global_step: int | GlobalStep | None = None,
     ) -> str:
         """Writes a checkpoint, and deletes the oldest ones. One of the same step is replaced.
+
+        Variables that no run has made yet have their initial values in it: after
+        `global_variables_initializer()` those of all compiled programs that are still referred to, after
+        `Session.load` those of programs that share a variable with the session.
 
         Args:
           session: whose variables and optimizer states, counts and positions in data sets it has.
           save_path: the directory where the checkpoints are; it is made. What TensorFlow 1 code gives, such
             as "logs/model.ckpt", is a directory here, too, and `latest_checkpoint("logs")` finds it.
-          global_step: the number that is its name; None: the count of weight updates, that of the pipeline
-            with the most.
+          global_step: the number that is its name; None, or `get_global_step()`: the count of weight
+            updates, that of the pipeline with the most.
 
         Returns:
           The checkpoint's path.
@@ -63,7 +72,9 @@ class Saver:
           OSError: it cannot be written.
           ValueError: there are no variables yet, or the step is no number from 0.
         """
-        step = session.most_updates() if global_step is None else global_step
+        step: Any = session.most_updates() if global_step is None else global_step
+        if isinstance(step, GlobalStep):
+            step = session.run(step)
         if isinstance(step, bool) or not hasattr(type(step), "__index__") or step < 0:
             raise ValueError(f"Saver.save: global_step must be an integer from 0; got {global_step!r}.")
         step = operator.index(step)

@@ -21,6 +21,7 @@ from ipu_pipeline.engine.devices.placing import keep
 from ipu_pipeline.engine.watching import read_outfeed
 from ipu_pipeline.graph.operations import InitializerOperation
 from ipu_pipeline.graph.placeholders import Placeholder
+from ipu_pipeline.graph.symbols import GlobalStep
 from ipu_pipeline.processes import interrupts
 from ipu_pipeline.program.loss_weights import is_weight
 from ipu_pipeline.program.program import Program
@@ -32,6 +33,7 @@ from ipu_pipeline.session import entries, exporting
 from ipu_pipeline.session.agreeing import agree_on_run
 from ipu_pipeline.session.arguments import choose_seed
 from ipu_pipeline.session.fetches import concerns_devices, find_runs, give_results
+from ipu_pipeline.session.missing import make_missing
 from ipu_pipeline.session.resuming import Resumption, check_snapshot
 from ipu_pipeline.session.running import Limit, check_feeds, run_program
 from ipu_pipeline.session.store import Store
@@ -113,8 +115,11 @@ class Session:
 
     def most_updates(self) -> int:
         """How many weight updates the pipeline or loop with the most has done."""
-        records = self._store.state.pipelines.values()
-        return max((record.update_count for record in records), default=0)
+        return self._store.most_updates()
+
+    def count_steps(self, per_update: int, offset: int) -> None:
+        """Makes the global step the number of weight updates times `per_update`, plus `offset`."""
+        self._store.step_counting = (per_update, offset)
 
     def variable_value(self, name: str) -> np.ndarray[Any, Any]:
         """A copy of a variable's value.
@@ -222,9 +227,9 @@ class Session:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes everything that training goes on from as a checkpoint, and returns when it is complete.
 
-        That is all variables, optimizer states, counts, gradients that are being accumulated, the seed,
-        and where the data sets stand of what trains. None of it depends on how the model is cut into
-        stages, on the schedule or on the devices: any program with the same variables can use it.
+        That is all variables, those that `Saver.save` names included, optimizer states, counts, gradients
+        that are being accumulated, the seed, and where the data sets stand of what trains. None of it
+        depends on cut, schedule or devices: any program with the same variables can use it.
 
         Args:
           path: a directory to make. A checkpoint that is there is replaced once the new one is complete.
@@ -234,8 +239,7 @@ class Session:
           ValueError: there are no variables yet, or `path` exists and is no checkpoint.
         """
         with self._turns.alone(changes=False, together="saving a session"):
-            if not self._store.state.variables:
-                raise ValueError("There is nothing to save: no program has run, so there are no variables.")
+            make_missing(self._store, self._select_devices)
             checkpoints.write_checkpoint(path, self.take_snapshot(is_kept=False))
 
     def export(
@@ -272,7 +276,7 @@ class Session:
                     lambda: self.key,
                     self.seed,
                     self.execution_count,
-                    self.update_count,
+                    self._store.step_of_weights,
                 ),
             )
 
@@ -342,8 +346,9 @@ class Session:
 
         Args:
           fetch: a program or one of its values (`program[0]`), an infeed's `initializer` or `deleter`, what
-            an outfeed's `dequeue` returned, `global_variables_initializer()`, or a list, tuple or dict of
-            them. They are run in that order, each once: a program once for all its values that are there.
+            an outfeed's `dequeue` returned, `global_variables_initializer()`, `get_global_step()`, or a
+            list, tuple or dict of them. They are run in that order, each once: a program once for all its
+            values that are there.
           feed_dict: placeholder -> value, for programs.
 
         Returns:
@@ -451,6 +456,8 @@ class Session:
             with interrupts.deferred():
                 operation.queue.set_aside()
             return value
+        if isinstance(operation, GlobalStep):
+            return np.int64(self._store.global_step())
         if operation.starts:
             self._infeeds[operation.queue] = operation.queue.initialize()
         else:

@@ -36,6 +36,8 @@ class Store:
         and by those who read arrays of the state meanwhile, in another thread.
       seed: initial values and random keys depend on it.
       metrics: what pipelines reported, until it is read.
+      step_counting: by how much the global step goes up with a weight update, and what is added to it.
+      is_initialized: whether `global_variables_initializer()` was run, so that all variables count as made.
     """
 
     def __init__(
@@ -52,6 +54,8 @@ class Store:
         self.lock = threading.RLock()
         self.seed = seed
         self.metrics = MetricLog()
+        self.is_initialized = False
+        self.step_counting = (1, 0)
         self._lent: str | None = None  # whose values the weights are, see `lending`
         self._key: Any = None
         self._agreed: int | None = None  # the seed that all processes have
@@ -109,6 +113,19 @@ class Store:
     def record(self, name: str) -> Record:
         """What is kept under the name of a pipeline, or of a loop's optimizer."""
         return self.state.pipelines.get(name, Record())
+
+    def most_updates(self) -> int:
+        """How many weight updates the pipeline or loop with the most has done."""
+        return max((record.update_count for record in self.state.pipelines.values()), default=0)
+
+    def step_of_weights(self, name: str) -> int:
+        """The global step in inference: the weight updates under its name, or if none, the most."""
+        return self.record(name).update_count or self.most_updates()
+
+    def global_step(self) -> int:
+        """The global step of the session as a whole: weight updates, unless `step_counting` says more."""
+        per_update, offset = self.step_counting
+        return self.most_updates() * per_update + offset
 
     def load(self, mapping: Mapping[str, Any], programs: Sequence[Program]) -> None:
         """Sets variables; see `Session.load`.
@@ -223,7 +240,7 @@ class Store:
         return PipelineState(
             variables=variables,
             optimizer_state=optimizer_state,
-            update_count=record.update_count,
+            update_count=record.update_count if call.trains else self.step_of_weights(call.name),
             execution_count=record.execution_count,
             key=self.key,
         )
@@ -332,6 +349,7 @@ class Store:
                 unclear.add(spec.name)
         key, self._is_own = self.key, True
         self.metrics = MetricLog()
+        self.is_initialized = True
         self.state = SessionState(
             {name: initial_value(spec, key) for name, spec in known.items() if name not in unclear}
         )

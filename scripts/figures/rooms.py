@@ -81,11 +81,14 @@ FLOORS = (
     _beside(
         "TF1 modules",
         "loops pipelining_ops ipu_compiler ipu_infeed_queue ipu_outfeed_queue normalization_ops nn_ops "
-        "embedding_ops rand_ops rnn_ops functional_ops ops cross_replica_ops replication_ops popdist",
+        "embedding_ops rand_ops rnn_ops functional_ops ops cross_replica_ops replication_ops popdist "
+        "metrics",
         "Graphcore's names",
     ),
     _folder("estimator"),
-    _beside("estimator: roof", "ipu_pipeline_estimator tutorial_support", "IPUPipelineEstimator"),
+    _beside(
+        "estimator: roof", "ipu_pipeline_estimator ipu_estimator serving tutorial_support", "The estimators"
+    ),
     _beside("package", "__init__", "import ipu_pipeline as ipu"),
     _beside(
         "poptorch: ground",

@@ -1,0 +1,436 @@
+"""`IPUEstimator`: against a plain loop of jax.grad, and what its specification takes."""
+
+import logging
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import ipu_pipeline as ipu
+from ipu_pipeline.errors import CheckpointError
+from ipu_pipeline.ipu_estimator import IPUEstimator, IPUEstimatorSpec
+from ipu_pipeline.ipu_run_config import IPURunConfig, RunConfig
+from ipu_pipeline.ipu_session_run_hooks import IPULoggingTensorHook, SessionRunHook
+from ipu_pipeline.optimizers import GradientAccumulationOptimizerV2, tf1
+
+RNG = np.random.default_rng(4)
+X = RNG.normal(size=(24, 4, 5)).astype(np.float32)
+Y = (X[:, :, 0] + 0.3 * RNG.normal(size=(24, 4)) > 0.4).astype(np.int32)
+
+
+def dataset(count=24):
+    return lambda: [(X[number], Y[number]) for number in range(count)]
+
+
+def logits_of(features):
+    with ipu.variable_scope("model"):
+        hidden = ipu.layers.Dense(6, activation=jnp.tanh)(features)
+        return ipu.layers.Dense(2)(hidden)
+
+
+def loss_of(logits, labels):
+    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels))
+
+
+def make_optimizer(params):
+    rate = params.get("rate", 0.1)
+    if "decay_steps" in params:
+        rate = tf1.exponential_decay(rate, ipu.get_global_step(), params["decay_steps"], 0.5)
+    optimizer = tf1.MomentumOptimizer(rate, 0.9)
+    if "count" in params:
+        optimizer = GradientAccumulationOptimizerV2(
+            optimizer, params["count"], reduction_method=params.get("reduction", "SUM")
+        )
+    if params.get("replicas", 1) > 1:
+        optimizer = ipu.optimizers.CrossReplicaOptimizer(optimizer)
+    return optimizer
+
+
+def model_fn(features, labels, mode, params):
+    logits = logits_of(features)
+    if mode == ipu.ModeKeys.PREDICT:
+        return IPUEstimatorSpec(mode, predictions={"logits": logits, "class": jnp.argmax(logits, -1)})
+    loss = loss_of(logits, labels)
+    train_op = make_optimizer(params).minimize(loss) if mode == ipu.ModeKeys.TRAIN else None
+    predicted = jnp.argmax(logits, -1)
+    metrics = {
+        "accuracy": ipu.metrics.accuracy(labels, predicted),
+        "precision": ipu.metrics.precision(labels, predicted),
+        "auc": ipu.metrics.auc(labels, jax.nn.softmax(logits)[:, 1]),
+    }
+    return IPUEstimatorSpec(mode, loss=loss, train_op=train_op, eval_metric_ops=metrics)
+
+
+def make_estimator(directory, model=model_fn, per_loop=6, params=None, num_replicas=1, **options):
+    ipu_options = ipu.config.IPUConfig()
+    ipu_options.auto_select_ipus = num_replicas
+    run_config = IPURunConfig(per_loop, ipu_options, num_replicas=num_replicas)
+    config = RunConfig(run_config, tf_random_seed=3, **options)
+    return IPUEstimator(model, directory, config, {**(params or {}), "replicas": num_replicas})
+
+
+def variables_of(estimator):
+    names = [name for name in estimator.get_variable_names() if name != "global_step"]
+    return {name: estimator.get_variable_value(name) for name in names}
+
+
+def plain_logits(variables, x):
+    hidden = jnp.tanh(x @ variables["model/dense/kernel"] + variables["model/dense/bias"])
+    return hidden @ variables["model/dense_1/kernel"] + variables["model/dense_1/bias"]
+
+
+def plain_loop(variables, rates, count, is_mean=False):
+    """Momentum on sums, or means, of the gradients of so many micro-batches."""
+    velocity = {name: jnp.zeros_like(value) for name, value in variables.items()}
+    grad = jax.grad(lambda v, number: loss_of(plain_logits(v, X[number]), Y[number]))
+    for update, rate in enumerate(rates):
+        total = {name: jnp.zeros_like(value) for name, value in variables.items()}
+        for number in range(update * count, (update + 1) * count):
+            gradient = grad(variables, number)
+            total = {name: total[name] + gradient[name] for name in total}
+        if is_mean:
+            total = {name: value / np.float32(count) for name, value in total.items()}
+        velocity = {name: np.float32(0.9) * velocity[name] + total[name] for name in total}
+        variables = {name: value - np.float32(rate) * velocity[name] for name, value in variables.items()}
+    return variables
+
+
+def assert_close(found, expected):
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        assert np.linalg.norm(value - expected[name]) <= 1e-5 * np.linalg.norm(expected[name]), name
+
+
+@pytest.fixture(scope="module")
+def initial(tmp_path_factory):
+    """The variables before training."""
+    estimator = make_estimator(tmp_path_factory.mktemp("initial"), params={"rate": 0.0}, per_loop=1)
+    return variables_of(estimator.train(dataset(), steps=1))
+
+
+@pytest.mark.parametrize(
+    ("params", "count"),
+    [
+        ({}, 1),
+        ({"decay_steps": 4}, 1),
+        ({"count": 3}, 3),
+        ({"count": 3, "reduction": "MEAN", "decay_steps": 4}, 3),
+    ],
+)
+def test_training_equals_a_plain_loop(params, count, initial, tmp_path):
+    estimator = make_estimator(tmp_path, params=params)
+    assert estimator.train(dataset(), steps=12) is estimator
+    assert estimator.get_variable_value("global_step") == 12
+    steps = range(0, 12, count)
+    rates = [
+        0.1 * 0.5 ** (step / params["decay_steps"]) if "decay_steps" in params else 0.1 for step in steps
+    ]
+    is_mean = params.get("reduction") == "MEAN"
+    assert_close(variables_of(estimator), plain_loop(initial, rates, count, is_mean))
+
+
+def test_replicas_are_one_larger_batch(initial, tmp_path):
+    params = {"count": 2, "reduction": "MEAN"}
+    estimator = make_estimator(tmp_path, params=params, num_replicas=2)
+    estimator.train(dataset(), steps=6)  # of each replica
+    assert_close(variables_of(estimator), plain_loop(initial, [0.1] * 3, 4, is_mean=True))
+    found = estimator.evaluate(dataset(11))
+    single = make_estimator(tmp_path).evaluate(dataset(11))
+    assert found.keys() == single.keys()
+    for name, value in found.items():
+        np.testing.assert_allclose(value, single[name], rtol=1e-5)
+    logits = [one["logits"] for one in estimator.predict(dataset(5))]
+    np.testing.assert_allclose(
+        logits, [one["logits"] for one in make_estimator(tmp_path).predict(dataset(5))], rtol=1e-5
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("trained")
+    return make_estimator(directory).train(dataset(), steps=12)
+
+
+@pytest.mark.parametrize("count", [1, 6, 11])
+def test_evaluation_and_prediction(trained, count):
+    variables = variables_of(trained)
+    logits = np.asarray(plain_logits(variables, X[:count]))
+    predicted = logits.argmax(-1)
+    found = trained.evaluate(dataset(count))
+    assert found.keys() == {"loss", "accuracy", "precision", "auc", "global_step"}
+    assert found["global_step"] == 12
+    np.testing.assert_allclose(found["loss"], loss_of(logits, Y[:count]), rtol=1e-5)
+    np.testing.assert_allclose(found["accuracy"], np.mean(predicted == Y[:count]), rtol=1e-6)
+    precision = np.sum((predicted == 1) & (Y[:count] == 1)) / max(np.sum(predicted == 1), 1)
+    np.testing.assert_allclose(found["precision"], precision, rtol=1e-6)
+    scores = np.asarray(jax.nn.softmax(logits)[..., 1])
+    np.testing.assert_allclose(found["auc"], ipu.metrics.auc(Y[:count], scores).value, rtol=1e-5)
+    examples = list(trained.predict(dataset(count)))
+    assert len(examples) == 4 * count
+    stacked = np.stack([one["logits"] for one in examples]).reshape(count, 4, 2)
+    np.testing.assert_allclose(stacked, logits, rtol=1e-5, atol=1e-6)
+    only = next(trained.predict(dataset(count), predict_keys="class"))
+    assert only == {"class": predicted[0, 0]}
+
+
+def test_metrics_on_the_host(trained):
+    def with_function(features, labels, mode):
+        logits = logits_of(features)
+
+        def function(labels, logits):
+            return {"recall": ipu.metrics.recall(labels, logits.argmax(-1)), "largest": logits.max()}
+
+        given = {"labels": labels, "logits": logits}
+        return IPUEstimatorSpec(mode, loss=loss_of(logits, labels), eval_metrics=(function, given))
+
+    found = make_estimator(trained.model_dir, with_function).evaluate(dataset(11))
+    predicted = np.asarray(plain_logits(variables_of(trained), X[:11])).argmax(-1)
+    np.testing.assert_allclose(found["recall"], np.mean(predicted[Y[:11] == 1]), rtol=1e-6)
+    assert found.keys() == {"loss", "recall", "largest", "global_step"}
+
+
+def test_training_in_parts_is_training_at_once(trained, tmp_path):
+    parts = make_estimator(tmp_path, save_checkpoints_steps=2)
+    parts.train(dataset(), max_steps=5).train(dataset(), steps=6)
+    parts.train(dataset(), max_steps=12)
+    for name, value in variables_of(trained).items():
+        np.testing.assert_array_equal(variables_of(parts)[name], value)
+
+
+class Values(SessionRunHook):
+    def __init__(self):
+        self.losses = []
+
+    def before_run(self, run_context):
+        del run_context
+        return ipu.ipu_session_run_hooks.SessionRunArgs("loss")
+
+    def after_run(self, run_context, run_values):
+        del run_context
+        self.losses.append(run_values.results)
+
+
+@pytest.mark.parametrize("is_outside", [False, True])
+def test_layers_that_draw_and_assign_and_hooks_that_log(is_outside, tmp_path, caplog):
+    """The optimizer's trace of the model_fn assigns, logs and draws nothing more."""
+    caplog.set_level(logging.INFO, "ipu_pipeline")
+    hook = IPULoggingTensorHook(every_n_iter=1, formatter=lambda values: f"mean is {values['mean']:.6f}")
+    seen = Values()
+
+    def model(features, labels, mode, params):
+        own = hook if is_outside else IPULoggingTensorHook(every_n_iter=1)
+        hidden = ipu.layers.BatchNormalization()(ipu.layers.Dropout(0.3)(features))
+        own.log({"mean": jnp.mean(features)})
+        ipu.metric("mean", jnp.mean(features))
+        spec = model_fn(hidden, labels, mode, params)
+        spec.training_hooks = (own,)
+        return spec
+
+    estimator = make_estimator(tmp_path, model, params={"count": 2}, per_loop=4)
+    estimator.train(dataset(), steps=8, hooks=[seen])
+    logged = re.findall(rf"mean {'is' if is_outside else '='} (\S+)", caplog.text)
+    np.testing.assert_allclose([float(text) for text in logged], [X[3].mean(), X[7].mean()], atol=1e-6)
+    assert len(seen.losses) == 2
+    moving = estimator.get_variable_value("batch_normalization/moving_mean")
+    assert np.abs(moving).max() > 0
+    again = make_estimator(tmp_path / "again", model, params={"count": 2}, per_loop=4)
+    again.train(dataset(), steps=4).train(dataset(), steps=4)
+    for name, value in variables_of(estimator).items():
+        np.testing.assert_array_equal(variables_of(again)[name], value)
+
+
+def test_features_without_labels(tmp_path):
+    def model(features, mode, config):
+        assert config.tf_random_seed == 3
+        loss = jnp.mean((features["a"] * ipu.get_variable("w", [5]) - features["b"]) ** 2)
+        optimizer = tf1.GradientDescentOptimizer(0.1)
+        return IPUEstimatorSpec(
+            mode,
+            predictions=loss,
+            loss=loss,
+            train_op=optimizer.minimize(loss),
+            eval_metric_ops={"again": ipu.metrics.mean(loss)},
+        )
+
+    def features():
+        return [{"a": X[number], "b": X[number + 1]} for number in range(12)]
+
+    estimator = make_estimator(tmp_path, model)
+    estimator.train(features, steps=6)
+    found = estimator.evaluate(features)
+    np.testing.assert_allclose(found["loss"], found["again"], rtol=1e-6)
+    assert len(list(estimator.predict(features))) == 12
+
+
+def test_data_that_end_and_data_that_are_empty(tmp_path):
+    estimator = make_estimator(tmp_path)
+    estimator.train(dataset(8), steps=24)  # in the middle of the second run
+    assert estimator.get_variable_value("global_step") == 8
+    with pytest.raises(ValueError, match="empty"):
+        estimator.evaluate(list)
+
+
+def test_only_some_variables_are_trained(initial, tmp_path):
+    def model(features, labels, mode):
+        loss = loss_of(logits_of(features), labels)
+        optimizer = tf1.GradientDescentOptimizer(0.1)
+        step = optimizer.minimize(loss, var_list=["model/dense/bias"])
+        return IPUEstimatorSpec(mode, loss=2 * loss, train_op=step)
+
+    seen = Values()
+    estimator = make_estimator(tmp_path, model, per_loop=1).train(dataset(), steps=1, hooks=[seen])
+    found = variables_of(estimator)
+    assert [name for name in found if not np.array_equal(found[name], initial[name])] == [
+        "model/dense/bias"
+    ]
+    np.testing.assert_allclose(seen.losses, 2 * loss_of(plain_logits(initial, X[0]), Y[0]), rtol=1e-5)
+
+
+def test_batch_sizes(tmp_path):
+    seen = []
+
+    def input_fn(params, mode):
+        seen.append((mode, params.get("batch_size")))
+        return [(X[number], Y[number]) for number in range(12)]
+
+    config = RunConfig(IPURunConfig(6))
+    estimator = IPUEstimator(model_fn, tmp_path, config, {"rate": 0.1}, None, 4, predict_batch_size=8)
+    estimator.train(input_fn, steps=6)
+    estimator.evaluate(input_fn)
+    next(estimator.predict(input_fn))
+    assert seen == [("train", 4), ("eval", None), ("infer", 8)]
+    with pytest.raises(ValueError, match="eval_batch_size is given, and so is params"):
+        IPUEstimator(model_fn, tmp_path, config, {"batch_size": 1}, eval_batch_size=4)
+    with pytest.raises(ValueError, match="train_batch_size must be a multiple of num_replicas .1. above 0"):
+        IPUEstimator(model_fn, tmp_path, config, train_batch_size=0)
+
+
+def test_another_model_is_refused(trained):
+    def wider(features, labels, mode, params):
+        return model_fn(jnp.concatenate([features, features], -1), labels, mode, params)
+
+    estimator = make_estimator(trained.model_dir, wider)
+    with pytest.raises(CheckpointError, match="not of this model"):
+        estimator.train(dataset(), steps=6)
+    with pytest.raises(CheckpointError, match="not of this model"):
+        estimator.evaluate(dataset())
+
+
+def spec_of(**given):
+    def model(features, labels, mode):
+        loss = loss_of(logits_of(features), labels)
+        return IPUEstimatorSpec(mode, **{name: value(loss) for name, value in given.items()})
+
+    return model
+
+
+def step(loss):
+    return tf1.GradientDescentOptimizer(0.1).minimize(loss)
+
+
+def counted(loss):
+    return tf1.GradientDescentOptimizer(0.1).minimize(loss, global_step=ipu.get_global_step())
+
+
+def twice(loss):
+    step(loss)
+    return step(loss)
+
+
+@pytest.mark.parametrize(
+    ("model", "error", "message"),
+    [
+        (spec_of(train_op=step), ValueError, "must contain loss when training"),
+        (spec_of(loss=lambda loss: loss), ValueError, "must contain train_op when training"),
+        (
+            spec_of(loss=lambda loss: loss, train_op=lambda loss: loss),
+            TypeError,
+            "train_op must be what the",
+        ),
+        (spec_of(loss=lambda loss: loss, train_op=twice), NotImplementedError, "called `minimize` 2 times"),
+        (
+            spec_of(loss=lambda loss: loss, train_op=counted),
+            ValueError,
+            "global_step must be None in the mo",
+        ),
+        (
+            spec_of(loss=lambda loss: loss[None].repeat(2), train_op=step),
+            ValueError,
+            "loss must be a floating-point scalar; got float32.2.",
+        ),
+        (
+            spec_of(loss=lambda loss: loss, host_call=lambda loss: (print, [loss])),
+            NotImplementedError,
+            "host_call is not there, since the weight update is part of the program",
+        ),
+        (lambda features, labels: labels, TypeError, "`model_fn` must return IPUEstimatorSpec; got"),
+        (lambda features: features, ValueError, "does not take labels, but input_fn returns labels"),
+        (
+            lambda features, labels: IPUEstimatorSpec("eval", loss=labels),
+            ValueError,
+            "called with mode train, and returned a specification for eval",
+        ),
+    ],
+)
+def test_wrong_models(model, error, message, tmp_path):
+    with pytest.raises(error, match=message):
+        make_estimator(tmp_path, model).train(dataset(), steps=6)
+    assert not list(tmp_path.glob("checkpoints/*"))
+
+
+def ratio(loss):
+    return {"ratio": (loss, loss)}
+
+
+@pytest.mark.filterwarnings("ignore:There is no checkpoint")
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({}, ValueError, "either eval_metric_ops or eval_metrics when evaluating"),
+        (
+            {
+                "eval_metric_ops": lambda v: {"a": ipu.metrics.mean(v)},
+                "eval_metrics": lambda v: (dict, [v]),
+            },
+            ValueError,
+            "cannot contain both",
+        ),
+        ({"eval_metric_ops": ratio}, TypeError, "pairs .value, update. of ipu.metrics; 'ratio' is"),
+        (
+            {"eval_metrics": lambda v: [dict, v]},
+            TypeError,
+            "must be a tuple of a function and a list or dict",
+        ),
+        ({"eval_metrics": lambda v: (lambda x: x, [v])}, TypeError, "must return a dict, but got"),
+        ({"eval_metrics": lambda v: (lambda x: {"loss": x}, [v])}, ValueError, "must not return 'loss'"),
+        ({"eval_metric_ops": lambda v: {"loss": ipu.metrics.mean(v)}}, ValueError, "must not have 'loss'"),
+    ],
+)
+def test_wrong_metrics(given, error, message, tmp_path):
+    with pytest.raises(error, match=message):
+        make_estimator(tmp_path, spec_of(loss=lambda loss: loss, **given)).evaluate(dataset())
+
+
+def test_other_faults(tmp_path):
+    with pytest.raises(ValueError, match="must include features argument"):
+        make_estimator(tmp_path, lambda x: x)
+    with pytest.raises(ValueError, match="has following not expected args: .'other'."):
+        make_estimator(tmp_path, lambda features, other: other)
+    with pytest.raises(ValueError, match="must contain predictions when predicting"):
+        next(make_estimator(tmp_path, spec_of_nothing).predict(dataset()))
+    options = ipu.config.IPUConfig()
+    options.auto_select_ipus = 2
+    sharded = IPUEstimator(model_fn, tmp_path, RunConfig(IPURunConfig(6, options, num_shards=2)))
+    with pytest.raises(ValueError, match="num_shards` must be 1.*got 2.*IPUPipelineEstimator spreads"):
+        sharded.train(dataset(), steps=6)
+    with pytest.raises(ValueError, match="iterations_per_loop` .got 6. must be divisible by .*got 4"):
+        make_estimator(tmp_path, params={"count": 4}).train(dataset(), steps=6)
+    with pytest.raises(ValueError, match="expected 1 or 2 elements, got 3"):
+        make_estimator(tmp_path).train(lambda: [(X[0], Y[0], Y[0])] * 6, steps=6)
+
+
+def spec_of_nothing(features, mode):
+    return IPUEstimatorSpec(mode, loss=jnp.sum(features))
