@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -11,11 +12,9 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from ipu_pipeline.command_line.running import add_script
-from ipu_pipeline.reports.capturing import REPORTS
-from ipu_pipeline.reports.files import check_directory, read_manifest, remove_reports
+from ipu_pipeline.reports.files import REPORTS, check_directory, read_manifest, remove_reports
 
 __all__ = ["add", "profile"]
 
@@ -24,17 +23,15 @@ _FLAGS = (("--batches-to-accumulate", "16"), ("--repeat-count", "1"), ("--steps"
 _HELP_SECONDS = 120.0
 
 
-def add(commands: Any) -> None:
-    """Adds the command's parser; see `main`."""
+def add(parser: argparse.ArgumentParser) -> None:
+    """Adds a description and arguments to the command's parser; see `main`."""
     flags = " ".join(map(" ".join, _FLAGS))
-    parser = commands.add_parser(
-        "profile",
-        help="run a program for a step, and write reports of where its time and memory go",
-        description=f"Runs PROGRAM with {flags} (flags that its --help lacks, and those that ARGS have, "
+    parser.description = (
+        f"Runs PROGRAM with {flags} (flags that its --help lacks, and those that ARGS have, "
         "are left out) on synthetic data, and writes report.html, trace.json and profile.json to "
-        "./profile_PROGRAM. Reports that are there are removed first.",
-        usage="ipu-pipeline profile [-h] [-m] [--data] [--directory DIRECTORY] PROGRAM [ARGS ...]",
+        "./profile_PROGRAM. Reports that are there are removed first."
     )
+    parser.usage = "ipu-pipeline profile [-h] [-m] [--data] [--directory DIRECTORY] PROGRAM [ARGS ...]"
     parser.add_argument("--data", action="store_true", help="the program's own data, in place of synthetic")
     parser.add_argument("--directory", help="where the reports go; by default ./profile_PROGRAM")
     add_script(parser)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import sys
@@ -24,13 +25,9 @@ __all__ = ["add", "report"]
 _PROFILE, _TRACE, _PAGE = "profile.json", "trace.json", "report.html"
 
 
-def add(commands: Any) -> None:
-    """Adds the command's parser; see `main`."""
-    parser = commands.add_parser(
-        "report",
-        help="rebuild the page of a trace from its profile.json, and print a summary",
-        description="Rebuilds report.html and trace.json from DIR/profile.json, and prints a summary.",
-    )
+def add(parser: argparse.ArgumentParser) -> None:
+    """Adds a description and arguments to the command's parser; see `main`."""
+    parser.description = "Rebuilds report.html and trace.json from DIR/profile.json, and prints a summary."
     parser.add_argument("directory", metavar="DIR", help="a directory with the reports of a trace")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
     parser.add_argument("--open", action="store_true", help="open the page in a browser")
