@@ -1,4 +1,4 @@
-"""`ipu-pipeline profile`: runs a program for a short while, on synthetic data, and writes its reports."""
+"""`ipu-pipeline profile`: runs a program for a short while, and writes its reports."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ __all__ = ["add", "profile"]
 # One step of one weight update is enough to see; programs that lack a flag are run without it.
 _FLAGS = (("--batches-to-accumulate", "16"), ("--repeat-count", "1"), ("--steps", "1"))
 _HELP_SECONDS = 120.0
+_SYNTHETIC = "IPU_PIPELINE_SYNTHETIC_DATA"
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -28,25 +29,36 @@ def add(parser: argparse.ArgumentParser) -> None:
     flags = " ".join(map(" ".join, _FLAGS))
     parser.description = (
         f"Runs PROGRAM with {flags} (flags that its --help lacks, and those that ARGS have, "
-        "are left out) on synthetic data, and writes report.html, trace.json and profile.json to "
+        "are left out) and writes report.html, trace.json and profile.json to "
         "./profile_PROGRAM. Reports that are there are removed first."
     )
-    parser.usage = "ipu-pipeline profile [-h] [-m] [--data] [--directory DIRECTORY] PROGRAM [ARGS ...]"
-    parser.add_argument("--data", action="store_true", help="the program's own data, in place of synthetic")
+    parser.usage = "ipu-pipeline profile [-h] [-m] [--synthetic] [--directory DIRECTORY] PROGRAM [ARGS ...]"
+    parser.add_argument(
+        "--synthetic",
+        action="store_true",
+        help="synthetic data in place of the program's own: zeros that are on the devices already",
+    )
+    parser.add_argument("--data", action="store_true", help=argparse.SUPPRESS)  # once in place of synthetic
     parser.add_argument("--directory", help="where the reports go; by default ./profile_PROGRAM")
     add_script(parser)
-    parser.set_defaults(
-        call=lambda parsed: profile(
-            parsed.script, parsed.arguments, parsed.is_module, not parsed.data, parsed.directory
+    parser.set_defaults(call=lambda parsed: _run(parser, parsed))
+
+
+def _run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
+    if parsed.data and parsed.synthetic:
+        parser.error(
+            "arguments --data and --synthetic: a program runs on its own data, or on synthetic data"
         )
-    )
+    if parsed.data:
+        _say("--data has no effect any more: a program runs on its own data unless --synthetic is given.")
+    return profile(parsed.script, parsed.arguments, parsed.is_module, parsed.synthetic, parsed.directory)
 
 
 def profile(
     program: str,
     arguments: Sequence[str],
     is_module: bool = False,
-    is_synthetic: bool = True,
+    is_synthetic: bool = False,
     directory: str | None = None,
 ) -> int:
     """Runs a program and writes its reports.
@@ -55,7 +67,7 @@ def profile(
       program: its file; with `is_module` the module's name.
       arguments: the program's.
       is_module: whether it is run as by `python -m`.
-      is_synthetic: whether it gets synthetic data.
+      is_synthetic: whether it gets synthetic data in place of its own.
       directory: where the reports go.
 
     Returns:
@@ -77,8 +89,10 @@ def profile(
     options = {"autoReport.all": "true", "autoReport.directory": str(where.absolute())}
     environment["POPLAR_ENGINE_OPTIONS"] = json.dumps(options)
     if is_synthetic:
-        flags = environment.get("TF_POPLAR_FLAGS", "")
-        environment["TF_POPLAR_FLAGS"] = f"{flags} --use_synthetic_data".strip()
+        asked = environment.get(_SYNTHETIC) or "use_synthetic_data" in environment.get(
+            "TF_POPLAR_FLAGS", ""
+        )
+        environment[_SYNTHETIC] = environment.get(_SYNTHETIC, "") if asked else "zeros"
     _say(f"Running {shlex.join(command[4:])}{' on synthetic data' if is_synthetic else ''}")
     try:
         status = subprocess.run(command, env=environment, check=False).returncode  # noqa: S603  # the user's
