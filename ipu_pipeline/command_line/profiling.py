@@ -14,7 +14,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ipu_pipeline.command_line.running import add_script
+from ipu_pipeline.reports.analysis import analyse
 from ipu_pipeline.reports.files import REPORTS, check_directory, read_manifest, remove_reports
+from ipu_pipeline.reports.host_time import find_host_time
+from ipu_pipeline.reports.profile import read_profile
+from ipu_pipeline.tables import printable
 
 __all__ = ["add", "profile"]
 
@@ -106,6 +110,7 @@ def profile(
         return status or _refuse(f"{program} ran no pipeline or loop, so there is no report", 1)
     for name in written:
         _say(str(where / name))
+    _tell_of_host(where / "profile.json")
     return 128 - status if status < 0 else status
 
 
@@ -131,6 +136,18 @@ def _find_flags(command: Sequence[str], arguments: Sequence[str]) -> list[str]:
         if flag not in given and re.search(rf"(?<![\w-]){re.escape(flag)}(?![\w-])", shown.stdout):
             found += [flag, value]
     return found
+
+
+def _tell_of_host(file: Path) -> None:
+    """Says so if IPUs waited for the host more than for anything else: nothing on the page matters more."""
+    try:
+        profile = read_profile(file.read_text(encoding="utf-8"))
+        found = find_host_time(profile, analyse(profile))
+    except (OSError, ValueError):
+        return
+    for facts, host in zip(profile.pipelines, found, strict=True):
+        if host is not None and host.is_first:
+            _say(printable(f"{facts.name}: {host.sentence}"))
 
 
 def _refuse(text: str, status: int = 2) -> int:

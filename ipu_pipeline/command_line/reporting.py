@@ -100,7 +100,7 @@ def _as_lines(one: Study, processes: Mapping[int, int]) -> list[str]:
       one: the pipeline.
       processes: IPU -> the number of the process whose it is.
     """
-    facts, analysis, predicted = one.facts, one.analysis, one.predictions
+    facts, analysis = one.facts, one.analysis
     if not analysis.steps:
         return ["", f"{facts.name}: no step of it was recorded"]
     speed, unit = analysis.samples_per_second, "samples/s"
@@ -122,8 +122,7 @@ def _as_lines(one: Study, processes: Mapping[int, int]) -> list[str]:
         ("limiting stage", limit),
         *zip([f"IPU {use.ipu}" for use in analysis.ipus], _describe_uses(analysis, processes), strict=True),
     ]
-    if predicted is not None:
-        rows.append(("advice", predicted.advice.sentence))
+    rows += [("advice", sentence) for sentence in one.advice]
     width = max(len(name) for name, _value in rows)
     return [
         "",
@@ -158,6 +157,7 @@ def _as_entries(one: Study, processes: Mapping[int, int]) -> dict[str, Any]:
         **dataclasses.asdict(analysis),
         "ipus": [{**dataclasses.asdict(use), "process": processes.get(use.ipu)} for use in analysis.ipus],
         "bubble": analysis.bubble,
-        "advice": None if predicted is None else predicted.advice.sentence,
+        "advice": " ".join(one.advice) or None,
+        "host": None if one.host is None else {**dataclasses.asdict(one.host), "idle": one.host.idle},
         "scenario": None if predicted is None else predicted.simulation.scenario.as_dict(),
     }
