@@ -266,7 +266,8 @@ def print_step(step: int, steps: int, examples_per_step: int, num_examples: int,
     check_loss(f"step {step}", losses)
     if step % _PRINT_EVERY == 0 or step == steps - 1:
         epoch = examples_per_step * step / num_examples
-        loss = f"{np.mean(losses):.3f}" if np.size(losses) else "none, as synthetic data bring none back"
+        is_known = np.size(losses) and not uses_synthetic_data()
+        loss = f"{np.mean(losses):.3f}" if is_known else "none, as synthetic data bring none back"
         with between_bars():
             print(f"Step {step}, Epoch {epoch:.1f}, Mean loss: {loss}", flush=True)
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs a program for one step on synthetic data, and writes reports of it to ./profile_<program>/.
+# Runs a program for one step, and writes reports of it to ./profile_<program>/.
 #
 #   scripts/profile.sh PROGRAM [ARGS ...]
 #

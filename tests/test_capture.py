@@ -558,7 +558,7 @@ def test_a_whole_program_is_traced_by_the_environment(tmp_path):
 def test_synthetic_data(tmp_path):
     done = run_program(tmp_path, TF_POPLAR_FLAGS="--use_synthetic_data --max_compilation_threads=1")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["0", "1"]
+    assert done.stdout.split() == ["0", "1"]  # `run` has dequeued them
     assert "--max_compilation_threads=1 has no effect" in done.stderr
 
 

@@ -91,6 +91,14 @@ def test_commands_are_listed(capsys):
     assert "run a script that imports poptorch" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main.main([])
+    with pytest.raises(SystemExit):
+        main.main(["trian"])
+    assert "invalid choice: 'trian' (choose from " in capsys.readouterr().err
+    for name in main._COMMANDS:
+        with pytest.raises(SystemExit) as ended:
+            main.main([name, "--help"])
+        assert ended.value.code == 0
+        assert f"usage: ipu-pipeline {name} " in capsys.readouterr().out
 
 
 def test_modules_of_packages(tmp_path, capsys, monkeypatch):

@@ -6,6 +6,8 @@ import sys
 import pytest
 
 import ipu_pipeline as ipu
+from ipu_pipeline import engine, reports
+from tests import traces
 
 HEAVY = ("ipu_pipeline.engine", "tensorflow_datasets", "flax", "orbax", "plotly", "tensorflow", "torch")
 
@@ -58,3 +60,58 @@ def test_what_is_imported_from_it():
         "Session",
         "ipu_pipeline.layers",
     ]
+
+
+def test_the_engine_s_names_come_when_they_are_used():
+    for module in (engine, reports):
+        assert set(module.__all__) <= set(dir(module))
+        for name in module.__all__:
+            assert getattr(module, name) is getattr(module, name) is not None
+        with pytest.raises(AttributeError, match=f"module '{module.__name__}' has no attribute 'nothing'"):
+            _ = module.nothing
+        with pytest.raises(ImportError):
+            exec(f"from {module.__name__} import nothing")  # noqa: S102
+    program = """
+import sys
+from ipu_pipeline.engine import Costs, Scenario, schedules, simulate
+from ipu_pipeline import engine
+print(engine.schedules is schedules, engine.simulate is simulate, "jax" in sys.modules)
+print(engine.pipeline.Pipeline is engine.Pipeline, "jax" in sys.modules)
+"""
+    assert run(program) == ["True", "True", "False", "True", "True"]
+
+
+# What commands that need no devices may not import: it takes longer than what they do.
+SLOW = {"jax", "jaxlib", "optax", "flax", "torch"}
+SIZES = "'--stages', '4', '--micro-batches', '8'"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "without"),
+    [
+        ("'--help'", {"numpy"}),
+        ("'run', '--help'", {"numpy"}),
+        ("'profile', '--help'", {"numpy"}),
+        ("'devices', '--help'", {"numpy"}),
+        ("'monitor'", {"numpy"}),
+        ("'run', 'script.py'", {"numpy"}),
+        (f"'schedule', {SIZES}", {"plotly"}),
+        (f"'simulate', {SIZES}", {"plotly"}),
+        ("'report', '.'", set()),
+    ],
+)
+def test_commands_start_without_what_they_do_not_use(tmp_path, arguments, without):
+    """`ipu-pipeline --help` imported JAX and Optax, and took more than a second."""
+    (tmp_path / "script.py").write_text("import sys")
+    (tmp_path / "profile.json").write_text(traces.make_profile().to_json())
+    program = f"""
+import contextlib, io, os, sys
+from ipu_pipeline.command_line.main import main
+os.chdir({str(tmp_path)!r})
+with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+    assert main([{arguments}]) == 0
+print(*sys.modules)
+"""
+    loaded = run(program)
+    assert "ipu_pipeline.command_line.main" in loaded
+    assert not (SLOW | without) & set(loaded)

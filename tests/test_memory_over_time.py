@@ -9,11 +9,12 @@ import optax
 import pytest
 
 from ipu_pipeline import engine
-from ipu_pipeline.engine.planning.crossings import Flow, find_flows
-from ipu_pipeline.engine.planning.memory import IpuMemory, StageMemory
+from ipu_pipeline.engine.planning.crossings import find_flows
+from ipu_pipeline.engine.planning.memory_plans import Flow, IpuMemory, StageMemory
 from ipu_pipeline.engine.schedules.scenarios import Costs, Scenario
 from ipu_pipeline.engine.schedules.simulator import simulate
-from ipu_pipeline.reports.memory_over_time import CATEGORIES, lay_out_memory, pipeline_memory_over_time
+from ipu_pipeline.reports.memory_over_time import CATEGORIES, lay_out_memory
+from ipu_pipeline.reports.pipeline_memory import pipeline_memory_over_time
 
 
 class Timed(NamedTuple):

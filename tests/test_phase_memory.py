@@ -13,7 +13,7 @@ from ipu_pipeline import engine
 from ipu_pipeline.engine import watching
 from ipu_pipeline.engine.devices import placing
 from ipu_pipeline.engine.devices.underway import Underway
-from ipu_pipeline.reports.memory_over_time import pipeline_memory_over_time
+from ipu_pipeline.reports.pipeline_memory import pipeline_memory_over_time
 
 ALL = ["weight_update_variables", "activations", "gradient_accumulation_buffers", "weights"]
 WIDTH, ROWS, NUM_MICRO_BATCHES = 128, 64, 4

@@ -56,7 +56,45 @@ def test_its_help(capsys):
         main(["profile", "--help"])
     assert ended.value.code == 0
     flags = "--batches-to-accumulate 16 --repeat-count 1 --steps 1"
-    assert flags in " ".join(capsys.readouterr().out.split())
+    text = " ".join(capsys.readouterr().out.split())
+    assert flags in text
+    assert "--synthetic" in text
+    assert "--data" not in text
+
+
+def test_the_older_argument(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["profile", "--data", "nothing.py"]) == 2
+    told = capsys.readouterr()
+    assert "--data has no effect any more" in told.out
+    assert "there is no program 'nothing.py'" in told.err
+    with pytest.raises(SystemExit):
+        main(["profile", "--data", "--synthetic", "nothing.py"])
+    assert "arguments --data and --synthetic" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "variables", "seen"),
+    [
+        ([], {}, "None None"),
+        (["--synthetic"], {}, "zeros None"),
+        (["--synthetic"], {"IPU_PIPELINE_SYNTHETIC_DATA": "random"}, "random None"),
+        (["--synthetic"], {"TF_POPLAR_FLAGS": "--use_synthetic_data"}, " --use_synthetic_data"),
+    ],
+)
+def test_which_data(tmp_path, monkeypatch, capfd, given, variables, seen):
+    """It ran on synthetic data unasked, on which a user's program is not what it is."""
+    for name in ("IPU_PIPELINE_SYNTHETIC_DATA", "TF_POPLAR_FLAGS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    names = "'IPU_PIPELINE_SYNTHETIC_DATA', 'TF_POPLAR_FLAGS'"
+    (tmp_path / "hello.py").write_text(f"import os; print('seen', *map(os.environ.get, ({names})))")
+    assert main(["profile", *given, "hello.py"]) == 1
+    told = capfd.readouterr()
+    assert f"seen {seen}" in told.out.splitlines()
+    assert ("Running hello.py on synthetic data" in told.out) == bool(given)
 
 
 @pytest.mark.thorough
@@ -67,9 +105,9 @@ def test_a_users_program(tmp_path):
     program.write_text(PROGRAM)
     done = run(SCRIPT, program, "--status", "3", cwd=tmp_path)
     assert done.returncode == 3, done.stderr
-    assert "--steps 1 --status 3 on synthetic data" in done.stdout
+    assert "--steps 1 --status 3\n" in done.stdout
     assert "--repeat-count" not in done.stdout
-    assert "losses 0" in done.stdout
+    assert "losses 3" in done.stdout
     directory = tmp_path / "profile_my program"
     profile = read(directory)
     steps = {event.step for event in profile.events if event.kind is EventKind.FORWARD}
@@ -82,9 +120,10 @@ def test_a_users_program(tmp_path):
     assert (done.returncode, "'trace.json' that is no report" in done.stderr) == (2, True)
     assert "Removed" in done.stdout
     (directory / "trace.json").unlink()
-    done = run(SCRIPT, "--data", program, "--steps=2", cwd=tmp_path)
+    done = run(SCRIPT, "--synthetic", program, "--steps=2", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "losses 0" not in done.stdout
+    assert "--steps=2 on synthetic data\n" in done.stdout
+    assert "losses 6" in done.stdout
     assert {event.step for event in read(directory).events if event.kind is EventKind.FORWARD} == {0, 1}
     assert (directory / "notes.txt").read_text() == "mine"
     assert json.loads((tmp_path / "kept.json").read_text())["traceEvents"]
@@ -115,9 +154,9 @@ def test_the_tutorial(tmp_path, program, ipus, kind):
     assert "nan" not in done.stdout
     (directory,) = tmp_path.iterdir()
     profile = read(directory)
-    (facts,) = profile.pipelines
+    facts = profile.pipelines[0]  # the second one evaluates
     assert (facts.kind, len(profile.devices)) == (kind, ipus)
-    kinds = Counter(event.kind for event in profile.events)
+    kinds = Counter(event.kind for event in profile.events if event.pipeline == 0)
     assert kinds[EventKind.FORWARD] == kinds[EventKind.BACKWARD] == 16 * len(facts.stages)
     assert kinds[EventKind.UPDATE] == ipus
     assert profile.num_lost == 0

@@ -1,6 +1,6 @@
 """Profiles of pipelines that never ran: every action takes a time-step of its schedule."""
 
-from ipu_pipeline.engine.planning.memory import IpuMemory
+from ipu_pipeline.engine.planning.memory_plans import IpuMemory
 from ipu_pipeline.engine.schedules.actions import ActionKind
 from ipu_pipeline.engine.schedules.timetables import timetable
 from ipu_pipeline.reports.events import Event, EventKind

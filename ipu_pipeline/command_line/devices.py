@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
@@ -13,13 +14,11 @@ from ipu_pipeline.tables import align, describe_bytes, printable
 __all__ = ["add"]
 
 
-def add(commands: Any) -> None:
-    """Adds the command's parser; see `main`."""
-    parser = commands.add_parser(
-        "devices",
-        help="tell which devices can be IPUs",
-        description="Tells which devices JAX has here, each of which can be an IPU. It starts JAX's "
-        "backend, and leaves the memory of accelerators to other programs.",
+def add(parser: argparse.ArgumentParser) -> None:
+    """Adds a description and arguments to the command's parser; see `main`."""
+    parser.description = (
+        "Tells which devices JAX has here, each of which can be an IPU. It starts JAX's "
+        "backend, and leaves the memory of accelerators to other programs."
     )
     parser.add_argument("--json", action="store_true", help="as JSON")
     parser.set_defaults(call=lambda parsed: _tell(parsed.json))

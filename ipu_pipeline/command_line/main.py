@@ -1,24 +1,31 @@
-"""The program `ipu-pipeline`: trains nothing itself, but runs, measures and describes programs."""
+"""The program `ipu-pipeline`: trains nothing itself, but runs, measures and describes programs.
+
+Only the module of the command that was asked for is imported, so that each starts as fast as it can.
+"""
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import sys
 from collections.abc import Sequence
-
-from ipu_pipeline.command_line import (
-    devices,
-    monitoring,
-    profiling,
-    reporting,
-    running,
-    scheduling,
-    simulating,
-)
 
 __all__ = ["main"]
 
-# Each has `add`, which adds the parser of a command; `call` of what that parser returns runs the command.
-_COMMANDS = (running, profiling, reporting, simulating, scheduling, monitoring, devices)
+# Command -> (its module, what it does in a line). A module has `add`, which adds a description and
+# arguments to the command's parser; `call` of what that parser returns runs the command.
+_COMMANDS = {
+    "run": ("running", "run a script that imports poptorch"),
+    "profile": ("profiling", "run a program, and write reports of where its time and memory go"),
+    "report": ("reporting", "rebuild the page of a trace from its profile.json, and print a summary"),
+    "simulate": ("simulating", "predict how long a step of a pipeline takes, and what would be better"),
+    "schedule": ("scheduling", "show which IPU does what in which time-step"),
+    "monitor": ("monitoring", "tell which programs run on this machine"),
+    "devices": ("devices", "tell which devices can be IPUs"),
+}
+_DESCRIPTION = (
+    "The program `ipu-pipeline`: trains nothing itself, but runs, measures and describes programs."
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,10 +37,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
       The exit status.
     """
-    parser = argparse.ArgumentParser(prog="ipu-pipeline", description=__doc__, allow_abbrev=False)
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    chosen = next((argument for argument in arguments if not argument.startswith("-")), None)
+    parser = argparse.ArgumentParser(prog="ipu-pipeline", description=_DESCRIPTION, allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in _COMMANDS:
-        command.add(commands)
+    for name, (module, text) in _COMMANDS.items():
+        command = commands.add_parser(name, help=text)
+        if name == chosen:
+            importlib.import_module(f"ipu_pipeline.command_line.{module}").add(command)
     parsed = parser.parse_args(arguments)
     status: int = parsed.call(parsed)
     return status

@@ -34,15 +34,13 @@ _NUMBERS = ("pid", "updates", "speed", "planned", "process")
 _MAX_NAME = 32
 
 
-def add(commands: Any) -> None:
-    """Adds the command's parser; see `main`."""
-    parser = commands.add_parser(
-        "monitor",
-        help="tell which programs run on this machine",
-        description="Tells which of your programs run pipelines on this machine: their IPUs, the weight "
+def add(parser: argparse.ArgumentParser) -> None:
+    """Adds a description and arguments to the command's parser; see `main`."""
+    parser.description = (
+        "Tells which of your programs run pipelines on this machine: their IPUs, the weight "
         "updates that they have done (executions, in inference), samples or micro-batches per second, the "
         "most memory that is planned for one IPU, and the memory of the process. Programs that run with "
-        "IPU_PIPELINE_ANNOUNCE=0 are not told.",
+        "IPU_PIPELINE_ANNOUNCE=0 are not told."
     )
     parser.add_argument("--json", action="store_true", help="as JSON")
     parser.add_argument(

@@ -1,7 +1,8 @@
-"""`ipu-pipeline profile`: runs a program for a short while, on synthetic data, and writes its reports."""
+"""`ipu-pipeline profile`: runs a program for a short while, and writes its reports."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -11,45 +12,57 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from ipu_pipeline.command_line.running import add_script
-from ipu_pipeline.reports.capturing import REPORTS
-from ipu_pipeline.reports.files import check_directory, read_manifest, remove_reports
+from ipu_pipeline.reports.analysis import analyse
+from ipu_pipeline.reports.files import REPORTS, check_directory, read_manifest, remove_reports
+from ipu_pipeline.reports.host_time import find_host_time
+from ipu_pipeline.reports.profile import read_profile
+from ipu_pipeline.tables import printable
 
 __all__ = ["add", "profile"]
 
 # One step of one weight update is enough to see; programs that lack a flag are run without it.
 _FLAGS = (("--batches-to-accumulate", "16"), ("--repeat-count", "1"), ("--steps", "1"))
 _HELP_SECONDS = 120.0
+_SYNTHETIC = "IPU_PIPELINE_SYNTHETIC_DATA"
 
 
-def add(commands: Any) -> None:
-    """Adds the command's parser; see `main`."""
+def add(parser: argparse.ArgumentParser) -> None:
+    """Adds a description and arguments to the command's parser; see `main`."""
     flags = " ".join(map(" ".join, _FLAGS))
-    parser = commands.add_parser(
-        "profile",
-        help="run a program for a step, and write reports of where its time and memory go",
-        description=f"Runs PROGRAM with {flags} (flags that its --help lacks, and those that ARGS have, "
-        "are left out) on synthetic data, and writes report.html, trace.json and profile.json to "
-        "./profile_PROGRAM. Reports that are there are removed first.",
-        usage="ipu-pipeline profile [-h] [-m] [--data] [--directory DIRECTORY] PROGRAM [ARGS ...]",
+    parser.description = (
+        f"Runs PROGRAM with {flags} (flags that its --help lacks, and those that ARGS have, "
+        "are left out) and writes report.html, trace.json and profile.json to "
+        "./profile_PROGRAM. Reports that are there are removed first."
     )
-    parser.add_argument("--data", action="store_true", help="the program's own data, in place of synthetic")
+    parser.usage = "ipu-pipeline profile [-h] [-m] [--synthetic] [--directory DIRECTORY] PROGRAM [ARGS ...]"
+    parser.add_argument(
+        "--synthetic",
+        action="store_true",
+        help="synthetic data in place of the program's own: zeros that are on the devices already",
+    )
+    parser.add_argument("--data", action="store_true", help=argparse.SUPPRESS)  # once in place of synthetic
     parser.add_argument("--directory", help="where the reports go; by default ./profile_PROGRAM")
     add_script(parser)
-    parser.set_defaults(
-        call=lambda parsed: profile(
-            parsed.script, parsed.arguments, parsed.is_module, not parsed.data, parsed.directory
+    parser.set_defaults(call=lambda parsed: _run(parser, parsed))
+
+
+def _run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
+    if parsed.data and parsed.synthetic:
+        parser.error(
+            "arguments --data and --synthetic: a program runs on its own data, or on synthetic data"
         )
-    )
+    if parsed.data:
+        _say("--data has no effect any more: a program runs on its own data unless --synthetic is given.")
+    return profile(parsed.script, parsed.arguments, parsed.is_module, parsed.synthetic, parsed.directory)
 
 
 def profile(
     program: str,
     arguments: Sequence[str],
     is_module: bool = False,
-    is_synthetic: bool = True,
+    is_synthetic: bool = False,
     directory: str | None = None,
 ) -> int:
     """Runs a program and writes its reports.
@@ -58,7 +71,7 @@ def profile(
       program: its file; with `is_module` the module's name.
       arguments: the program's.
       is_module: whether it is run as by `python -m`.
-      is_synthetic: whether it gets synthetic data.
+      is_synthetic: whether it gets synthetic data in place of its own.
       directory: where the reports go.
 
     Returns:
@@ -80,8 +93,10 @@ def profile(
     options = {"autoReport.all": "true", "autoReport.directory": str(where.absolute())}
     environment["POPLAR_ENGINE_OPTIONS"] = json.dumps(options)
     if is_synthetic:
-        flags = environment.get("TF_POPLAR_FLAGS", "")
-        environment["TF_POPLAR_FLAGS"] = f"{flags} --use_synthetic_data".strip()
+        asked = environment.get(_SYNTHETIC) or "use_synthetic_data" in environment.get(
+            "TF_POPLAR_FLAGS", ""
+        )
+        environment[_SYNTHETIC] = environment.get(_SYNTHETIC, "") if asked else "zeros"
     _say(f"Running {shlex.join(command[4:])}{' on synthetic data' if is_synthetic else ''}")
     try:
         status = subprocess.run(command, env=environment, check=False).returncode  # noqa: S603  # the user's
@@ -95,6 +110,7 @@ def profile(
         return status or _refuse(f"{program} ran no pipeline or loop, so there is no report", 1)
     for name in written:
         _say(str(where / name))
+    _tell_of_host(where / "profile.json")
     return 128 - status if status < 0 else status
 
 
@@ -120,6 +136,18 @@ def _find_flags(command: Sequence[str], arguments: Sequence[str]) -> list[str]:
         if flag not in given and re.search(rf"(?<![\w-]){re.escape(flag)}(?![\w-])", shown.stdout):
             found += [flag, value]
     return found
+
+
+def _tell_of_host(file: Path) -> None:
+    """Says so if IPUs waited for the host more than for anything else: nothing on the page matters more."""
+    try:
+        profile = read_profile(file.read_text(encoding="utf-8"))
+        found = find_host_time(profile, analyse(profile))
+    except (OSError, ValueError):
+        return
+    for facts, host in zip(profile.pipelines, found, strict=True):
+        if host is not None and host.is_first:
+            _say(printable(f"{facts.name}: {host.sentence}"))
 
 
 def _refuse(text: str, status: int = 2) -> int:

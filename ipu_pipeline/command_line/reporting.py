@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import sys
@@ -24,13 +25,9 @@ __all__ = ["add", "report"]
 _PROFILE, _TRACE, _PAGE = "profile.json", "trace.json", "report.html"
 
 
-def add(commands: Any) -> None:
-    """Adds the command's parser; see `main`."""
-    parser = commands.add_parser(
-        "report",
-        help="rebuild the page of a trace from its profile.json, and print a summary",
-        description="Rebuilds report.html and trace.json from DIR/profile.json, and prints a summary.",
-    )
+def add(parser: argparse.ArgumentParser) -> None:
+    """Adds a description and arguments to the command's parser; see `main`."""
+    parser.description = "Rebuilds report.html and trace.json from DIR/profile.json, and prints a summary."
     parser.add_argument("directory", metavar="DIR", help="a directory with the reports of a trace")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
     parser.add_argument("--open", action="store_true", help="open the page in a browser")
@@ -103,7 +100,7 @@ def _as_lines(one: Study, processes: Mapping[int, int]) -> list[str]:
       one: the pipeline.
       processes: IPU -> the number of the process whose it is.
     """
-    facts, analysis, predicted = one.facts, one.analysis, one.predictions
+    facts, analysis = one.facts, one.analysis
     if not analysis.steps:
         return ["", f"{facts.name}: no step of it was recorded"]
     speed, unit = analysis.samples_per_second, "samples/s"
@@ -125,8 +122,7 @@ def _as_lines(one: Study, processes: Mapping[int, int]) -> list[str]:
         ("limiting stage", limit),
         *zip([f"IPU {use.ipu}" for use in analysis.ipus], _describe_uses(analysis, processes), strict=True),
     ]
-    if predicted is not None:
-        rows.append(("advice", predicted.advice.sentence))
+    rows += [("advice", sentence) for sentence in one.advice]
     width = max(len(name) for name, _value in rows)
     return [
         "",
@@ -161,6 +157,7 @@ def _as_entries(one: Study, processes: Mapping[int, int]) -> dict[str, Any]:
         **dataclasses.asdict(analysis),
         "ipus": [{**dataclasses.asdict(use), "process": processes.get(use.ipu)} for use in analysis.ipus],
         "bubble": analysis.bubble,
-        "advice": None if predicted is None else predicted.advice.sentence,
+        "advice": " ".join(one.advice) or None,
+        "host": None if one.host is None else {**dataclasses.asdict(one.host), "idle": one.host.idle},
         "scenario": None if predicted is None else predicted.simulation.scenario.as_dict(),
     }

@@ -12,7 +12,6 @@ import types
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from typing import Any
 
 __all__ = ["add", "add_script", "run"]
 
@@ -30,15 +29,13 @@ _MISSING = {
 }
 
 
-def add(commands: Any) -> None:
-    """Adds the command's parser; see `main`."""
-    parser = commands.add_parser(
-        "run",
-        help="run a script that imports poptorch",
-        description="Runs a Python script. `import poptorch` finds ipu_pipeline.poptorch there, and in the "
-        "processes that it starts; `import popdist` and `popdist.poptorch` are found, too.",
-        usage="ipu-pipeline run [-h] [-m] SCRIPT [ARGS ...]",
+def add(parser: argparse.ArgumentParser) -> None:
+    """Adds a description and arguments to the command's parser; see `main`."""
+    parser.description = (
+        "Runs a Python script. `import poptorch` finds ipu_pipeline.poptorch there, and in the "
+        "processes that it starts; `import popdist` and `popdist.poptorch` are found, too."
     )
+    parser.usage = "ipu-pipeline run [-h] [-m] SCRIPT [ARGS ...]"
     add_script(parser)
     parser.set_defaults(call=lambda parsed: run(parsed.script, parsed.arguments, parsed.is_module))
 

@@ -41,14 +41,12 @@ __all__ = ["add"]
 _MOST_ACTIONS = 2**15  # with which what-ifs are simulated unasked: some seconds
 
 
-def add(commands: Any) -> None:
-    """Adds the command's parser; see `main`."""
-    parser = commands.add_parser(
-        "simulate",
-        help="predict how long a step of a pipeline takes, and what would be better",
-        description="Simulates a step of a pipeline from what its parts cost, in any unit of time: with "
+def add(parser: argparse.ArgumentParser) -> None:
+    """Adds a description and arguments to the command's parser; see `main`."""
+    parser.description = (
+        "Simulates a step of a pipeline from what its parts cost, in any unit of time: with "
         "IPUs that wait for data only, as this library runs them, and in lock-step. Costs are one number, "
-        "or a list per stage, as in 1,2,1.",
+        "or a list per stage, as in 1,2,1."
     )
     add_pipeline(parser)
     parser.add_argument(

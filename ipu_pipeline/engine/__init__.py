@@ -1,31 +1,41 @@
-"""The engine: pipelines as plain JAX, state in and state out."""
+"""The engine: pipelines as plain JAX, state in and state out.
 
-from ipu_pipeline.engine.errors import OutOfRangeError, ProcessError
-from ipu_pipeline.engine.measuring import measure_dispatch_plan
-from ipu_pipeline.engine.pipeline import Pipeline
-from ipu_pipeline.engine.planning.dispatch_plans import DispatchPlan
-from ipu_pipeline.engine.programs.accumulation import Reduction
-from ipu_pipeline.engine.programs.recomputation import Recomputation
-from ipu_pipeline.engine.schedules.actions import Action, ActionKind, ScheduleError
-from ipu_pipeline.engine.schedules.advice import advise
-from ipu_pipeline.engine.schedules.checking import Timetable
-from ipu_pipeline.engine.schedules.clusters import Cluster, LinkSpeed
-from ipu_pipeline.engine.schedules.execution_phases import ExecutionPhases
-from ipu_pipeline.engine.schedules.host_memory import HostMemory
-from ipu_pipeline.engine.schedules.scenarios import Costs, Scenario
-from ipu_pipeline.engine.schedules.simulator import simulate
-from ipu_pipeline.engine.schedules.variants import what_if
-from ipu_pipeline.engine.state import PipelineState, StepOutputs
-from ipu_pipeline.engine.tracing.checkpoints import recomputation_checkpoint
-from ipu_pipeline.engine.tracing.keys import micro_batch_tag, next_rng_key
-from ipu_pipeline.engine.tracing.metrics import metric
-from ipu_pipeline.engine.tracing.replicas import cross_replica_sum, replica_count, replica_index
-from ipu_pipeline.engine.tracing.stage_lists import Stage
-from ipu_pipeline.engine.tracing.stage_parameters import Shared
-from ipu_pipeline.engine.tracing.tensor_parallel import TensorParallel, constrain
-from ipu_pipeline.engine.tracing.variable_scopes import variable_scope
-from ipu_pipeline.engine.tracing.variables import assign, get_variable
-from ipu_pipeline.engine.updates.reporting import with_metrics
+Modules are imported when they are first used, so that `engine.schedules` is there without JAX.
+"""
+
+from __future__ import annotations
+
+import importlib
+from importlib.machinery import PathFinder
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ipu_pipeline.engine.errors import OutOfRangeError, ProcessError
+    from ipu_pipeline.engine.measuring import measure_dispatch_plan
+    from ipu_pipeline.engine.pipeline import Pipeline
+    from ipu_pipeline.engine.planning.dispatch_plans import DispatchPlan
+    from ipu_pipeline.engine.programs.accumulation import Reduction
+    from ipu_pipeline.engine.programs.recomputation import Recomputation
+    from ipu_pipeline.engine.schedules.actions import Action, ActionKind, ScheduleError
+    from ipu_pipeline.engine.schedules.advice import advise
+    from ipu_pipeline.engine.schedules.checking import Timetable
+    from ipu_pipeline.engine.schedules.clusters import Cluster, LinkSpeed
+    from ipu_pipeline.engine.schedules.execution_phases import ExecutionPhases
+    from ipu_pipeline.engine.schedules.host_memory import HostMemory
+    from ipu_pipeline.engine.schedules.scenarios import Costs, Scenario
+    from ipu_pipeline.engine.schedules.simulator import simulate
+    from ipu_pipeline.engine.schedules.variants import what_if
+    from ipu_pipeline.engine.state import PipelineState, StepOutputs
+    from ipu_pipeline.engine.tracing.checkpoints import recomputation_checkpoint
+    from ipu_pipeline.engine.tracing.keys import micro_batch_tag, next_rng_key
+    from ipu_pipeline.engine.tracing.metrics import metric
+    from ipu_pipeline.engine.tracing.replicas import cross_replica_sum, replica_count, replica_index
+    from ipu_pipeline.engine.tracing.stage_lists import Stage
+    from ipu_pipeline.engine.tracing.stage_parameters import Shared
+    from ipu_pipeline.engine.tracing.tensor_parallel import TensorParallel, constrain
+    from ipu_pipeline.engine.tracing.variable_scopes import variable_scope
+    from ipu_pipeline.engine.tracing.variables import assign, get_variable
+    from ipu_pipeline.engine.updates.reporting import with_metrics
 
 __all__ = [
     "Action",
@@ -66,3 +76,58 @@ __all__ = [
     "what_if",
     "with_metrics",
 ]
+
+_HOMES = {
+    "Action": "schedules.actions",
+    "ActionKind": "schedules.actions",
+    "Cluster": "schedules.clusters",
+    "Costs": "schedules.scenarios",
+    "DispatchPlan": "planning.dispatch_plans",
+    "ExecutionPhases": "schedules.execution_phases",
+    "HostMemory": "schedules.host_memory",
+    "LinkSpeed": "schedules.clusters",
+    "OutOfRangeError": "errors",
+    "Pipeline": "pipeline",
+    "PipelineState": "state",
+    "ProcessError": "errors",
+    "Recomputation": "programs.recomputation",
+    "Reduction": "programs.accumulation",
+    "Scenario": "schedules.scenarios",
+    "ScheduleError": "schedules.actions",
+    "Shared": "tracing.stage_parameters",
+    "Stage": "tracing.stage_lists",
+    "StepOutputs": "state",
+    "TensorParallel": "tracing.tensor_parallel",
+    "Timetable": "schedules.checking",
+    "advise": "schedules.advice",
+    "assign": "tracing.variables",
+    "constrain": "tracing.tensor_parallel",
+    "cross_replica_sum": "tracing.replicas",
+    "get_variable": "tracing.variables",
+    "measure_dispatch_plan": "measuring",
+    "metric": "tracing.metrics",
+    "micro_batch_tag": "tracing.keys",
+    "next_rng_key": "tracing.keys",
+    "recomputation_checkpoint": "tracing.checkpoints",
+    "replica_count": "tracing.replicas",
+    "replica_index": "tracing.replicas",
+    "simulate": "schedules.simulator",
+    "variable_scope": "tracing.variable_scopes",
+    "what_if": "schedules.variants",
+    "with_metrics": "updates.reporting",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+        globals()[name] = value
+        return value
+    full_name = f"{__name__}.{name}"
+    if not name.startswith("_") and PathFinder.find_spec(full_name, __path__) is not None:
+        return importlib.import_module(full_name)  # which enters it here
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *globals()})

@@ -36,7 +36,8 @@ from ipu_pipeline.engine.jaxprs.shapes import as_shape, check_like, describe_str
 from ipu_pipeline.engine.pipeline_options import PipelineOptions, check_positive, check_replicas
 from ipu_pipeline.engine.planning.choosing import choose_dispatch_plan
 from ipu_pipeline.engine.planning.dispatch_plans import DispatchPlan, check_dispatch_plan
-from ipu_pipeline.engine.planning.memory import IpuMemory, StageMemory, plan_stages
+from ipu_pipeline.engine.planning.memory import plan_stages
+from ipu_pipeline.engine.planning.memory_plans import IpuMemory, StageMemory
 from ipu_pipeline.engine.planning.summaries import PipelineSummary
 from ipu_pipeline.engine.planning.summarizing import estimate_bubble, find_shared, summarize_stages
 from ipu_pipeline.engine.programs.accumulation import Reduction

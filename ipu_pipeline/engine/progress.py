@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ipu_pipeline.engine import jax_compat, peers
+from ipu_pipeline.engine import jax_compat, peers, watching
 
 __all__ = ["Compilation", "between_bars", "compiling", "is_shown_on", "watched_by"]
 
@@ -147,7 +147,7 @@ def compiling(total: int) -> Iterator[Compilation]:
     compilation = Compilation(total, observer)
     token = _current.set(compilation)
     try:
-        with peers.occupied("compiling"):
+        with peers.occupied("compiling"), watching.spanning("compiling"):
             if observer is None and is_shown_on(sys.stderr):
                 with _showing(compilation):
                     yield compilation

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import jax
 
-__all__ = ["Launch", "LaunchKind", "Watcher", "current", "read_outfeed", "watching"]
+__all__ = ["Launch", "LaunchKind", "Watcher", "current", "read_outfeed", "spanning", "watching"]
 
 
 class LaunchKind:
@@ -106,7 +106,7 @@ class Watcher(Protocol):
         """
 
     def spanned(self, name: str, begin: int, end: int) -> None:
-        """The program has done something that its author named.
+        """The program has done something that its author named; or has been "compiling".
 
         Args:
           name: what people call it.
@@ -133,6 +133,17 @@ def read_outfeed(read: Callable[[], Any]) -> Any:
     num_bytes = sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(value))
     watcher.outfed(begin, time.time_ns(), num_bytes)
     return value
+
+
+@contextlib.contextmanager
+def spanning(name: str) -> Iterator[None]:
+    """For while something named is done; see `Watcher.spanned`."""
+    begin = time.time_ns()
+    try:
+        yield
+    finally:
+        if (watcher := current()) is not None:
+            watcher.spanned(name, begin, time.time_ns())
 
 
 @contextlib.contextmanager

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -124,8 +123,6 @@ class Inference:
           KeyError, TypeError: of what `eval_metrics_fn` returns.
           ValueError: the data set is empty, or the function does not return the same metrics each time.
         """
-        if uses_synthetic_data():
-            return self._name_metrics()
         updates: dict[str, Update] = {}
 
         def loss_of(outputs: Any) -> float:
@@ -151,8 +148,6 @@ class Inference:
         Raises:
           ValueError: it returns something else.
         """
-        if uses_synthetic_data():  # of which nothing comes back
-            return
         for count, outputs in self._run_all(None, iterations_per_loop, lambda _outputs: float("nan")):
             if isinstance(outputs, (list, tuple)):
                 if len(outputs) != 1:
@@ -174,6 +169,7 @@ class Inference:
         per_update = self._made.spec.micro_batches_per_update * num_replicas
         with self._runs.started():
             while steps is None or self._done < steps * num_replicas:
+                self._read_for_run(iterations_per_loop * num_replicas)
                 left = self._agree(self._data.num_left, iterations_per_loop * num_replicas)
                 if left == 0:
                     break
@@ -189,6 +185,12 @@ class Inference:
                 if run.context.stop_requested or self._is_stopped:
                     break
 
+    def _read_for_run(self, count: int) -> None:
+        """With synthetic data, reads what a run would, to know how many elements there are."""
+        if uses_synthetic_data() and (peers.current() is None or reads_data(self._made.program)):
+            self._made.infeed.connect(lambda leaves: leaves, count)(count)
+            self._made.infeed.mark()
+
     def _agree(self, count: Callable[[int, int], int], wanted: int) -> int:
         """What a method of the data counts from here on; of several processes, in those that read it."""
         others = peers.current()
@@ -199,15 +201,6 @@ class Inference:
         own = count(self._done, wanted) if self._reads else None
         told = [json.loads(text) for text in others.exchange("the data of an estimator", json.dumps(own))]
         return min(number for number in told if number is not None)
-
-    def _name_metrics(self) -> dict[str, float]:
-        """The metrics where nothing comes back: none is a number."""
-        outputs = self._runs.session.run(self._made.outfeed.dequeue())
-        if self._made.has_logs:
-            outputs = outputs["outputs"]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # of means of nothing
-            return dict.fromkeys(self._metrics(outputs), float("nan"))
 
     def _metrics(self, outputs: Any) -> dict[str, Update]:
         function = self._made.spec.eval_metrics_fn

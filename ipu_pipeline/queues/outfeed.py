@@ -246,7 +246,8 @@ class IPUOutfeedQueue:
         """Enqueues one element, or several in a row, which may still be computed; does not wait for them.
 
         Args:
-          leaves: those of an element; of several, stacked on a first axis, which may be longer.
+          leaves: those of an element; of several, stacked on a first axis, which may be longer. With
+            synthetic data zeros take their place, and they stay where they are.
           size: None for one element, else how many.
         """
         if size == 0:
@@ -257,6 +258,8 @@ class IPUOutfeedQueue:
         if self._mode is IPUOutfeedMode.LAST:
             self._on_device.clear()
             self._on_host.clear()
+        if uses_synthetic_data():
+            leaves = [np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape) for leaf in leaves]
         self._on_device.append(_Part(list(leaves), size))
         num_on_device = 0
         for part in reversed(self._on_device):
@@ -317,8 +320,8 @@ class IPUOutfeedQueue:
           The operation. Run, it returns the element's structure, with a list for a tuple: in mode ALL
           each leaf has a new first axis, over the elements since the last dequeue, which has size 0 if
           there were none; in mode LAST it is the last element. With several replicas an element has one
-          value of each: the next axis is theirs (in mode LAST the first one). With synthetic data nothing
-          comes back: there are none, and in mode LAST zeros.
+          value of each: the next axis is theirs (in mode LAST the first one). With synthetic data there
+          are as many elements, of the same shapes, but they are zeros: nothing comes back from devices.
         """
         if wait_for_completion:
             warnings.warn(
@@ -341,13 +344,13 @@ class IPUOutfeedQueue:
         tree, avals = self._structure
         parts = [*self._on_host, *self._on_device]
         if self._mode is IPUOutfeedMode.LAST:
-            if not parts and (uses_synthetic_data() or self._is_elsewhere):
+            if not parts and self._is_elsewhere:
                 shapes = [(*self._replica_axis, *aval.shape) for aval in avals]
                 zeros = [np.zeros(shape, a.dtype) for shape, a in zip(shapes, avals, strict=True)]
                 return self._unflatten(tree, zeros)
             if not parts:
                 raise ValueError(f"The {self._name} is in mode LAST and nothing has been enqueued yet.")
-            arrays = [leaf[-1] for leaf in parts[-1].on_host().stacked()]
+            arrays = [np.array(leaf[-1]) for leaf in parts[-1].on_host().stacked()]
         else:
             stacks = [part.on_host().stacked() for part in parts]
             arrays = [

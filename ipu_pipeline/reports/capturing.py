@@ -21,18 +21,16 @@ from ipu_pipeline.engine.errors import ProcessError
 from ipu_pipeline.reports.chrome_trace import to_chrome_trace
 from ipu_pipeline.reports.describing import describe_devices, describe_pipeline
 from ipu_pipeline.reports.device_profile import DeviceProfile, DeviceProfiler
-from ipu_pipeline.reports.files import check_directory, remove_report, write_reports
+from ipu_pipeline.reports.files import PAGE, REPORTS, check_directory, remove_report, write_reports
 from ipu_pipeline.reports.matching import match
 from ipu_pipeline.reports.page import write_page
 from ipu_pipeline.reports.profile import Profile
 from ipu_pipeline.reports.recorder import Recorder
 from ipu_pipeline.reports.several_processes import exchange, merge
 
-__all__ = ["REPORTS", "Capture", "capture", "start_automatic_report"]
+__all__ = ["Capture", "capture", "start_automatic_report"]
 
 MAX_ACTIONS = 40_000
-PAGE = "report.html"
-REPORTS = ("profile.json", "trace.json", PAGE)
 VARIABLE = "POPLAR_ENGINE_OPTIONS"
 _PREFIX = "autoReport."
 _PACKAGES = ("ipu_pipeline", "jax", "jaxlib")

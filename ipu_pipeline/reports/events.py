@@ -6,7 +6,10 @@ import enum
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-__all__ = ["Event", "EventKind", "busy_time"]
+__all__ = ["COMPILING", "REHEARSAL", "Event", "EventKind", "busy_time"]
+
+# Spans that are none of the user's: what runs would not do again, or do because they are recorded.
+COMPILING, REHEARSAL = "compiling", "rehearsal for the trace"
 
 
 class EventKind(enum.StrEnum):

@@ -12,6 +12,8 @@ from pathlib import Path
 
 __all__ = [
     "MANIFEST",
+    "PAGE",
+    "REPORTS",
     "check_directory",
     "read_manifest",
     "remove_report",
@@ -21,6 +23,8 @@ __all__ = [
 ]
 
 MANIFEST = "manifest.json"
+PAGE = "report.html"
+REPORTS = ("profile.json", "trace.json", PAGE)  # of a trace
 _FORMAT = "ipu_pipeline reports"
 
 

@@ -25,9 +25,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ipu_pipeline.engine.pipeline import Pipeline
-from ipu_pipeline.engine.planning.crossings import Flow, find_flows
-from ipu_pipeline.engine.planning.memory import IpuMemory, StageMemory
+from ipu_pipeline.engine.planning.memory_plans import Flow, IpuMemory, StageMemory
 from ipu_pipeline.reports.profile import Profile
 
 __all__ = [
@@ -36,7 +34,6 @@ __all__ = [
     "Peak",
     "TimedAction",
     "lay_out_memory",
-    "pipeline_memory_over_time",
     "profile_memory_over_time",
 ]
 
@@ -145,24 +142,6 @@ class _Span(NamedTuple):
     category: int
     num_bytes: int
     stage: int | None
-
-
-def pipeline_memory_over_time(
-    pipeline: Pipeline, actions: Iterable[TimedAction], num_micro_batches: int | None = None
-) -> tuple[MemoryOverTime, ...]:
-    """What each IPU of a pipeline holds over time.
-
-    Args:
-      pipeline: traced. What its programs take besides is known once they have been compiled.
-      actions: of it, in any order.
-      num_micro_batches: of a step, where the pipeline has no fixed number.
-
-    Raises:
-      ValueError: see `lay_out_memory`, and `Pipeline.plan_ipu_memory`.
-    """
-    stages = pipeline.plan_memory(num_micro_batches)
-    flows = find_flows(pipeline.traced, pipeline.programs, pipeline.device_mapping)
-    return lay_out_memory(stages, pipeline.plan_ipu_memory(num_micro_batches), flows, actions)
 
 
 def profile_memory_over_time(profile: Profile, pipeline: int) -> tuple[MemoryOverTime, ...]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ipu_pipeline.engine.planning.memory import IpuMemory
+from ipu_pipeline.engine.planning.memory_plans import IpuMemory
 from ipu_pipeline.reports.events import Event, EventKind
 
 __all__ = [

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from ipu_pipeline.engine.watching import Launch
-from ipu_pipeline.reports.events import EventKind
+from ipu_pipeline.reports.events import REHEARSAL, EventKind
 from ipu_pipeline.reports.sharing import Shares, find_shares
 
 __all__ = ["HostTime", "Introduced", "Launched", "Moved", "Recorder"]
@@ -151,10 +151,13 @@ class Recorder:
             is_first = runner not in self._rehearsed
             self._rehearsed.add(runner)
         self._local.rehearses = True
+        begin = time.time_ns()
         try:
             yield is_first
         finally:
             self._local.rehearses = False
+            if is_first:
+                self.spanned(REHEARSAL, begin, time.time_ns())
 
     def find(self, runner: Any) -> int | None:
         """The number of a runner; None if it was not introduced."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ipu_pipeline.engine.peers import Peers
-from ipu_pipeline.engine.planning.memory import IpuMemory
+from ipu_pipeline.engine.planning.memory_plans import IpuMemory
 from ipu_pipeline.reports.profile import PipelineFacts, Profile, read_profile
 
 __all__ = ["Part", "exchange", "merge"]

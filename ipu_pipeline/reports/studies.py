@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ipu_pipeline.engine.schedules import Scenario
 from ipu_pipeline.reports.analysis import PipelineAnalysis, analyse
+from ipu_pipeline.reports.host_time import HostTime, find_host_time
 from ipu_pipeline.reports.predictions import Predictions, make_scenario, predict
 from ipu_pipeline.reports.profile import PipelineFacts, Profile
 
@@ -20,18 +21,31 @@ class Study:
       facts: what it is.
       analysis: what was measured.
       predictions: what was simulated; None where it cannot be.
+      host: how long it waited for the host; None if nothing was measured.
     """
 
     facts: PipelineFacts
     analysis: PipelineAnalysis
     predictions: Predictions | None
+    host: HostTime | None = None
+
+    @property
+    def advice(self) -> tuple[str, ...]:
+        """What to change, in sentences: first what IPUs wait for most."""
+        found = [] if self.predictions is None else [self.predictions.advice.sentence]
+        if self.host is not None and self.host.is_told:
+            found.insert(0 if self.host.is_first else len(found), self.host.sentence)
+        return tuple(found)
 
 
 def study(profile: Profile) -> tuple[Study, ...]:
     """Analyses and simulates the pipelines of a profile, in their order."""
+    analyses = analyse(profile)
     return tuple(
-        Study(facts, analysis, predict(profile, facts, analysis))
-        for facts, analysis in zip(profile.pipelines, analyse(profile), strict=True)
+        Study(facts, analysis, predict(profile, facts, analysis), host)
+        for facts, analysis, host in zip(
+            profile.pipelines, analyses, find_host_time(profile, analyses), strict=True
+        )
     )
 
 

@@ -177,10 +177,9 @@ def _run_pipeline(
                 num_done = int(state.execution_count) - before
                 done += num_done
                 store.keep(call, state)
-                if not is_synthetic:
-                    if call.infeed_queue is not None and runner.takes_elements:
-                        call.infeed_queue.mark()
-                    call.hand_out(progress)
+                if not is_synthetic and call.infeed_queue is not None and runner.takes_elements:
+                    call.infeed_queue.mark()
+                call.hand_out(progress)
                 last = state.update_count if call.trains else state.execution_count
                 store.metrics.add(call, num_done, int(last), progress)
                 told.done(num_done * pipeline.updated_every(count) * num_replicas, int(last))
@@ -265,7 +264,7 @@ def _run_loop(
                     store.keep_loop(call, state)
                     if infeed is not None:
                         infeed.mark(num_unneeded)
-                    for part in () if is_synthetic else progress.collected:
+                    for part in progress.collected:
                         enqueued = loop.split_enqueued(part)
                         for (entry, _places), leaves in zip(body.enqueued, enqueued, strict=True):
                             entry.target.extend(leaves, part.size)

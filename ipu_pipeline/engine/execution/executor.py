@@ -37,7 +37,7 @@ from ipu_pipeline.engine.execution.phases import PhaseRun
 from ipu_pipeline.engine.execution.templates import Template
 from ipu_pipeline.engine.execution.weight_updates import WeightUpdate
 from ipu_pipeline.engine.planning.dispatch_plans import ONE_BY_ONE, DispatchPlan
-from ipu_pipeline.engine.planning.memory import Brought
+from ipu_pipeline.engine.planning.memory_plans import Brought
 from ipu_pipeline.engine.programs.chunks import ChunkForm, chunk_programs
 from ipu_pipeline.engine.programs.collecting import Collecting
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms

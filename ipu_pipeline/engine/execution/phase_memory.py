@@ -20,7 +20,7 @@ from ipu_pipeline.engine.devices.residence import Residence
 from ipu_pipeline.engine.execution.dispatches import Dispatch, Plan
 from ipu_pipeline.engine.execution.templates import Template
 from ipu_pipeline.engine.jaxprs.shapes import num_bytes
-from ipu_pipeline.engine.planning.memory import Brought
+from ipu_pipeline.engine.planning.memory_plans import Brought
 from ipu_pipeline.engine.programs.bindings import BindingKind
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms
 from ipu_pipeline.engine.schedules.clusters import LinkSpeed

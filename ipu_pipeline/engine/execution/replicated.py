@@ -39,7 +39,7 @@ from ipu_pipeline.engine.execution.executor import Executor
 from ipu_pipeline.engine.execution.gathering import gather_outputs, join_collected, join_handed
 from ipu_pipeline.engine.execution.templates import Joint
 from ipu_pipeline.engine.execution.weight_updates import WeightUpdate
-from ipu_pipeline.engine.planning.memory import Brought
+from ipu_pipeline.engine.planning.memory_plans import Brought
 from ipu_pipeline.engine.programs.chunks import ChunkForm
 from ipu_pipeline.engine.state import Handed, OfReplicas, PipelineState, Progress, RunState
 from ipu_pipeline.engine.tracing.keys import as_int32

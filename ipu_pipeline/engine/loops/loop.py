@@ -23,7 +23,8 @@ from ipu_pipeline.engine.execution.contract import Iterated, Runner
 from ipu_pipeline.engine.execution.executor import Executor
 from ipu_pipeline.engine.execution.replicated import Replicated
 from ipu_pipeline.engine.loops.bodies import TracedBody
-from ipu_pipeline.engine.planning.memory import IpuMemory, plan_stages
+from ipu_pipeline.engine.planning.memory import plan_stages
+from ipu_pipeline.engine.planning.memory_plans import IpuMemory
 from ipu_pipeline.engine.planning.summaries import PipelineSummary
 from ipu_pipeline.engine.planning.summarizing import estimate_bubble, find_shared, summarize_stages
 from ipu_pipeline.engine.programs import differentiation

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ipu_pipeline.engine.jaxprs.shapes import num_bytes
+from ipu_pipeline.engine.planning.memory_plans import Flow
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms, ValueKind, read_sources
 from ipu_pipeline.engine.tracing.traced import Source, TracedPipeline
 
-__all__ = ["Crossing", "Flow", "find_crossings", "find_flows"]
+__all__ = ["Crossing", "find_crossings", "find_flows"]
 
 
 class Crossing(NamedTuple):
@@ -69,27 +70,6 @@ def find_crossings(
     for source in traced.outputs:  # they are collected where the last stage is
         read(source, ipus[-1])
     return [*forward.values(), *backward]
-
-
-class Flow(NamedTuple):
-    """What a stage's forward or backward makes for other stages on an IPU, once per micro-batch.
-
-    Attributes:
-      stage: the stage that makes it.
-      is_backward: whether it is gradients, on their way back.
-      target: the IPU where it is read, which may be that of the stage.
-      readers: the stages there that read it, in the same direction, and do not hold it any longer.
-      holders: the stages there that hold it from their forward to their backward: from then on it is
-        counted with what they hold (`StageMemory.num_input_bytes`).
-      num_bytes: how much it is.
-    """
-
-    stage: int
-    is_backward: bool
-    target: int
-    readers: tuple[int, ...]
-    holders: tuple[int, ...]
-    num_bytes: int
 
 
 def find_flows(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from ipu_pipeline.engine.jaxprs.shapes import num_bytes
 from ipu_pipeline.engine.planning.crossings import find_crossings
-from ipu_pipeline.engine.planning.memory import StageMemory
+from ipu_pipeline.engine.planning.memory_plans import StageMemory
 from ipu_pipeline.engine.planning.summaries import Bubble, SharedVariables, StageSummary
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms
 from ipu_pipeline.engine.schedules.checking import Timetable

@@ -42,6 +42,7 @@ from ipu_pipeline.poptorch.optim.describing import describe
 from ipu_pipeline.poptorch.optim.device_state import SavedState
 from ipu_pipeline.poptorch.options import Options
 from ipu_pipeline.processes import interrupts
+from ipu_pipeline.queues.synthetic import uses_synthetic_data
 
 __all__ = ["PoplarExecutor"]
 
@@ -120,8 +121,9 @@ class PoplarExecutor(Exported, Anchored, Described, Grouped, Refused, Measured):
                 # For torch's schedulers of rates, which warn of an optimizer that has not been used.
                 vars(self._optimizer)["_opt_called"] = True
                 self._host.mark_stale(self, self._read_back)  # before the run, which an interrupt may end
+            is_synthetic = self.options.synthetic_data or uses_synthetic_data()
             with self._profile.of_first_call():
-                collected = compiled.run(micro_batches, self.options.synthetic_data, times.note_placed)
+                collected = compiled.run(micro_batches, is_synthetic, times.note_placed)
             times.wait_for(collected)
             mode = self.options.output_mode
             outputs, dtypes = compiled.program.captured.outputs, compiled.stages.output_dtypes

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 import torch
 
 from ipu_pipeline import engine
@@ -18,6 +17,7 @@ from ipu_pipeline.poptorch.errors import Error
 from ipu_pipeline.poptorch.execution.arguments import Arguments, describe_shapes, shapes_of
 from ipu_pipeline.poptorch.graphs.capture import Captured
 from ipu_pipeline.poptorch.graphs.stages import ModelStages
+from ipu_pipeline.queues.synthetic import make_values
 
 __all__ = ["Holding", "Program"]
 
@@ -59,10 +59,10 @@ class Program:
 
     @functools.cached_property
     def synthetic(self) -> list[Any]:
-        """Zeros that stay on the devices, in place of the micro-batches of a weight update."""
+        """What stays on the devices in place of the micro-batches of a weight update: zeros by default."""
         runner, element = self.pipeline.prepare(), self.pipeline.traced.element
-        zeros = tuple(np.zeros(leaf.shape, leaf.dtype) for leaf in element)
-        return runner.place_ahead([runner.place_element(zeros) for _number in range(self.num_taken)])
+        values = tuple(map(make_values, element))
+        return runner.place_ahead([runner.place_element(values) for _number in range(self.num_taken)])
 
     @functools.cached_property
     def elsewhere(self) -> tuple[Any, ...]:

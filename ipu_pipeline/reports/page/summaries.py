@@ -22,7 +22,7 @@ _MANY_SHARED = 0.05
 
 def summarise(one: Study) -> str:
     """The figures of a pipeline, and the advice."""
-    facts, analysis, predicted = one.facts, one.analysis, one.predictions
+    facts, analysis = one.facts, one.analysis
     if not analysis.steps:
         return f"<h2>{as_html(facts.name)}</h2>\n<p>No step of it was recorded.</p>\n"
     cards = "".join(
@@ -32,8 +32,7 @@ def summarise(one: Study) -> str:
         for title, figure, lines in _cards(one)
     )
     words = f'<h2>{as_html(_title(one))}</h2>\n<dl class="cards">\n{cards}</dl>\n'
-    if predicted is not None:
-        words += f'<p class="advice">{as_html(predicted.advice.sentence)}</p>\n'
+    words += "".join(f'<p class="advice">{as_html(sentence)}</p>\n' for sentence in one.advice)
     notes = _remarks(one)
     return words + "".join(f'<p class="soft">{as_html(note)}</p>\n' for note in notes)
 

@@ -33,7 +33,7 @@ from ipu_pipeline.engine.execution.compiling import note_temporaries
 from ipu_pipeline.engine.execution.contract import Iterated, Request, Runner
 from ipu_pipeline.engine.execution.watched import watched_take
 from ipu_pipeline.engine.jaxprs.shapes import num_bytes
-from ipu_pipeline.engine.planning.memory import IpuMemory, StageMemory
+from ipu_pipeline.engine.planning.memory_plans import IpuMemory, StageMemory
 from ipu_pipeline.engine.programs.collecting import Collecting
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms
 from ipu_pipeline.engine.progress import compiling

@@ -1,0 +1,137 @@
+"""What is known of memory, as data: of stages, IPUs, and values on their way. No JAX.
+
+`memory` and `crossings` fill it in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+__all__ = ["Brought", "Flow", "IpuMemory", "StageMemory"]
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """What a stage holds between forwards and backwards. All sizes are in bytes.
+
+    Attributes:
+      stage: its number.
+      ipu: the IPU that it runs on.
+      in_flight: the largest number of micro-batches that have gone forward and not come back.
+      num_residual_bytes: per micro-batch, what the forward returns for the backward. Where several devices
+        compute a stage together, what each has of it, once that has been compiled; before, the whole.
+      num_input_bytes: per micro-batch, the inputs that the backward takes. Those of a value that several
+        stages on the IPU take are counted in each.
+    """
+
+    stage: int
+    ipu: int
+    in_flight: int
+    num_residual_bytes: int
+    num_input_bytes: int
+
+    @property
+    def num_held_bytes(self) -> int:
+        """Per micro-batch, what is held."""
+        return self.num_residual_bytes + self.num_input_bytes
+
+    @property
+    def num_live_bytes(self) -> int:
+        """What is held of all micro-batches in flight."""
+        return self.in_flight * self.num_held_bytes
+
+
+class Brought(NamedTuple):
+    """What execution phases have on an IPU at the fullest moment, besides what stays there, in bytes."""
+
+    num_variable_bytes: int
+    num_optimizer_bytes: int
+    num_accumulator_bytes: int
+    num_activation_bytes: int
+
+
+@dataclass(frozen=True)
+class IpuMemory:
+    """What an IPU takes while steps run. All sizes are in bytes.
+
+    Attributes:
+      ipu: its number.
+      num_variable_bytes: the variables that live there, and copies of those that stages there share with
+        others, which are there during a step.
+      num_optimizer_bytes: the leaves of the optimizer's state that live there.
+      num_accumulator_bytes: the accumulators of its stages.
+      num_activation_bytes: what its stages hold of micro-batches in flight (`StageMemory.num_live_bytes`);
+        0 where all stages are on one device, as the program has them among its temporaries. Where execution
+        phases bring anything from host memory, what there is of micro-batches at the fullest moment.
+      num_feed_bytes: micro-batches that have been placed there and wait, or are stacked for the program.
+      num_temporary_bytes: the most that one of its programs takes besides its arguments and results, by
+        XLA; None as long as they have not been compiled.
+      num_host_bytes: of variables, optimizer state and accumulators, what is offloaded and lies in host
+        memory while no program uses it. It is in none of those above.
+      num_brought_variable_bytes: what execution phases have brought there of variables at the fullest
+        moment, for all phases and programs of updates that may be on the device at once.
+      num_brought_optimizer_bytes: likewise of the optimizer's state.
+      num_brought_accumulator_bytes: likewise of the accumulators.
+    """
+
+    ipu: int
+    num_variable_bytes: int
+    num_optimizer_bytes: int
+    num_accumulator_bytes: int
+    num_activation_bytes: int
+    num_feed_bytes: int
+    num_temporary_bytes: int | None
+    num_host_bytes: int
+    num_brought_variable_bytes: int = 0
+    num_brought_optimizer_bytes: int = 0
+    num_brought_accumulator_bytes: int = 0
+
+    @property
+    def num_brought_bytes(self) -> int:
+        """What execution phases have brought there of the state; that of micro-batches is in flight."""
+        return (
+            self.num_brought_variable_bytes
+            + self.num_brought_optimizer_bytes
+            + self.num_brought_accumulator_bytes
+        )
+
+    @property
+    def num_state_bytes(self) -> tuple[int, int, int]:
+        """Variables, optimizer state and accumulators, with what is brought."""
+        return (
+            self.num_variable_bytes + self.num_brought_variable_bytes,
+            self.num_optimizer_bytes + self.num_brought_optimizer_bytes,
+            self.num_accumulator_bytes + self.num_brought_accumulator_bytes,
+        )
+
+    @property
+    def num_device_bytes(self) -> int:
+        """All that is on the device, without temporaries that are not known."""
+        return (
+            sum(self.num_state_bytes)
+            + self.num_activation_bytes
+            + self.num_feed_bytes
+            + (self.num_temporary_bytes or 0)
+        )
+
+
+class Flow(NamedTuple):
+    """What a stage's forward or backward makes for other stages on an IPU, once per micro-batch.
+
+    Attributes:
+      stage: the stage that makes it.
+      is_backward: whether it is gradients, on their way back.
+      target: the IPU where it is read, which may be that of the stage.
+      readers: the stages there that read it, in the same direction, and do not hold it any longer.
+      holders: the stages there that hold it from their forward to their backward: from then on it is
+        counted with what they hold (`StageMemory.num_input_bytes`).
+      num_bytes: how much it is.
+    """
+
+    stage: int
+    is_backward: bool
+    target: int
+    readers: tuple[int, ...]
+    holders: tuple[int, ...]
+    num_bytes: int

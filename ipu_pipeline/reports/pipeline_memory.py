@@ -1,0 +1,29 @@
+"""What each IPU of a pipeline that is at hand holds over time; `memory_over_time` says what that is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ipu_pipeline.engine.pipeline import Pipeline
+from ipu_pipeline.engine.planning.crossings import find_flows
+from ipu_pipeline.reports.memory_over_time import MemoryOverTime, TimedAction, lay_out_memory
+
+__all__ = ["pipeline_memory_over_time"]
+
+
+def pipeline_memory_over_time(
+    pipeline: Pipeline, actions: Iterable[TimedAction], num_micro_batches: int | None = None
+) -> tuple[MemoryOverTime, ...]:
+    """What each IPU of a pipeline holds over time.
+
+    Args:
+      pipeline: traced. What its programs take besides is known once they have been compiled.
+      actions: of it, in any order.
+      num_micro_batches: of a step, where the pipeline has no fixed number.
+
+    Raises:
+      ValueError: see `lay_out_memory`, and `Pipeline.plan_ipu_memory`.
+    """
+    stages = pipeline.plan_memory(num_micro_batches)
+    flows = find_flows(pipeline.traced, pipeline.programs, pipeline.device_mapping)
+    return lay_out_memory(stages, pipeline.plan_ipu_memory(num_micro_batches), flows, actions)
