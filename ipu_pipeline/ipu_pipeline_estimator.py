@@ -21,6 +21,7 @@ from ipu_pipeline.checkpointing.checkpoints import CheckpointSeries
 from ipu_pipeline.checkpointing.snapshots import Snapshot
 from ipu_pipeline.checkpointing.together import do_first
 from ipu_pipeline.checkpointing.writable import check_writable
+from ipu_pipeline.engine.execution.kept import KeptPrograms
 from ipu_pipeline.estimator.inference import Inference, PaddedData
 from ipu_pipeline.estimator.programs import (
     EstimatorProgram,
@@ -133,6 +134,7 @@ class IPUPipelineEstimator:
         self._series = CheckpointSeries(
             self._model_dir / _CHECKPOINTS, max_to_keep=config.keep_checkpoint_max or None
         )
+        self._kept = {mode: KeptPrograms() for mode in ModeKeys}
 
     @property
     def model_dir(self) -> str:
@@ -383,7 +385,8 @@ class IPUPipelineEstimator:
             )
 
     def _build(self, mode: ModeKeys, dataset: Any) -> EstimatorProgram:
-        return build_estimator_program(self._model_fn, mode, self.params, self._config, dataset)
+        with self._kept[mode].building():
+            return build_estimator_program(self._model_fn, mode, self.params, self._config, dataset)
 
     def _select_devices(self) -> None:
         """To be called before the user's functions and before a checkpoint is read: both may start JAX."""
