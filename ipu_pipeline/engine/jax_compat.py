@@ -5,8 +5,8 @@ reference documentation describes it. `jax.extend.core`, on which the engine is 
 sense; `jax.core` is not, nor is anything in jaxlib. The names are looked up once, when this module is
 imported. If one is missing, everything still works, only more slowly or with more memory: arrays are moved
 by `jax.device_put`, loops are not reduced to the outputs that are needed, equal programs are compiled one
-by one, what JAX traced for a program stays when the program is gone, and what is found in JAX's cache
-counts as compiled.
+by one, some are not kept for the next pipeline, what JAX traced for a program stays when the program is
+gone, and what is found in JAX's cache counts as compiled.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ __all__ = [
     "fresh_trace",
     "is_device_array",
     "is_traced",
+    "kept_arguments",
     "lines_of",
     "lower_by_axis",
     "make_array",
@@ -83,6 +84,19 @@ def notify_of_cache_hits(callback: Callable[[], None]) -> None:
 
     if _register_event_listener is not None:
         _register_event_listener(listen)
+
+
+# Programs before XLA. Without the name, those that do not read all their arguments are compiled each time.
+
+_lowering = find("jax.stages:Lowered._lowering")
+
+
+def kept_arguments(lowered: jax.stages.Lowered) -> tuple[int, ...] | None:
+    """Which of its arguments a program before XLA reads (JAX leaves out the others); None if not known."""
+    try:
+        return tuple(sorted(_lowering.__get__(lowered).compile_args["kept_var_idx"]))
+    except (AttributeError, KeyError, TypeError):
+        return None
 
 
 # Moving arrays. jaxlib's functions are four to five times faster than `jax.device_put`.

@@ -27,6 +27,7 @@ from ipu_pipeline.engine.devices.residence import Residence
 from ipu_pipeline.engine.devices.rows import Row, check_processes, make_rows
 from ipu_pipeline.engine.devices.sharding import parse_shard
 from ipu_pipeline.engine.errors import OutOfRangeError
+from ipu_pipeline.engine.execution import kept
 from ipu_pipeline.engine.execution.blocks.runner import BlockRunner
 from ipu_pipeline.engine.execution.contract import Pending, Request, Runner
 from ipu_pipeline.engine.execution.executor import Executor
@@ -139,6 +140,7 @@ class Pipeline:
         self._built: Built | None = None
         self._programs: tuple[StagePrograms, ...] = ()
         self._executor: Runner[Any] | None = None
+        self._kept = kept.current()
         self._accumulators: dict[str, Any] | None = None  # the zeros that the last update left
         self._placed: weakref.ref[PipelineState] | None = None  # the last state that is known to be placed
         # A function by itself, so that what calls it does not hold the pipeline: an infeed holds the
@@ -523,6 +525,7 @@ class Pipeline:
             if not self.options.gathers_outputs:
                 replicated.keep_outputs()
             replicated.has_identical_keys = self._has_identical_keys
+        self._executor.kept = self._kept
         return self._executor
 
     def _agree(self, devices: Sequence[Any]) -> None:

@@ -74,7 +74,7 @@ class Compilation:
         """
         self.total = total
         self.num_done = 0
-        self._num_cached = self._num_loaded = 0
+        self._num_cached = self._num_loaded = self._num_kept = 0
         self._observer = observer
         self._lock = threading.Lock()
         self._begin = time.perf_counter()
@@ -93,6 +93,11 @@ class Compilation:
         """Notes programs that needed no compiling, as one like them was compiled for another device."""
         self._num_loaded += number
         self._add(number)
+
+    def note_kept(self) -> None:
+        """Notes a program that needed no compiling, as an earlier pipeline had compiled it."""
+        self._num_kept += 1
+        self._add(1)
 
     def note_cached(self) -> None:
         """Notes that what is being compiled was in JAX's persistent cache."""
@@ -119,6 +124,8 @@ class Compilation:
             parts.append(f"{self._num_cached} from the cache")
         if self._num_loaded:
             parts.append(f"{self._num_loaded} like others, loaded for their devices")
+        if self._num_kept:
+            parts.append(f"{self._num_kept} kept from before")
         details = f" ({'; '.join(parts)})" if parts else ""
         seconds = time.perf_counter() - self._begin
         with between_bars():

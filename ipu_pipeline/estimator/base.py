@@ -18,6 +18,7 @@ from ipu_pipeline import config as ipu_config
 from ipu_pipeline.checkpointing import checkpoints
 from ipu_pipeline.checkpointing.checkpoints import CheckpointSeries
 from ipu_pipeline.checkpointing.writable import check_writable
+from ipu_pipeline.engine.execution.kept import KeptPrograms
 from ipu_pipeline.estimator.exporting import check_export, export_prediction
 from ipu_pipeline.estimator.inference import Inference, PaddedData
 from ipu_pipeline.estimator.predictions import choose_entries, split_examples
@@ -86,6 +87,7 @@ class Estimator(abc.ABC):
         self._series = CheckpointSeries(
             self._model_dir / CHECKPOINTS, max_to_keep=config.keep_checkpoint_max or None
         )
+        self._kept = {mode: KeptPrograms() for mode in ModeKeys}
 
     @property
     def model_dir(self) -> str:
@@ -160,7 +162,8 @@ class Estimator(abc.ABC):
             check_writable(self._model_dir, "train: checkpoints and scalars", may_be_full=True)
         self._select_devices()
         dataset = self._call_input_fn(input_fn, ModeKeys.TRAIN)
-        made = self._build(ModeKeys.TRAIN, dataset)
+        with self._kept[ModeKeys.TRAIN].building():
+            made = self._build(ModeKeys.TRAIN, dataset)
         found = self._series.read_latest(set_aside=True)
         global_step = 0 if found is None else int(found[1].extra.get(GLOBAL_STEP, found[0]))
         if max_steps is not None and global_step >= max_steps:
@@ -422,7 +425,8 @@ class Estimator(abc.ABC):
         """What evaluates or predicts, and the step of its variables."""
         self._select_devices()
         data = PaddedData(self._call_input_fn(input_fn, mode))
-        made = self._build(mode, data)
+        with self._kept[mode].building():
+            made = self._build(mode, data)
         found = find_checkpoint(self._series, checkpoint_path)
         global_step = 0
         with Session(seed=self._config.tf_random_seed or 0) as session:

@@ -18,12 +18,14 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from ipu_pipeline.engine import jax_compat
 from ipu_pipeline.engine.devices.compiler_options import CompilerOptions, Options
 from ipu_pipeline.engine.devices.elsewhere import NotRun
 from ipu_pipeline.engine.devices.residence import Residence
 from ipu_pipeline.engine.devices.rows import Row
 from ipu_pipeline.engine.execution.dispatches import Plan
 from ipu_pipeline.engine.execution.executables import Executable, is_portable
+from ipu_pipeline.engine.execution.kept import KeptPrograms, Key, identify, text_of
 from ipu_pipeline.engine.execution.templates import Joint
 from ipu_pipeline.engine.execution.weight_updates import WeightUpdate
 from ipu_pipeline.engine.jaxprs.shapes import num_bytes
@@ -56,6 +58,7 @@ class _Lowered(NamedTuple):
     lowered: Any
     row: Row
     install: Callable[[Any], None]
+    key: Key | None = None  # to keep it by
 
 
 class _Divided(NamedTuple):
@@ -80,8 +83,9 @@ class _Divided(NamedTuple):
 class _Programs:
     """Compiles programs in threads; one of those that are the same."""
 
-    def __init__(self, is_shared: bool, told: Compilation) -> None:
+    def __init__(self, is_shared: bool, told: Compilation, kept: KeptPrograms | None) -> None:
         self._told = told
+        self._kept = kept
         self.threads = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="ipu-compile")
         self._is_shared = is_shared
         self._started: list[tuple[Future[Any], list[_Lowered]]] = []  # each, and the same elsewhere
@@ -95,26 +99,41 @@ class _Programs:
         arguments: Sequence[Any],
         row: Row,
         options: Options,
-        install: Callable[[Any], None],
+        install: Callable[[Any], None] | None,
     ) -> Future[Any] | None:
-        """Starts to compile a program, unless the same one was started for another device.
+        """Starts to compile a program, unless the same one was started for another device, or is kept.
 
         Args:
           function: jitted.
           arguments: what it will be called with, or their shapes.
           row: where.
           options: XLA's.
-          install: takes what is to be called in place of the function, if it is not to be called itself.
+          install: takes what is to be called in place of the function, if it is not to be called itself;
+            None if it always is.
 
         Returns:
           What will be the compiled program; None if that is loaded from another one.
         """
-        lowered = _Lowered(function.lower(*arguments), row, install)
+        program = function.lower(*arguments)
+        is_portable_here = self._is_shared and install is not None and is_portable(row.devices)
+        key, text = None, ""
+        if is_portable_here or (self._kept is not None and install is not None):
+            text = text_of(program)
+        if self._kept is not None and install is not None:
+            key = identify(program, text, row.devices, options)
+        lowered = _Lowered(program, row, install or (lambda _loaded: None), key)
         same = [lowered]
-        if self._is_shared and is_portable(row.devices):
-            _name, text = lowered.lowered.as_text().split("\n", 1)
+        if self._kept is not None and (known := self._kept.find(key)) is not None:
+            future: Future[Any] = Future()
+            future.set_result(known)
+            lowered.install(known)
+            self._told.note_kept()
+            self._started.append((future, same))
+            return future
+        if is_portable_here:
             digest = hashlib.sha256(text.encode()).digest()  # texts hold constants, which may be large
-            same = self._known.setdefault((digest, tuple(sorted(options.items()))), same)
+            read = jax_compat.kept_arguments(program)  # which the text does not say
+            same = self._known.setdefault((digest, read, tuple(sorted(options.items()))), same)
             if same[0] is not lowered:
                 same.append(lowered)
                 return None
@@ -133,7 +152,7 @@ class _Programs:
         if joint not in self._joint and joint.row.is_here:
             self._joint.add(joint)
             structs = [_struct(value.shape, value.dtype, joint.row) for value in arguments]
-            self.start(joint.jitted, structs, joint.row, options, lambda _loaded: None)
+            self.start(joint.jitted, structs, joint.row, options, None)
 
     def _compile(self, program: _Lowered) -> Any:
         with self._told.program():
@@ -155,15 +174,21 @@ class _Programs:
         for one, same in compiled:
             for lowered in same:
                 note_temporaries(temporary_bytes, lowered.row, one)
+            self._keep(same[0], one)
         loaded = [(programs, future.result()) for programs, future in waiting]
         for programs, functions in loaded:  # when all is there: what came before can be done again
             for program, function in zip(programs, functions, strict=False):
                 program.install(function)
+                self._keep(program, function)
         residual_bytes = {
             stage: sum(one.num_bytes for one in divided) // chunk_size
             for stage, divided in self.divided.items()
         }
         return Compiled(temporary_bytes, residual_bytes)
+
+    def _keep(self, program: _Lowered, compiled: Any) -> None:
+        if self._kept is not None:
+            self._kept.keep(program.key, compiled)
 
     def _load(self, compiled: Any, programs: Sequence[_Lowered]) -> list[Any]:
         """A compiled program, loaded for the others' devices.
@@ -213,6 +238,7 @@ def compile_ahead(
     chunk: ChunkForm,
     options: CompilerOptions,
     is_shared: bool,
+    kept: KeptPrograms | None = None,
 ) -> Compiled:
     """Compiles what a step dispatches, and its weight update.
 
@@ -222,13 +248,14 @@ def compile_ahead(
       chunk: how many micro-batches a program handles.
       options: XLA's, per program.
       is_shared: whether programs that are the same on several devices may be compiled once.
+      kept: has compiled programs of earlier pipelines, and gets those of this one.
     """
     updates = weight_update.residence.updates
     rows = [template.row for column in columns for template in column.plan.templates.values()]
     if updates is not None:
         rows += [weight_update.residence.rows[program.stage] for program in updates.updates]
     with compiling(sum(row.is_here for row in rows)) as told:
-        programs = _Programs(is_shared, told)
+        programs = _Programs(is_shared, told, kept)
         try:
             for column in columns:
                 results = _start_templates(column, chunk, options, programs)

@@ -19,6 +19,7 @@ import jax
 from ipu_pipeline.engine import jaxprs
 from ipu_pipeline.engine.devices.feeds import Take
 from ipu_pipeline.engine.devices.residence import Residence
+from ipu_pipeline.engine.execution.kept import KeptPrograms
 from ipu_pipeline.engine.jaxprs.shapes import num_bytes
 from ipu_pipeline.engine.planning.memory import find_fed, plan_ipus
 from ipu_pipeline.engine.planning.memory_plans import Brought, IpuMemory, StageMemory
@@ -103,7 +104,10 @@ class Runner(abc.ABC, Generic[PendingT]):
       has_run: whether `run` has been called.
       waits_for_python: whether `run` may wait for Python that its programs call back into. Then it leaves
         the memory of variables and optimizer state alone.
+      kept: has compiled programs of earlier pipelines; None if they are not kept.
     """
+
+    kept: KeptPrograms | None = None
 
     def __init__(
         self, residence: Residence, programs: Sequence[StagePrograms], iterated: Iterated | None

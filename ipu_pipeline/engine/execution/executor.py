@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import jax
-import jax.numpy as jnp
 
 from ipu_pipeline.engine import watching
 from ipu_pipeline.engine.devices import action_log
@@ -27,6 +26,7 @@ from ipu_pipeline.engine.execution.compiling import Column, Compiled, compile_ah
 from ipu_pipeline.engine.execution.contract import Iterated, Request, Runner
 from ipu_pipeline.engine.execution.dispatches import Dispatch, make_plan
 from ipu_pipeline.engine.execution.dispatching import Accumulated, Dispatching, Gather, Together, finish
+from ipu_pipeline.engine.execution.kept import jit_zeros
 from ipu_pipeline.engine.execution.phase_memory import (
     Bringing,
     find_brought,
@@ -155,12 +155,7 @@ class Executor(Runner[PendingStep]):
             if target.is_here and not template.row.is_here
         }
         last_row = self.plan.last_forward.row
-        self._zero_sums = last_row.program(
-            jax.jit(
-                lambda: [jnp.zeros(aval.shape, aval.dtype) for aval in collecting.avals],
-                out_shardings=last_row.replicated,
-            )
-        )
+        self._zero_sums = last_row.program(jit_zeros(collecting.avals, last_row.replicated))
         if iterated is None:  # of a pipeline, `fetch` waits for what stages call
             self.waits_for_python = residence.updates is not None and residence.updates.has_callbacks
         self._weight_update = WeightUpdate(residence, donate, options.update, self.waits_for_python)
@@ -288,7 +283,12 @@ class Executor(Runner[PendingStep]):
             column = self.as_column(state, request)
             self.note_compiled(
                 compile_ahead(
-                    [column], self._weight_update, self._chunk, self._options, not self.has_callbacks
+                    [column],
+                    self._weight_update,
+                    self._chunk,
+                    self._options,
+                    not self.has_callbacks,
+                    self.kept,
                 )
             )
 

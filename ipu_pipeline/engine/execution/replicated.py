@@ -223,7 +223,9 @@ class Replicated(Runner[PendingReplicas]):
             )
         ]
         chunk = ChunkForm(self.columns[0].chunk_size)
-        found = compile_ahead(columns, self._weight_update, chunk, self._options, not self.has_callbacks)
+        found = compile_ahead(
+            columns, self._weight_update, chunk, self._options, not self.has_callbacks, self.kept
+        )
         for column in self.columns:
             column.note_compiled(found)
         self.temporary_bytes, self.residual_bytes = found

@@ -31,6 +31,7 @@ from ipu_pipeline.engine.execution.blocks.sizes import BlockSizes, block_sizes
 from ipu_pipeline.engine.execution.blocks.state import BlockKind, Given, Left, Position, Totals
 from ipu_pipeline.engine.execution.compiling import note_temporaries
 from ipu_pipeline.engine.execution.contract import Iterated, Request, Runner
+from ipu_pipeline.engine.execution.kept import identify, jit_zeros, text_of
 from ipu_pipeline.engine.execution.watched import watched_take
 from ipu_pipeline.engine.jaxprs.shapes import num_bytes
 from ipu_pipeline.engine.planning.memory_plans import IpuMemory, StageMemory
@@ -150,7 +151,7 @@ class BlockRunner(Runner[PendingBlock]):
         row = residence.rows[0]
         peek = jax.jit(self.program.peek, compiler_options=self._options, **row.results)
         self._peek = row.program(peek)
-        self._make_sums = row.program(jax.jit(self.program.make_sums, out_shardings=row.replicated))
+        self._make_sums = row.program(jit_zeros(collecting.avals, row.replicated))
 
     @property
     def takes_elements(self) -> bool:
@@ -364,9 +365,20 @@ class BlockRunner(Runner[PendingBlock]):
             function = self._functions[kind, donate] = row.program(self._jit(kind, donate))
         elif function is None:
             function = self._jit(kind, donate)
-            with compiling(1) as told, told.program():
-                compiled = function.lower(*arguments).compile()  # the call below finds it
-            note_temporaries(self.temporary_bytes, self.residence.rows[0], compiled)
+            lowered, key, compiled = function.lower(*arguments), None, None
+            if self.kept is not None:
+                key = identify(lowered, text_of(lowered), row.devices, self._options)
+                compiled = self.kept.find(key)
+            with compiling(1) as told:
+                if compiled is not None:
+                    function = compiled
+                    told.note_kept()
+                else:
+                    with told.program():
+                        compiled = lowered.compile()  # the call below finds it
+            if self.kept is not None:
+                self.kept.keep(key, compiled)
+            note_temporaries(self.temporary_bytes, row, compiled)
             self._functions[kind, donate] = function
         return function, arguments
 

@@ -1,0 +1,111 @@
+"""Compiled programs that outlive their pipeline, for the next one that has the same.
+
+Whoever builds a pipeline anew, as an estimator does at each call, cannot know that it is the same: its
+functions may have closed over other values. So it is traced again, and what is compared is what XLA would
+compile: the text of the program, constants included, where it runs, and with which options.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from ipu_pipeline.engine import jax_compat
+from ipu_pipeline.engine.devices.compiler_options import Options
+
+__all__ = ["KeptPrograms", "Key", "current", "identify", "jit_zeros", "text_of"]
+
+Key: TypeAlias = "tuple[Any, ...]"
+
+_current: contextvars.ContextVar[KeptPrograms | None] = contextvars.ContextVar("kept", default=None)
+
+
+class KeptPrograms:
+    """The compiled programs of one pipeline after another; it lets go of what the last one did not use."""
+
+    def __init__(self) -> None:
+        """There are none yet."""
+        self._used: dict[Key, Any] = {}
+        self._earlier: dict[Key, Any] = {}
+
+    @contextlib.contextmanager
+    def building(self) -> Iterator[None]:
+        """Has the pipelines that are built in the block take programs from here, whenever they compile."""
+        if self._used:  # else the one before ended without compiling anything
+            self._earlier, self._used = self._used, {}
+        token = _current.set(self)
+        try:
+            yield
+        finally:
+            _current.reset(token)
+
+    def find(self, key: Key | None) -> Any:
+        """The program, ready to be called; None if there is none."""
+        if key is None:
+            return None
+        found = self._used.get(key, self._earlier.get(key))
+        if found is not None:
+            self._used[key] = found
+        return found
+
+    def keep(self, key: Key | None, compiled: Any) -> None:
+        """Keeps a program that was compiled; without a key it does nothing."""
+        if key is not None:
+            self._used[key] = compiled
+
+
+def current() -> KeptPrograms | None:
+    """Where a pipeline that is being built takes programs from."""
+    return _current.get()
+
+
+def text_of(lowered: Any) -> str:
+    """The text of a program before XLA, without the first line, which has its name."""
+    _name, text = lowered.as_text().split("\n", 1)
+    return str(text)
+
+
+def identify(lowered: Any, text: str, devices: Sequence[Any], options: Options) -> Key | None:
+    """What two programs have in common that are the same.
+
+    Args:
+      lowered: the program before XLA.
+      text: see `text_of`.
+      devices: where it runs.
+      options: XLA's.
+
+    Returns:
+      None if that cannot be said: of programs that call Python, which the text does not name, and, without
+      JAX's help, of those that do not read all their arguments, as it does not say which ones these are.
+    """
+    if "callback" in text:
+        return None
+    read = jax_compat.kept_arguments(lowered)
+    if read is None:
+        begin = text.find("@main(")
+        read = tuple(range(text.count("%arg", begin, text.find("\n", begin))))  # of its first line
+        if len(read) != len(jax.tree.leaves(lowered.in_avals)):
+            return None
+    digest = hashlib.sha256(text.encode()).digest()  # texts hold constants, which may be large
+    place = tuple((device.platform, device.id) for device in devices)
+    return digest, read, place, tuple(sorted(options.items())), lowered.in_tree, lowered.out_tree
+
+
+def jit_zeros(avals: Sequence[Any], sharding: Any) -> Callable[[], list[jax.Array]]:
+    """What makes zeros of these shapes and dtypes; the same for all pipelines, so that it compiles once."""
+    return _jit_zeros(tuple((aval.shape, aval.dtype) for aval in avals), sharding)
+
+
+@functools.lru_cache(maxsize=256)
+def _jit_zeros(avals: tuple[tuple[tuple[int, ...], Any], ...], sharding: Any) -> Callable[[], Any]:
+    def make_zeros() -> list[jax.Array]:
+        return [jnp.zeros(shape, dtype) for shape, dtype in avals]
+
+    return jax.jit(make_zeros, out_shardings=sharding)
