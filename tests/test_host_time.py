@@ -54,7 +54,7 @@ def test_what_the_host_did():
     }
     assert found.idle == 80
     assert found.sentence == (
-        "67% of the time from the start of the first step to the end of the last one (80.0 µs of 120 "
+        "66.7% of the time from the start of the first step to the end of the last one (80.0 µs of 120 "
         "µs) no IPU had work, because the host ran the program's own Python between steps for 35.0 "
         "µs, waited for the data set for 25.0 µs, dequeued for 10.0 µs and started programs within "
         "steps for 10.0 µs. Do more steps in a run (repeat_count of a pipeline, the count of a loop, "

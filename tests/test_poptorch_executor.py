@@ -527,12 +527,20 @@ def test_a_profile(tmp_path):
     assert file.stat().st_size > 0
 
 
-def test_synthetic_data():
+def test_synthetic_data(monkeypatch):
     """Inputs are looked at for their shapes only."""
     model = make_model()
     executor = poptorch.inferenceModel(model, make_options(2).enableSyntheticData(True))
     x, _target = make_batch()
-    assert_close([executor(x), executor(x * torch.nan)], [model(torch.zeros_like(x)).detach()] * 2)
+    zeros = model(torch.zeros_like(x)).detach()
+    assert_close([executor(x), executor(x * torch.nan)], [zeros] * 2)
+    for word in ("zeros", "random"):
+        monkeypatch.setenv("IPU_PIPELINE_SYNTHETIC_DATA", word)
+        executor = poptorch.inferenceModel(model, make_options(2))
+        found = executor(x * torch.nan)
+        assert torch.isfinite(found).all()
+        assert torch.allclose(found, zeros, atol=1e-6) == (word == "zeros")
+    monkeypatch.delenv("IPU_PIPELINE_SYNTHETIC_DATA")
     training = poptorch.trainingModel(model, make_options(4, 1).enableSyntheticData(True))
     plain = reference(model, lambda parameters: torch.optim.SGD(parameters, lr=0.01))
     training(*make_batch())

@@ -15,7 +15,7 @@ from typing import TypeAlias
 from ipu_pipeline.reports.analysis import PipelineAnalysis
 from ipu_pipeline.reports.events import COMPILING, REHEARSAL, EventKind
 from ipu_pipeline.reports.profile import PipelineFacts, Profile
-from ipu_pipeline.reports.wording import describe_time
+from ipu_pipeline.reports.wording import describe_share, describe_time
 
 __all__ = ["HostTime", "find_host_time"]
 
@@ -101,9 +101,9 @@ class HostTime:
         listed = did[0] if len(did) == 1 else f"{', '.join(did[:-1])} and {did[-1]}"
         mends = [_CAUSES[name][1] for time, name in parts if time >= _LEAST_PART * self.idle]
         return (
-            f"{self.share:.0%} of the time from the start of the first step to the end of the last one "
-            f"({describe_time(self.idle)} of {describe_time(self.length)}) no IPU had work, because the "
-            f"host {listed}. {' '.join(mends)}"
+            f"{describe_share(self.share)} of the time from the start of the first step to the end of the "
+            f"last one ({describe_time(self.idle)} of {describe_time(self.length)}) no IPU had work, "
+            f"because the host {listed}. {' '.join(mends)}"
         )
 
 
