@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ipu_pipeline.engine import jax_compat
+
 __all__ = ["Metric", "Update", "accuracy", "auc", "mean", "precision", "recall"]
 
 Array = Any  # of NumPy, in float64; or of JAX, where a function is traced, in float32
@@ -297,7 +299,7 @@ def _count_positives(
 
 def _as_arrays(*values: Array, number: int = 1) -> tuple[Any, list[Array]]:
     """NumPy or jax.numpy, whichever the values need, and so many of them as its arrays."""
-    xp: Any = jnp if any(isinstance(value, jax.core.Tracer) for value in values) else np
+    xp: Any = jnp if any(jax_compat.is_traced(value) for value in values) else np
     return xp, [xp.asarray(value) for value in values[:number]]
 
 
