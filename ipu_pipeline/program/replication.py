@@ -59,7 +59,7 @@ def make_replication(
     averages: bool,
     sharded: Sequence[str] = (),
 ) -> Replication:
-    """That of a pipeline or loop that has been traced.
+    """The replication of a pipeline or loop that has been traced.
 
     Args:
       ipu_device: as of `Replication`.

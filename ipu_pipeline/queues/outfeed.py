@@ -138,14 +138,15 @@ class IPUOutfeedQueue:
         check_replication_factor("IPUOutfeedQueue", arguments["replication_factor"])
         buffer_depth = 3 if arguments["buffer_depth"] is None else arguments["buffer_depth"]
         outfeed_mode, outfeed_all = arguments["outfeed_mode"], arguments["outfeed_all"]
-        if outfeed_all not in (None, True, False):
+        if outfeed_all is not None and not isinstance(outfeed_all, (bool, np.bool_)):
             raise TypeError(f"outfeed_all must be True or False; got {outfeed_all!r}.")
         if outfeed_all is not None and outfeed_mode is not None:
             raise TypeError(
                 "Give either outfeed_mode or outfeed_all; outfeed_all is the older way to say it."
             )
         if outfeed_mode is None:
-            outfeed_mode = IPUOutfeedMode.LAST if outfeed_all is False else IPUOutfeedMode.ALL
+            is_last = outfeed_all is not None and not outfeed_all
+            outfeed_mode = IPUOutfeedMode.LAST if is_last else IPUOutfeedMode.ALL
         if not isinstance(outfeed_mode, IPUOutfeedMode):
             raise TypeError(
                 f"outfeed_mode must be one of {list_members(IPUOutfeedMode)}; got {outfeed_mode!r}."

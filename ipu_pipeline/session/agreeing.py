@@ -27,7 +27,10 @@ _MOST_SHOWN = 4  # elements of an array that an error shows
 
 
 def agree_on_run(
-    programs: Sequence[Program], feeds: Mapping[Placeholder, Any], changes: Mapping[str, int]
+    programs: Sequence[Program],
+    feeds: Mapping[Placeholder, Any],
+    changes: Mapping[str, int],
+    fault: Exception | None = None,
 ) -> None:
     """Compares what is about to run with the other processes, if there are any; all of them call it.
 
@@ -35,9 +38,11 @@ def agree_on_run(
       programs: what is run.
       feeds: what is fed.
       changes: how often variables were set in each way, such as "Session.load".
+      fault: why this process cannot run it.
 
     Raises:
       ValueError: the processes differ; nothing has run.
+      fault: all processes have it.
       ProcessError: another process has ended, or does not go on.
     """
     others = peers.current()
@@ -52,7 +57,18 @@ def agree_on_run(
     for program in programs:
         for placeholder in program.placeholders:
             told[f"the value fed to {placeholder!r}"] = _describe_fed(placeholder, feeds)
-    others.agree("a run of a session", told)
+    _agree(others, "a run of a session", told, fault)
+
+
+def _agree(others: peers.Peers, what: str, told: Mapping[str, str], fault: Exception | None) -> None:
+    """Compares also what keeps this process from going on, and raises that if it is the same for all."""
+    described = "nothing" if fault is None else f"{type(fault).__name__}: {fault}"
+    try:
+        others.agree(what, {"what keeps it from running": described, **told})
+    except ValueError as error:
+        raise error from fault
+    if fault is not None:
+        raise fault
 
 
 def _describe_fed(placeholder: Placeholder, feeds: Mapping[Placeholder, Any]) -> str:
@@ -64,14 +80,16 @@ def _describe_fed(placeholder: Placeholder, feeds: Mapping[Placeholder, Any]) ->
         return "a value that does not fit"
 
 
-def agree_on_values(state: SessionState) -> None:
+def agree_on_values(state: SessionState, fault: Exception | None = None) -> None:
     """Compares the values that each process has by itself with the others', if there are any; all call it.
 
     Args:
       state: everything that the session has. What lies on devices of a pipeline or loop is left out.
+      fault: why this process could not make one of its values.
 
     Raises:
       ValueError: a value differs between processes.
+      fault: all processes have it.
       ProcessError: another process has ended, or does not go on.
     """
     others = peers.current()
@@ -83,10 +101,12 @@ def agree_on_values(state: SessionState) -> None:
         f"the number of weight updates of {name!r}": str(record.update_count)
         for name, record in state.pipelines.items()
     }
-    together = hashlib.blake2b(repr(sorted(told.items())).encode(), digest_size=16).hexdigest()
-    if len(set(others.exchange("values of a session", together))) > 1:
+    together = hashlib.blake2b(
+        repr((sorted(told.items()), repr(fault))).encode(), digest_size=16
+    ).hexdigest()
+    if len(set(others.exchange("values of a session", together))) > 1 or fault is not None:
         described = {name: _describe(array) for name, array in own.items()}
-        others.agree("values of a session", {**told, **described})
+        _agree(others, "values of a session", {**told, **described}, fault)
 
 
 def _own_arrays(state: SessionState) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:

@@ -21,6 +21,7 @@ from ipu_pipeline.engine import peers, watching
 from ipu_pipeline.engine.devices.elsewhere import is_here
 from ipu_pipeline.engine.devices.everywhere import read_everywhere
 from ipu_pipeline.engine.devices.feeds import Take, take_nothing
+from ipu_pipeline.engine.devices.links import naming_peers
 from ipu_pipeline.engine.devices.placing import put_host_copies
 from ipu_pipeline.engine.devices.rows import Row, make_rows
 from ipu_pipeline.engine.execution.contract import Request, Runner
@@ -37,6 +38,10 @@ from ipu_pipeline.session.store import Store
 
 __all__ = ["Limit", "check_feeds", "reads_data", "run_program"]
 
+_MEND_REPLICAS = (
+    "Let all of them have as many replicas; or return what is the same for all, such as what "
+    "cross_replica_ops.cross_replica_mean gives, and feed it to another program."
+)
 _BLIND_ITERATIONS = 64  # of a while_loop without a feed, before the host looks at its condition
 
 
@@ -74,7 +79,7 @@ def run_program(
         if isinstance(step, CallStep) and isinstance(step.call, PipelineCall):
             for atom in step.operands[: step.call.has_count_operand]:
                 if isinstance(atom, jex_core.Literal) or atom in values:
-                    step.call.check_count(of_replica(read_atom(values, atom), 0))
+                    step.call.check_count(_read_count(step.call, read_atom(values, atom)))
     for infeed in program.infeeds:
         infeed.check_initialized()
     devices = config.devices_for(program.ipu_device, program.num_ipus)
@@ -92,15 +97,20 @@ def run_program(
         else:
             results = _run_loop(step.call, operands, devices, store, resumption)
             values.update(zip(step.results, results, strict=True))
-    return [np.array(of_replica(read_atom(values, atom), 0)) for atom in program.result_atoms]
+    returned = [of_replica(read_atom(values, atom), 0) for atom in program.result_atoms]
+    return [one if _is_key(one) else np.array(one) for one in returned]
 
 
 def _run_segment(segment: Segment, arguments: Sequence[Any], row: Row) -> list[Any]:
     """What is computed between calls: of what replicas have apart, for each replica."""
     sizes = {len(value.values) for value in arguments if isinstance(value, OfReplicas)}
-    if len(sizes) != 1:  # none, or those of loops with different numbers of replicas
-        own = [of_replica(value, 0) for value in arguments]
-        return segment.function(*put_host_copies(own, row))
+    if not sizes:
+        return segment.function(*put_host_copies(arguments, row))
+    if len(sizes) > 1:
+        raise ValueError(
+            "A computation between loops takes values of loops with different numbers of replicas: "
+            f"{', '.join(map(str, sorted(sizes)))}. {_MEND_REPLICAS}"
+        )
     made = [
         segment.function(*put_host_copies([of_replica(value, replica) for value in arguments], row))
         for replica in range(sizes.pop())
@@ -108,14 +118,30 @@ def _run_segment(segment: Segment, arguments: Sequence[Any], row: Row) -> list[A
     return [OfReplicas(values) for values in zip(*made, strict=True)]
 
 
-def _fit_replicas(operands: Sequence[Any], num_replicas: int) -> list[Any]:
-    """Operands for so many replicas: what another number of replicas has apart is that of the first one."""
-    return [
-        value
-        if isinstance(value, OfReplicas) and len(value.values) == num_replicas
-        else of_replica(value, 0)
-        for value in operands
-    ]
+def _fit_replicas(call: Call, operands: Sequence[Any], num_replicas: int) -> list[Any]:
+    """Operands for so many replicas; of a call without replicas, those of the first one that has them."""
+    if num_replicas == 1:
+        return [of_replica(value, 0) for value in operands]
+    sizes = {len(value.values) for value in operands if isinstance(value, OfReplicas)} - {num_replicas}
+    if sizes:
+        raise ValueError(
+            f"{call.name!r} has {num_replicas} replicas, and takes a value that a loop of {min(sizes)} "
+            f"replicas gave, one for each of them. {_MEND_REPLICAS}"
+        )
+    return list(operands)
+
+
+def _read_count(call: Call, value: Any) -> int:
+    """The count of a loop or pipeline that is an operand of its call."""
+    given = value.values if isinstance(value, OfReplicas) else (value,)
+    counts = list(map(int, given))
+    if len(set(counts)) > 1:
+        raise ValueError(
+            f"The count of {call.name!r} must be the same in all replicas, which compute together; a loop "
+            f"gave them {counts}. Let it depend on what is the same in all, such as what "
+            "cross_replica_ops.cross_replica_mean gives."
+        )
+    return counts[0]
 
 
 def check_feeds(programs: Sequence[Program], feed_dict: Mapping[Any, Any]) -> None:
@@ -141,13 +167,13 @@ def _run_pipeline(
 ) -> None:
     pipeline, inputs, count = call.pipeline, operands, None
     if call.has_count_operand:
-        count, inputs = call.check_count(of_replica(operands[0], 0)), operands[1:]
+        count, inputs = call.check_count(_read_count(call, operands[0])), operands[1:]
     if call.trains:
         pipeline.set_recomputation(call.find_recomputation())
     resumption.before_run(call)
     runner, devices = _prepare(call, devices)
     num_replicas = pipeline.num_replicas
-    inputs = _fit_replicas(inputs, num_replicas)
+    inputs = _fit_replicas(call, inputs, num_replicas)
     _introduce(call, runner)
     take: Take = take_nothing
     is_synthetic = uses_synthetic_data()
@@ -216,8 +242,8 @@ def _run_loop(
     num_replicas = loop.num_replicas
     count = call.count
     if call.has_count_operand:
-        count, operands = max(0, int(of_replica(operands[0], 0))), operands[1:]
-    operands = _fit_replicas(operands, num_replicas)
+        count, operands = max(0, _read_count(call, operands[0])), operands[1:]
+    operands = _fit_replicas(call, operands, num_replicas)
     num_captured = len(body.captured)
     constant, changing = loop.split_carried(operands[num_captured:])
     inputs = [*operands[:num_captured], *constant]
@@ -250,6 +276,7 @@ def _run_loop(
     with (
         announcing.running(store, call.name, loop, runner, devices, total) as told,
         telling_end(runner, done),
+        naming_peers(),
     ):
         try:
             while (count is None or done.count < count) and loop.goes_on(inputs, changing):
@@ -272,9 +299,10 @@ def _run_loop(
                     told.done(progress.count * num_replicas, num_updates)
                 if infeed is not None and num_unneeded:
                     infeed.give_back()
-        except BaseException:
-            with contextlib.suppress(Exception):  # the first error is the one to tell
-                _settle(call, runner, store, state, done)
+        except BaseException as error:
+            if not peers.may_come_from(error):  # else what the other processes were to send is missing
+                with contextlib.suppress(Exception):  # the first error is the one to tell
+                    _settle(call, runner, store, state, done)
             raise
         state = _settle(call, runner, store, state, done)
         jax.block_until_ready((state.pipeline.variables, state.pipeline.optimizer_state))
@@ -304,7 +332,11 @@ def _of_every_process(values: Sequence[Any]) -> list[Any]:
 
 
 def _as_numpy(array: Any) -> Any:
-    return array if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) else np.asarray(array)
+    return array if _is_key(array) else np.asarray(array)
+
+
+def _is_key(array: Any) -> bool:
+    return bool(jnp.issubdtype(array.dtype, jax.dtypes.prng_key))
 
 
 def _introduce(call: Call, runner: Runner[Any]) -> None:

@@ -70,7 +70,7 @@ class Session:
         self._limit = Limit()  # of the run, see `run_part`
         self._infeeds: dict[IPUInfeedQueue, object] = {}
         self._is_closed = False
-        self._changes: Counter[str] = Counter()  # how often variables were set, by the way
+        self._changes: Counter[str] = Counter()  # how often variables were set, by what sets them
         self._turns = Turns()
         utils.reach(self)
 
@@ -417,19 +417,14 @@ class Session:
     def _run_all(
         self, runs: Sequence[Any], programs: Sequence[Program], feeds: Mapping[Any, Any]
     ) -> list[Any]:
-        check_feeds(programs, feeds)
-        self._resumption.check(programs)
-        if programs:
-            self._store.check_loaded(compiled_programs())
-        if any(call.trains for program in programs for call in program.calls):
-            self._store.check_weights("run")
-        if any(isinstance(one, InitializerOperation) for one in runs):
-            self._store.check_weights("global_variables_initializer")
+        fault = self._find_fault(runs, programs, feeds)
+        if fault is not None and (peers.current() is None or not programs):
+            raise fault
         needs_devices = any(isinstance(one, (Program, InitializerOperation)) for one in runs)
         if needs_devices:
             self._select_devices()
         if programs:
-            agree_on_run(programs, feeds, self._changes)
+            agree_on_run(programs, feeds, self._changes, fault)
             self._store.agree_on_values(programs)
         return [
             run_program(one, feeds, self._store, self._resumption, self._limit)
@@ -437,6 +432,23 @@ class Session:
             else self._run_operation(one)
             for one in runs
         ]
+
+    def _find_fault(
+        self, runs: Sequence[Any], programs: Sequence[Program], feeds: Mapping[Any, Any]
+    ) -> Exception | None:
+        """What is wrong with a run, before it begins; other processes are to hear of it."""
+        try:
+            check_feeds(programs, feeds)
+            self._resumption.check(programs)
+            if programs:
+                self._store.check_loaded(compiled_programs())
+            if any(call.trains for program in programs for call in program.calls):
+                self._store.check_weights("run")
+            if any(isinstance(one, InitializerOperation) for one in runs):
+                self._store.check_weights("global_variables_initializer")
+        except Exception as error:
+            return error
+        return None
 
     def _select_devices(self) -> None:
         if not config.is_selected():

@@ -91,11 +91,15 @@ class Store:
         """
         if peers.current() is None:
             return
-        for program in programs:
-            for spec in program.variables.values():
-                self.variable(spec)
-        if self._is_own:
-            agreeing.agree_on_values(self.state)
+        fault = None
+        try:
+            for program in programs:
+                for spec in program.variables.values():
+                    self.variable(spec)
+        except Exception as error:
+            fault = error
+        if self._is_own or fault is not None:
+            agreeing.agree_on_values(self.state, fault)
             self._is_own = False
 
     def reset_seed(self, seed: int) -> None:

@@ -185,10 +185,9 @@ class Links:
                 peer, tag, array = self._received.popleft()
             try:
                 array.block_until_ready()
-            except jax.errors.JaxRuntimeError as error:
-                raise self._fail(peer, tag, error) from error
-            except RuntimeError:  # it was deleted, after it had come
-                continue
+            except RuntimeError as error:
+                if not array.is_deleted():  # else it had come, and was then donated
+                    raise self._fail(peer, tag, error) from error
 
     def _fail(self, peer: int, tag: Tag, error: Exception) -> ProcessError:
         _check_others()  # who watches the processes may know more

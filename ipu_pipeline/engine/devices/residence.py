@@ -14,6 +14,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ipu_pipeline.engine.devices import action_log
 from ipu_pipeline.engine.devices.constants import Constants
+from ipu_pipeline.engine.devices.crossing import row_sharding
+from ipu_pipeline.engine.devices.everywhere import read_everywhere
 from ipu_pipeline.engine.devices.links import Tag, links
 from ipu_pipeline.engine.devices.offloading import Offload
 from ipu_pipeline.engine.devices.placing import put, put_host_copies
@@ -160,6 +162,9 @@ class Residence:
         kind = str((row.host if is_offloaded else row.replicated).memory_kind)
         wanted = [sharding.with_memory_kind(kind) for sharding in shardings]
         found = list(arrays)
+        is_in_one = len(self.rows[0].processes) == 1  # whose transfers have no tag
+        if is_in_one and any(map(self._is_elsewhere, found)):  # the same in all processes
+            found = read_everywhere(found)
         away = [
             place
             for place, (array, sharding) in enumerate(zip(arrays, wanted, strict=True))
@@ -171,6 +176,15 @@ class Residence:
         for place, array in zip(away, moved, strict=True):
             found[place] = array
         return found
+
+    def _is_elsewhere(self, array: Any) -> bool:
+        """Whether an array lies only in processes in which the pipeline has no device."""
+        sharding = row_sharding(array)
+        if sharding is None:
+            return False
+        return {device.process_index for device in sharding.mesh.devices.flat}.isdisjoint(
+            self.rows[0].processes
+        )
 
     def _sharding_of_variable(self, name: str) -> NamedSharding:
         row = self.rows[self.traced.owners[name]]

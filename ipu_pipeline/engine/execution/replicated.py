@@ -203,7 +203,7 @@ class Replicated(Runner[PendingReplicas]):
         return len(self.columns) * self.columns[0].num_fetched(total, every)
 
     def num_waiting(self, total: int, every: int) -> int:
-        """Those of a column, as each device has those of one."""
+        """How many a column has: each device has the micro-batches of one column."""
         return self.columns[0].num_waiting(total, every)
 
     # Running.

@@ -311,8 +311,8 @@ class Loop:
             raise ValueError(
                 "ipu.loops.while_loop: condition must give the same in all replicas, which train and "
                 f"compute together; it is True in replicas {going_on} of {len(answers)} only. Let it "
-                "depend "
-                "on what is the same in all, such as what cross_replica_ops.cross_replica_mean gives."
+                "depend on what is the same in all, such as what cross_replica_ops.cross_replica_mean "
+                "gives."
             )
         return answers[0]
 

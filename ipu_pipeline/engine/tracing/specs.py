@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -132,7 +133,7 @@ def make_spec(full_name: str, shape: Any, dtype: Any, initializer: Any, trainabl
             'jax.config.update("jax_enable_x64", True) first, or ask for another dtype.'
         )
     is_constant = initializer is not None and not callable(initializer)
-    constant = np.asarray(initializer, dtype) if is_constant else None
+    constant = _cast_constant(full_name, initializer, dtype) if is_constant else None
     if shape is None:
         if constant is None:
             raise ValueError(
@@ -156,6 +157,21 @@ def make_spec(full_name: str, shape: Any, dtype: Any, initializer: Any, trainabl
     elif initializer is None:
         initializer = glorot_uniform if is_inexact else jax.nn.initializers.zeros
     return VariableSpec(full_name, shape, dtype, initializer, bool(trainable) and is_inexact)
+
+
+def _cast_constant(full_name: str, constant: Any, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    found = np.asarray(constant)
+    is_inexact = bool(jnp.issubdtype(dtype, jnp.inexact))
+    with np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # NumPy's, of what is an error here
+        cast = found.astype(dtype)
+        is_exact = is_inexact or np.array_equal(cast, found)
+    if not is_exact or (np.iscomplexobj(found) and not np.issubdtype(dtype, np.complexfloating)):
+        raise ValueError(
+            f"Variable {full_name}: the initializer {constant!r} has values that {dtype.name} does not "
+            "have. Give it another dtype, or a constant of its own."
+        )
+    return cast
 
 
 def _constant_initializer(constant: np.ndarray[Any, Any]) -> Initializer:
