@@ -687,6 +687,16 @@ def test_dropout_and_batch_normalization(sharded):
         models.assert_trees_close(session.variables, before, 0)
 
 
+def test_loops_return_random_keys():
+    program = front.compile_program(
+        lambda: loops.repeat(2, lambda key: jax.random.split(key)[0], [jax.random.key(3)])
+    )
+    with ipu.Session() as session:
+        (key,) = session.run(program)
+    expected = jax.random.split(jax.random.split(jax.random.key(3))[0])[0]
+    assert jnp.all(jax.random.key_data(key) == jax.random.key_data(expected))
+
+
 def test_random_keys_do_not_depend_on_shards():
     def run(shard):
         queue = IPUOutfeedQueue()

@@ -18,7 +18,7 @@ CASES = {
     "shards": (1, True),
     "one device": (1, False),
 }
-LENGTH = 40  # elements of the data
+LENGTH = 80  # elements of the data
 
 
 def elements():
@@ -58,10 +58,19 @@ def train(num_replicas, is_sharded, directory):
         total = loops.repeat(5, body, [np.float32(0)], infeed)
         return total, loops.while_loop(lambda total: total < 40, climbing, [total * 0.5], infeed)
 
+    def evaluating(total, x, shift):
+        h = jnp.tanh(x @ ipu.get_variable("a", (3, 5)))
+        return total + jnp.mean(h @ ipu.get_variable("b", (5, 2))) + shift
+
+    other = ipu.ipu_infeed_queue.IPUInfeedQueue(elements)
+    evaluation = front.compile_program(lambda: loops.repeat(2, evaluating, [np.float32(0)], other))
     compiled = front.compile_program(function)
     found = []
     with ipu.Session(seed=3) as session:
-        session.run(infeed.initializer)
+        session.run([infeed.initializer, other.initializer])
+        for _number in range(2):  # on the device of one process, which the variables come to
+            session.run(compiled)
+            found.append((session.run(evaluation), session.run(outfeed.dequeue()), session.variables))
         values = session.run(compiled)
         found.append((values, session.run(outfeed.dequeue()), session.variables))
         session.save(f"{directory}/saved")

@@ -408,6 +408,54 @@ def test_a_condition_that_differs_between_replicas_is_an_error():
         assert session.variables["w"] == -(1.5 + 3.5 + 5.5)  # what was done stands
 
 
+def test_a_count_that_differs_between_replicas_is_an_error():
+    infeed = IPUInfeedQueue([np.int32(n) for n in range(1, 9)])
+
+    def first(total, x):
+        return total + x + 0 * ipu.cross_replica_ops.cross_replica_sum(x)
+
+    def function():
+        number = loops.repeat(1, first, [np.int32(0)], infeed)
+        return loops.repeat(number, lambda total: total + 1, [np.int32(0)])
+
+    program = front.compile_program(function)
+    select(2)
+    with ipu.Session() as session:
+        session.run(infeed.initializer)
+        with pytest.raises(ValueError, match=r"must be the same in all replicas.* gave them \[1, 2\]"):
+            session.run(program)
+
+
+@pytest.mark.parametrize("is_between", [False, True])
+def test_replicas_that_do_not_fit_are_an_error(is_between):
+    """Those of a loop on one IPU each, and of one on two: the values of one of them would be lost."""
+    infeed = IPUInfeedQueue([np.float32(n) for n in range(1, 9)])
+
+    def first(total, x):
+        return total + x + 0.0 * ipu.cross_replica_ops.cross_replica_sum(x)
+
+    def second(total):
+        with ipu.scopes.ipu_shard(0):
+            total = total + 1.0
+        with ipu.scopes.ipu_shard(1):
+            return total + ipu.cross_replica_ops.cross_replica_sum(total)
+
+    def function():
+        one = loops.repeat(1, first, [np.float32(0)], infeed)
+        other = loops.repeat(1, second, [np.float32(0) if is_between else one])
+        return one + other
+
+    program = front.compile_program(function)
+    select(4)
+    message = (
+        "loops with different numbers of replicas: 2, 4" if is_between else "has 2 replicas, and takes"
+    )
+    with ipu.Session() as session:
+        session.run(infeed.initializer)
+        with pytest.raises(ValueError, match=message):
+            session.run(program)
+
+
 @pytest.mark.parametrize("number", [1, 2])
 def test_while_loops_of_at_most_so_many_iterations(number):
     infeed = IPUInfeedQueue([np.float32(n) for n in range(1, 21)])

@@ -147,6 +147,11 @@ def differ(directory):
     def own(_key, shape, dtype):
         return seeds.normal(size=shape).astype(dtype)
 
+    def failing(key, shape, dtype):
+        if index:
+            raise ValueError("There are none today.")
+        return jnp.zeros(shape, dtype)
+
     def model(initializer=None):
         def stage(x, labels):
             del labels
@@ -166,7 +171,7 @@ def differ(directory):
 
     programs = []
     with ipu.scopes.ipu_scope("/device:IPU:0"):
-        for initializer in (None, own):
+        for initializer in (None, own, failing):
             programs.append(ipu.ipu_compiler.compile(functools.partial(model, initializer), []))
 
     def tell(name, function):
@@ -181,6 +186,9 @@ def differ(directory):
         run = functools.partial(session.run, programs[0])
         tell("count", lambda: run({count: 4 + index, rate: 0.5}))
         tell("rate", lambda: run({count: 4, rate: 0.5 + index}))
+        unknown = ipu.placeholder(np.float32, [], name="unknown")
+        tell("unknown", lambda: run({count: 4, rate: 0.5, **({unknown: 1.0} if index else {})}))
+        tell("wrong", lambda: run({count: 4, rate: 0.5, unknown: 1.0}))
         tell("first", lambda: run({count: 4, rate: 0.5}))
         session.save(f"{directory}/one")
         run({count: 4, rate: 0.5})
@@ -199,6 +207,8 @@ def differ(directory):
         found = session.variables["w"]
     with ipu.Session(seed=3) as session:
         tell("initializer", lambda: session.run([programs[1]], {count: 4, rate: 0.5}))
+    with ipu.Session(seed=3) as session:
+        tell("failing", lambda: session.run([programs[2]], {count: 4, rate: 0.5}))
     return told, found
 
 
@@ -212,6 +222,9 @@ def test_processes_that_differ_are_told(tmp_path):
     patterns = {
         "count": "value fed to placeholder 'count'.*4.*5",
         "rate": "value fed to placeholder 'rate'.*0.5.*1.5",
+        "unknown": "keeps it from running: 'nothing' in process 0, .*'unknown'.* is not an input",
+        "wrong": "^feed_dict: .*'unknown'.* is not an input",
+        "failing": "keeps it from running: 'nothing' in process 0, .*There are none today",
         "save": "must name the same path; process 0: .*own0; process 1: .*own1",
         "restore": "different checkpoints.*one .*'Pipeline': 1.*two .*'Pipeline': 2",
         "load": "variable w: .*beginning with 0.0.*beginning with 1.0",

@@ -281,6 +281,7 @@ def test_positions_of_queues_in_all_sdks():
         infeed(data, 1)
     assert outfeed(modes.LAST).outfeed_mode is outfeed("out", modes.LAST).outfeed_mode is modes.LAST
     assert outfeed("out", outfeed_all=False).outfeed_mode is modes.LAST
+    assert outfeed("out", outfeed_all=np.False_).outfeed_mode is modes.LAST
     assert outfeed("out", None, True, 0, 3).replication_factor == 3
     with pytest.warns(UserWarning, match="io_batch_size=4. has no effect"):
         outfeed("out", io_batch_size=4)
@@ -290,6 +291,7 @@ def test_positions_of_queues_in_all_sdks():
         lambda: outfeed("out", modes.ALL, True),
         lambda: outfeed(modes.ALL, outfeed_mode=modes.ALL),
         lambda: outfeed(outfeed_all="yes"),
+        lambda: outfeed(outfeed_all=0),
     ):
         with pytest.raises(TypeError, match="position|outfeed_all"):
             wrong()

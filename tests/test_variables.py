@@ -130,6 +130,9 @@ def test_the_dtype_of_a_constant_initializer(initializer, dtype):
         (("v", (), object), {}, "'object'> is not a dtype of numbers"),
         (("v", (), "float64"), {}, "jax_enable_x64"),
         (("v", (3,)), {"initializer": [1.0, 2.0]}, r"array of shape \(2,\), but shape=\(3,\)"),
+        (("v", (3,), np.int32), {"initializer": 2.5}, "Variable v: .* 2.5 has values that int32 does not"),
+        (("v", (), np.int32), {"initializer": 2**31}, "Variable v: .* 2147483648 has values that int32"),
+        (("v", ()), {"initializer": 1j}, "Variable v: .* 1j has values that float32"),
     ],
 )
 def test_wrong_variables(arguments, options, message):
