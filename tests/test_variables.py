@@ -132,7 +132,7 @@ def test_the_dtype_of_a_constant_initializer(initializer, dtype):
         (("v", (3,)), {"initializer": [1.0, 2.0]}, r"array of shape \(2,\), but shape=\(3,\)"),
         (("v", (3,), np.int32), {"initializer": 2.5}, "Variable v: .* 2.5 has values that int32 does not"),
         (("v", (), np.int32), {"initializer": 2**31}, "Variable v: .* 2147483648 has values that int32"),
-        (("v", ()), {"initializer": 1j}, "Variable v: .* 1j has values that float32"),
+        (("v", (), np.float32), {"initializer": 1j}, "Variable v: .* 1j has values that float32"),
     ],
 )
 def test_wrong_variables(arguments, options, message):

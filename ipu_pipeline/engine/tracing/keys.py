@@ -45,7 +45,7 @@ def next_rng_key() -> jax.Array:
     Raises:
       RuntimeError: not called within a stage.
     """
-    return draw_key("next_rng_key()")
+    return draw_key("next_rng_key")
 
 
 def draw_key(wanted_by: str, mend: str = "") -> jax.Array:
