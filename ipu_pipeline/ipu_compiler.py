@@ -33,8 +33,9 @@ def compile(computation: Callable[..., Any], inputs: Sequence[Any] | None = None
 
     Returns:
       The program, for `Session.run`, which gives the values that the function returns as a list, even if
-      there is only one; for a dict or a nested structure, the same structure. If the function returns only
-      operations, or nothing, the result is None. Operations that follow values are left out of the list.
+      there is only one, or if they are a namedtuple; for a dict or a nested structure, the same structure.
+      If the function returns only operations, or nothing, the result is None. Operations that follow
+      values are left out of the list.
       The program is also the sequence of these values, each of which can be run: `(loss,) = compile(...)`,
       `compiled[0]`.
 
