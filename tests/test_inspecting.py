@@ -359,7 +359,7 @@ def test_wrong_arguments_of_an_outfeed_optimizer():
     queue, sgd = IPUOutfeedQueue(), optax.sgd(0.1)
     with pytest.raises(TypeError, match="outfeed_queue must be an IPUOutfeedQueue; got 3"):
         OutfeedOptimizer(sgd, 3)
-    with pytest.raises(TypeError, match="must be one of OutfeedOptimizerMode.AFTER_COMPUTE, .*; got 'after'"):
+    with pytest.raises(TypeError, match="must be one of OutfeedOptimizerMode.AFTER.*; got 'after'"):
         OutfeedOptimizer(sgd, queue, "after")
     with pytest.raises(ValueError, match="variable_names must be a list of full names"):
         OutfeedOptimizer(sgd, queue, variable_names="first/a")
