@@ -22,6 +22,7 @@ from tests.ported import (
     autoencoder,
     bert,
     custom_gradient,
+    estimator_cnn,
     lstm,
     pipelining,
     replication,
@@ -330,6 +331,21 @@ def test_resnet_goes_on_in_another_split(tmp_path):
 # Loops.
 
 
+def small_net(variables, x):
+    """The logits of a convolution, a pooling and a dense layer."""
+    layout = ("NHWC", "HWIO", "NHWC")
+    kernel = variables["conv2d/kernel"]
+    x = jax.lax.conv_general_dilated(x, kernel, (1, 1), "VALID", dimension_numbers=layout)
+    x = jax.nn.relu(x + variables["conv2d/bias"])
+    size = (x.shape[1] // 2) * 2
+    x = x[:, :size, :size].reshape(x.shape[0], size // 2, 2, size // 2, 2, -1).max((2, 4))
+    return x.reshape(x.shape[0], -1) @ variables["dense/kernel"] + variables["dense/bias"]
+
+
+def small_net_loss(variables, x, y):
+    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(small_net(variables, x), y))
+
+
 @pytest.mark.parametrize(
     "arguments", [["--replicas", "2"], ["--replicas", "4", "--batches-to-accumulate", "4"]]
 )
@@ -340,17 +356,7 @@ def test_replication(arguments):
         losses, variables, after = replication.train(opts)
     data = iter(replication.get_dataset(opts))
 
-    def loss_of(variables, x, y):
-        layout = ("NHWC", "HWIO", "NHWC")
-        kernel = variables["conv2d/kernel"]
-        x = jax.lax.conv_general_dilated(x, kernel, (1, 1), "VALID", dimension_numbers=layout)
-        x = jax.nn.relu(x + variables["conv2d/bias"])
-        size = (x.shape[1] // 2) * 2
-        x = x[:, :size, :size].reshape(x.shape[0], size // 2, 2, size // 2, 2, -1).max((2, 4))
-        logits = x.reshape(x.shape[0], -1) @ variables["dense/kernel"] + variables["dense/bias"]
-        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, y))
-
-    step = jax.jit(jax.value_and_grad(loss_of))
+    step = jax.jit(jax.value_and_grad(small_net_loss))
     expected, total = [], None
     for iteration in range(1, 2 * opts.iterations_per_step + 1):
         found = [step(variables, *next(data)) for _replica in range(opts.replicas)]
@@ -362,6 +368,38 @@ def test_replication(arguments):
             total = None
     models.assert_trees_close(losses, np.array(expected))
     models.assert_trees_close(after, jax.tree.map(np.asarray, variables))
+
+
+def test_estimator_of_a_net(tmp_path):
+    """Trained as a loop of jax.grad trains; what is evaluated, predicted and served is NumPy's."""
+    opts = estimator_cnn.parse_args(["--model-dir", str(tmp_path), "--batches-per-loop", "30"])
+    estimator, result, classes, served = estimator_cnn.main(opts)
+    names = [name for name in estimator.get_variable_names() if name != "global_step"]
+    trained = {name: estimator.get_variable_value(name) for name in names}
+
+    first = estimator_cnn.parse_args(["--model-dir", str(tmp_path / "first"), "--batches-per-loop", "1"])
+    first.learning_rate = 0.0
+    initial = estimator_cnn.make_estimator(first)
+    initial.train(lambda: estimator_cnn.training_data(first), steps=1)
+    variables = {name: jnp.asarray(initial.get_variable_value(name)) for name in names}
+    velocity = jax.tree.map(jnp.zeros_like, variables)
+    step = jax.jit(jax.grad(small_net_loss))
+    for number, batch in enumerate(itertools.islice(estimator_cnn.training_data(opts), 90)):
+        rate = np.float32(opts.learning_rate * 0.5 ** (number // opts.learning_rate_decay_steps))
+        velocity = jax.tree.map(lambda v, g: np.float32(0.9) * v + g, velocity, step(variables, *batch))
+        variables = jax.tree.map(lambda w, v, rate=rate: w - rate * v, variables, velocity)
+    models.assert_trees_close(trained, jax.tree.map(np.asarray, variables))
+
+    images, labels = (
+        np.concatenate(part) for part in zip(*estimator_cnn.evaluation_data(opts), strict=True)
+    )
+    logits = np.asarray(small_net(trained, images))
+    np.testing.assert_array_equal(classes, logits.argmax(-1))
+    assert result["accuracy"] == pytest.approx(np.mean(classes == labels))
+    assert result["global_step"] == 90
+    found = ipu.load_program(served)(images[:12])
+    np.testing.assert_array_equal(found["classes"], classes[:12])
+    np.testing.assert_allclose(found["probabilities"], jax.nn.softmax(logits[:12]), rtol=1e-4)
 
 
 @pytest.mark.parametrize("arguments", [["--replicas", "2", "--multiple-ipus"], ["--replicas", "1"]])
