@@ -21,6 +21,7 @@ from tests import front, models
 from tests.ported import (
     autoencoder,
     bert,
+    click_through_rate,
     custom_gradient,
     estimator_cnn,
     lstm,
@@ -29,7 +30,7 @@ from tests.ported import (
     resnet,
     unet_industrial,
 )
-from tests.recurrent_formulas import plain_lstm
+from tests.recurrent_formulas import plain_gru, plain_lstm
 
 
 @pytest.fixture(autouse=True)
@@ -518,3 +519,56 @@ def test_lstm_infers():
     batches = itertools.islice(lstm.make_batches(args), 2)
     expected = [plain_lstm_model(args, variables, batch["inputs"]) for batch in batches]
     models.assert_trees_close(outputs, np.array(expected))
+
+
+def plain_click_through_rate(variables, batch):
+    """The logits: attention over the states of a GRU, whose scores are in the gates of another one."""
+
+    def embed(items):
+        of_items = variables["embedding/items"][items]
+        return jnp.concatenate([of_items, variables["embedding/categories"][items % 6]], axis=-1)
+
+    lengths, target = batch["lengths"], embed(batch["target"])
+    zeros = jnp.zeros((len(lengths), 6))
+    kernel, biases = (variables[f"interests/popnn_dynamic_gru/{part}"] for part in ("kernel", "biases"))
+    states, _last = plain_gru(
+        jnp, jnp.swapaxes(embed(batch["history"]), 0, 1), zeros, kernel, biases, lengths
+    )
+    scores = jnp.sum(states * (target @ variables["attention/dense/kernel"]), axis=-1)
+    weights = jnp.where(np.arange(len(states))[:, None] < lengths, jnp.exp(scores), 0.0)
+    weights = weights / jnp.sum(weights, axis=0)
+    own = {name: variables[f"evolution/popnn_augru/{name}"] for name in ("kernel", "bias_r_u", "bias_c")}
+    biases = jnp.concatenate([own["bias_r_u"], own["bias_c"]])
+    _states, interest = plain_gru(jnp, states, zeros, own["kernel"], biases, lengths, weights)
+    x = jnp.concatenate([interest, target], axis=-1)
+    x = jax.nn.sigmoid(x @ variables["head/dense/kernel"] + variables["head/dense/bias"])
+    return (x @ variables["head/dense_1/kernel"] + variables["head/dense_1/bias"])[:, 0]
+
+
+def test_click_through_rate():
+    """Embeddings, a dynamic GRU and an AUGRU learn by Adagrad, in a loop of updates on the device."""
+    opts = click_through_rate.parse_args(["--steps", "2"])
+    found, variables, after = click_through_rate.train(opts)
+
+    @jax.jit
+    def step(variables, batch):
+        def loss_of(variables):
+            logits = plain_click_through_rate(variables, batch)
+            return -jnp.mean(
+                jnp.where(batch["clicked"] == 1, jax.nn.log_sigmoid(logits), jax.nn.log_sigmoid(-logits))
+            ), jax.nn.sigmoid(logits)
+
+        return jax.value_and_grad(loss_of, has_aux=True)(variables)
+
+    squares = jax.tree.map(lambda value: np.full_like(value, 0.1), variables)
+    expected = []
+    for batch in itertools.islice(click_through_rate.make_batches(opts), len(found["loss"])):
+        (loss, probabilities), gradients = step(variables, batch)
+        squares = jax.tree.map(lambda s, g: s + g**2, squares, gradients)
+        rate = np.float32(opts.learning_rate)
+        variables = jax.tree.map(
+            lambda w, g, s, rate=rate: w - rate * g / np.sqrt(s), variables, gradients, squares
+        )
+        expected.append({"loss": loss, "probabilities": probabilities})
+    stacked = jax.tree.map(lambda *all: np.stack(all), *expected)
+    models.assert_trees_close((found, after), (stacked, jax.tree.map(np.asarray, variables)))
