@@ -531,9 +531,8 @@ def plain_click_through_rate(variables, batch):
     lengths, target = batch["lengths"], embed(batch["target"])
     zeros = jnp.zeros((len(lengths), 6))
     kernel, biases = (variables[f"interests/popnn_dynamic_gru/{part}"] for part in ("kernel", "biases"))
-    states, _last = plain_gru(
-        jnp, jnp.swapaxes(embed(batch["history"]), 0, 1), zeros, kernel, biases, lengths
-    )
+    history = jnp.swapaxes(embed(batch["history"]), 0, 1)
+    states, _last = plain_gru(jnp, history, zeros, kernel, biases, lengths)
     scores = jnp.sum(states * (target @ variables["attention/dense/kernel"]), axis=-1)
     weights = jnp.where(np.arange(len(states))[:, None] < lengths, jnp.exp(scores), 0.0)
     weights = weights / jnp.sum(weights, axis=0)
