@@ -13,7 +13,7 @@ from ipu_pipeline.engine import jax_compat
 from ipu_pipeline.engine.execution.kept import KeptPrograms, current, identify, text_of
 from ipu_pipeline.ipu_pipeline_estimator import IPUPipelineEstimator, IPUPipelineEstimatorSpec
 from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput
-from tests import test_replicas_estimator
+from tests import test_ipu_estimator, test_replicas_estimator
 from tests.estimating import (
     assert_same_variables,
     finite_of,
@@ -198,3 +198,20 @@ def test_what_is_called_back_is_the_new_one(tmp_path):
         estimator.train(input_fn, steps=8)
         jax.effects_barrier()
     assert told == [1] * 8 + [2] * 8
+
+
+def test_a_model_that_is_not_cut_into_stages(tmp_path):
+    """Its loop is another kind of program; what is trained is the same as by a new estimator."""
+    params = {"count": 3}
+    again, anew = (test_ipu_estimator.make_estimator(tmp_path / name, params=params) for name in ("a", "b"))
+    data = test_ipu_estimator.dataset()
+    for number in range(2):
+        with compilations() as trained:
+            again.train(data, steps=6)
+        with compilations() as evaluated:
+            result = again.evaluate(data, steps=6)
+        assert (len(trained) > 0, len(evaluated) > 0) == (number == 0,) * 2
+        anew.train(data, steps=6)
+        assert anew.evaluate(data, steps=6) == result
+        anew = test_ipu_estimator.make_estimator(tmp_path / "b", params=params)
+    assert_same_variables(again, anew)
