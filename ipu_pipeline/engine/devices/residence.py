@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ipu_pipeline.engine.devices import action_log
 from ipu_pipeline.engine.devices.constants import Constants
 from ipu_pipeline.engine.devices.crossing import row_sharding
+from ipu_pipeline.engine.devices.elsewhere import absent
 from ipu_pipeline.engine.devices.everywhere import read_everywhere
 from ipu_pipeline.engine.devices.links import Tag, links
 from ipu_pipeline.engine.devices.offloading import Offload
@@ -162,9 +163,11 @@ class Residence:
         kind = str((row.host if is_offloaded else row.replicated).memory_kind)
         wanted = [sharding.with_memory_kind(kind) for sharding in shardings]
         found = list(arrays)
-        is_in_one = len(self.rows[0].processes) == 1  # whose transfers have no tag
-        if is_in_one and any(map(self._is_elsewhere, found)):  # the same in all processes
-            found = read_everywhere(found)
+        brought = [place for place, array in enumerate(found) if self._is_elsewhere(array)]
+        if brought and len(row.processes) == 1:  # whose transfers have no tag; the same in all processes
+            read = read_everywhere([found[place] for place in brought])
+            for place, array in zip(brought, read, strict=True):
+                found[place] = array if row.is_here else absent(array.shape, array.dtype, wanted[place])
         away = [
             place
             for place, (array, sharding) in enumerate(zip(arrays, wanted, strict=True))
