@@ -26,7 +26,7 @@ from ipu_pipeline.config_categories import (
     StochasticRoundingBehaviour,
     find_near,
 )
-from ipu_pipeline.enumerations import list_members
+from ipu_pipeline.engine.enumerations import list_members
 from ipu_pipeline.executable_cache import (
     CACHE_DIR_VARIABLE,
     enable_executable_cache,

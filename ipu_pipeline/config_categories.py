@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ipu_pipeline.enumerations import list_members
+from ipu_pipeline.engine.enumerations import list_members
 
 __all__ = [
     "CATEGORIES",

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_pipeline.enumerations import list_members
+from ipu_pipeline.engine.enumerations import list_members
 from ipu_pipeline.graphcore.importing import explain_missing
 from ipu_pipeline.queues.outfeed import IPUOutfeedMode
 

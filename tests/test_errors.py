@@ -504,7 +504,7 @@ def test_random_numbers_name_what_was_called():
 
 
 def test_an_orthogonal_initializer_in_16_bits_is_told_what_to_pass():
-    flax = pytest.importorskip("flax.linen")
+    flax = pytest.importorskip("flax.linen", reason="Flax is not installed (extra flax)")
     orthogonal = flax.initializers.orthogonal()
 
     def stage(x):

@@ -26,6 +26,7 @@ from ipu_pipeline.engine.devices.offloading import parse_offload
 from ipu_pipeline.engine.devices.residence import Residence
 from ipu_pipeline.engine.devices.rows import Row, check_processes, make_rows
 from ipu_pipeline.engine.devices.sharding import parse_shard
+from ipu_pipeline.engine.enumerations import parse_member
 from ipu_pipeline.engine.errors import OutOfRangeError
 from ipu_pipeline.engine.execution import kept
 from ipu_pipeline.engine.execution.blocks.runner import BlockRunner
@@ -52,7 +53,6 @@ from ipu_pipeline.engine.tracing.stage_lists import StageEntry, flatten_stages
 from ipu_pipeline.engine.tracing.traced import TracedPipeline
 from ipu_pipeline.engine.updates.accumulators import AccumulatorPlan, plan_accumulators
 from ipu_pipeline.engine.updates.cutting import Updates
-from ipu_pipeline.enumerations import parse_member
 
 __all__ = ["Pipeline"]
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable
 from typing import Any
 
@@ -115,9 +116,11 @@ class _KerasRecurrent(Recurrent):
             result = outputs if self.time_major else jnp.swapaxes(outputs, 0, 1)
         return (result, *states) if self.return_state else result
 
+    @abc.abstractmethod
     def _as_states(self, given: Any, batch: int) -> tuple[jax.Array, ...]:
-        raise NotImplementedError
+        """The states before the first step, h first."""
 
+    @abc.abstractmethod
     def _run(
         self,
         inputs: jax.Array,
@@ -126,7 +129,6 @@ class _KerasRecurrent(Recurrent):
         recurrent_kernel: jax.Array,
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         """The outputs, and the final states, of which h comes first."""
-        raise NotImplementedError
 
 
 class LSTM(_KerasRecurrent):

@@ -9,8 +9,8 @@ from typing import Any
 
 import optax
 
+from ipu_pipeline.engine.enumerations import list_members
 from ipu_pipeline.engine.programs.gradient_maps import GradientMap
-from ipu_pipeline.enumerations import list_members
 from ipu_pipeline.optimizers.base import Optimizer, Unwrapped, Watched
 from ipu_pipeline.queues.outfeed import IPUOutfeedQueue
 

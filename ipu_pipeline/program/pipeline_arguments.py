@@ -14,12 +14,12 @@ import numpy as np
 
 from ipu_pipeline.engine import jax_compat
 from ipu_pipeline.engine.devices.offloading import Offload
+from ipu_pipeline.engine.enumerations import list_members
 from ipu_pipeline.engine.jaxprs.shapes import check_dtype, check_float_dtype
 from ipu_pipeline.engine.programs.accumulation import find_accumulator_dtype
 from ipu_pipeline.engine.programs.recomputation import Recomputation
 from ipu_pipeline.engine.tracing.checkpoints import has_marks
 from ipu_pipeline.engine.tracing.stage_lists import as_level
-from ipu_pipeline.enumerations import list_members
 from ipu_pipeline.gradient_accumulation import GradientAccumulationReductionMethod
 from ipu_pipeline.graph.placeholders import Placeholder
 from ipu_pipeline.program.calls import PipelineCall

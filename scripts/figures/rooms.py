@@ -37,13 +37,13 @@ def _beside(name: str, members: str, purpose: str) -> Room:
 
 # From the ground up. A room imports only those before it.
 FLOORS = (
-    _beside("ground", "tables enumerations", "Plain tables for terminals; members of enumerations"),
+    _beside("ground", "tables", "Plain tables for terminals"),
     _folder("graphcore"),
     _beside(
         "engine: ground",
-        "engine.errors engine.state engine.jax_compat engine.jax_processes engine.progress engine.watching "
-        "engine.peers",
-        "Errors, state, private names of JAX, progress, who watches, other processes",
+        "engine.errors engine.enumerations engine.state engine.jax_compat engine.jax_processes "
+        "engine.progress engine.watching engine.peers",
+        "Errors, enumerations, state, private names of JAX, progress, who watches, other processes",
     ),
     _folder("engine/jaxprs"),
     _folder("engine/schedules"),

@@ -86,7 +86,7 @@ def read_everywhere(arrays: Sequence[Any]) -> list[Any]:
             links().warm(range(others.count))
         devices = {process: _first_device(process) for process in range(others.count)}
         for home, places in by_home.items():
-            tag = Tag("what all processes read", next(_numbers))
+            tag = Tag("a read by all processes", next(_numbers))
             own = [found[place] for place in places]
             if is_here(home):
                 # Copies: the next step may take the memory of these.
