@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from ipu_pipeline import engine
 from ipu_pipeline.engine.execution.contract import Request
@@ -79,3 +80,33 @@ def run_loop(loop, state, elements, iteration=0):
         pending = runner.fetch(state, request, lambda _wanted: [next(taken)])
         state = runner.run(state, pending).state
     return state
+
+
+def plain_loop(loss_of, variables, groups, every, transformation, reduction="SUM"):
+    """Weight updates of a plain loop of jax.grad, on the means over what replicas take at the same time.
+
+    Args:
+      loss_of: takes the variables and an element.
+      variables: before.
+      groups: for each iteration, the element of each replica.
+      every: iterations per weight update.
+      transformation: Optax's.
+      reduction: "SUM", or else the gradients are divided by `every`.
+
+    Returns:
+      Losses, [iterations, replicas]; the variables after; the gradients of the update that is not complete.
+    """
+    state, losses, gradients = transformation.init(variables), [], []
+    for group in groups:
+        found = [jax.value_and_grad(loss_of)(variables, *element) for element in group]
+        losses.append([loss for loss, _gradient in found])
+        gradients.append(jax.tree.map(lambda *leaves: sum(leaves) / len(leaves), *(g for _l, g in found)))
+        if len(gradients) == every:
+            total = jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *gradients)
+            if reduction != "SUM":
+                total = jax.tree.map(lambda leaf: leaf / every, total)
+            with jax.numpy_dtype_promotion("standard"):
+                changes, state = transformation.update(total, state, variables)
+                variables = optax.apply_updates(variables, changes)
+            gradients = []
+    return np.array(losses), variables, gradients

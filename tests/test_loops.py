@@ -68,23 +68,10 @@ def plain_loss(variables, x, labels):
 
 
 def plain(variables, batches, every, optimizer, reduction, rate=RATE):
-    """Losses, variables and optimizer state of a plain loop of jax.grad, and what is left accumulated."""
-    transformation = OPTIMIZERS[optimizer](rate)
-    state = transformation.init(variables)
-    losses, gradients = [], []
-    for batch in batches:
-        loss, gradient = jax.value_and_grad(plain_loss)(variables, *batch)
-        losses.append(loss)
-        gradients.append(gradient)
-        if len(gradients) == every:
-            total = jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *gradients)
-            if reduction != "SUM":
-                total = jax.tree.map(lambda leaf: leaf / every, total)
-            with jax.numpy_dtype_promotion("standard"):
-                changes, state = transformation.update(total, state, variables)
-                variables = optax.apply_updates(variables, changes)
-            gradients = []
-    return np.array(losses), variables, gradients
+    """Losses and variables of a plain loop of jax.grad, and what is left accumulated."""
+    groups, transformation = [[batch] for batch in batches], OPTIMIZERS[optimizer](rate)
+    losses, *rest = models.plain_loop(plain_loss, variables, groups, every, transformation, reduction)
+    return losses[:, 0], *rest
 
 
 def start_of(model):

@@ -71,23 +71,12 @@ class Model:
 
 def plain(variables, elements, num_replicas, every, optimizer, reduction):
     """Losses [iterations, replicas] and variables of a plain loop, and the gradients left accumulated."""
+    groups = [elements[n : n + num_replicas] for n in range(0, len(elements), num_replicas)]
     transformation = (OPTIMIZERS | HALVED)[optimizer]()
-    state, losses, gradients = transformation.init(variables), [], []
-    for first in range(0, len(elements), num_replicas):
-        found = [
-            jax.value_and_grad(plain_loss)(variables, *e) for e in elements[first : first + num_replicas]
-        ]
-        losses.append([loss for loss, _gradient in found])
-        gradients.append(jax.tree.map(lambda *leaves: sum(leaves) / num_replicas, *(g for _l, g in found)))
-        if len(gradients) == every:
-            total = jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *gradients)
-            if reduction != "SUM":
-                total = jax.tree.map(lambda leaf: leaf / every, total)
-            with jax.numpy_dtype_promotion("standard"):
-                changes, state = transformation.update(total, state, variables)
-                variables = optax.apply_updates(variables, changes)
-            gradients = []
-    return np.array(losses), jax.tree.map(np.asarray, variables), gradients
+    losses, variables, left = models.plain_loop(
+        plain_loss, variables, groups, every, transformation, reduction
+    )
+    return losses, jax.tree.map(np.asarray, variables), left
 
 
 def started(model):
