@@ -1,6 +1,7 @@
 """Loops in several processes: what they train and return is what one process does."""
 
 import contextlib
+import itertools
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline import loops, optimizers
-from ipu_pipeline.errors import OutOfRangeError
+from ipu_pipeline.errors import OutOfRangeError, ProcessError
 from tests import front, joined, models
 
 CASES = {
@@ -115,6 +116,77 @@ def check(tmp_path, num_processes, cases):
 
 def test_replicas_in_two_processes(tmp_path):
     check(tmp_path, 2, ["replicas"])
+
+
+def train_on_data_that_fail(ends, is_pipeline, index=None):
+    """Replicas whose data end, or raise, in the process of one of them; caught, and gone on with others."""
+    if index is None:
+        index = ipu.popdist.getInstanceIndex()
+    config = ipu.config.IPUConfig()
+    config.auto_select_ipus = 2
+    config.configure_ipu_system()
+    starts = itertools.count()
+
+    def data():
+        yield from itertools.islice(elements(), LENGTH if next(starts) or index == 0 else 19)
+        if not ends:
+            raise ArithmeticError("There are no more.")
+
+    infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(data)
+    outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
+
+    def loss_of(x, shift):
+        return jnp.mean(x @ ipu.get_variable("a", (3, 5))) ** 2 + shift
+
+    def optimizer():
+        return optimizers.CrossReplicaOptimizer(optax.sgd(0.1))
+
+    def pipeline():
+        return ipu.pipelining_ops.pipeline(
+            [lambda x, shift: (x, shift), loss_of],
+            2,
+            repeat_count=3,
+            infeed_queue=infeed,
+            outfeed_queue=outfeed,
+            outfeed_loss=True,
+            device_mapping=[0, 0],
+            optimizer_function=lambda loss: ipu.pipelining_ops.OptimizerFunctionOutput(optimizer(), loss),
+        )
+
+    def body(x, shift):
+        loss = loss_of(x, shift)
+        return optimizer().minimize(loss), outfeed.enqueue(loss)
+
+    program = front.compile_program(pipeline if is_pipeline else lambda: loops.repeat(6, body, [], infeed))
+    told, initializer = [], infeed.initializer
+    with ipu.Session(seed=3) as session:
+        session.run(initializer)
+        session.run(program)
+        try:
+            session.run(program)
+        except (OutOfRangeError, ProcessError, ArithmeticError) as error:
+            told.append((type(error).__name__, str(error)))
+        session.run(initializer)
+        session.run(program)
+        return told, session.variables
+
+
+@pytest.mark.parametrize("is_pipeline", [False, True])
+@pytest.mark.parametrize("ends", [True, False])
+def test_data_that_fail_in_one_process(ends, is_pipeline, tmp_path):
+    """The others went on with the step, and waited for what never came."""
+    arguments = (ends, is_pipeline)
+    started = joined.start(
+        train_on_data_that_fail, 2, None, *arguments, directory=tmp_path, joins_itself=True
+    )
+    (told, first), (other, second) = joined.finish(started, tmp_path, 60)
+    ipu.config.reset_ipu_configuration()
+    _told, expected = train_on_data_that_fail(*arguments, index=1)
+    models.assert_trees_close(first, expected)
+    models.assert_trees_close(second, expected)
+    kinds = [kind for kind, _text in (*told, *other)]
+    assert kinds == (["OutOfRangeError"] * 2 if ends else ["ProcessError", "ArithmeticError"])
+    assert told[0][1].startswith("In process 1, which reads the micro-batches: ")
 
 
 @pytest.mark.thorough

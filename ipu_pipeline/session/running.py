@@ -21,7 +21,7 @@ from ipu_pipeline.engine import peers, watching
 from ipu_pipeline.engine.devices.elsewhere import is_here
 from ipu_pipeline.engine.devices.everywhere import read_everywhere
 from ipu_pipeline.engine.devices.feeds import Take, take_nothing
-from ipu_pipeline.engine.devices.links import naming_peers
+from ipu_pipeline.engine.devices.links import check_peers, naming_peers
 from ipu_pipeline.engine.devices.placing import put_host_copies
 from ipu_pipeline.engine.devices.rows import Row, make_rows
 from ipu_pipeline.engine.execution.contract import Request, Runner
@@ -300,8 +300,9 @@ def _run_loop(
                 if infeed is not None and num_unneeded:
                     infeed.give_back()
         except BaseException as error:
-            if not peers.may_come_from(error):  # else what the other processes were to send is missing
+            if not peers.is_of_collective(error):
                 with contextlib.suppress(Exception):  # the first error is the one to tell
+                    check_peers()  # who has ended does not settle
                     _settle(call, runner, store, state, done)
             raise
         state = _settle(call, runner, store, state, done)

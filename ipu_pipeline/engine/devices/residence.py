@@ -164,7 +164,7 @@ class Residence:
         wanted = [sharding.with_memory_kind(kind) for sharding in shardings]
         found = list(arrays)
         brought = [place for place, array in enumerate(found) if self._is_elsewhere(array)]
-        if brought and len(row.processes) == 1:  # whose transfers have no tag; the same in all processes
+        if brought:  # by all processes, as their own may not count steps as those of the rows do
             read = read_everywhere([found[place] for place in brought])
             for place, array in zip(brought, read, strict=True):
                 found[place] = array if row.is_here else absent(array.shape, array.dtype, wanted[place])

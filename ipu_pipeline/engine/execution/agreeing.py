@@ -2,7 +2,8 @@
 
 Only processes with stages that read the feed take micro-batches. Where the data ends they end the step,
 while the others would wait for values that never come. So a step begins when all its micro-batches are
-there: the first of the processes that read them tells those that do not.
+there: the first of the processes that read them tells those that do not. Of replicas, whose processes each
+read their own, all of these tell all others.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from ipu_pipeline.engine.devices.residence import Residence
 from ipu_pipeline.engine.devices.rows import Row
 from ipu_pipeline.engine.errors import OutOfRangeError, ProcessError
 
-__all__ = ["answer_everywhere", "take_everywhere"]
+__all__ = ["agree_on_elements", "answer_everywhere", "take_everywhere"]
 
 
 def take_everywhere(residence: Residence, readers: Sequence[Row], take: Take, wanted: int) -> Take:
@@ -65,8 +66,7 @@ def take_everywhere(residence: Residence, readers: Sequence[Row], take: Take, wa
     except Exception as raised:
         error = raised
         if is_here(first):
-            told = [isinstance(error, OutOfRangeError), f"{type(error).__name__}: {error}"]
-            links().share(_key(tag), json.dumps(told))
+            links().share(_key(tag), json.dumps(_describe(error)))
     if is_here(first) and others:
         (has_failed,) = jax.device_put([np.int32(error is not None)], SingleDeviceSharding(first))
         for device in others.values():
@@ -77,13 +77,42 @@ def take_everywhere(residence: Residence, readers: Sequence[Row], take: Take, wa
     return lambda number: list(itertools.islice(left, number))
 
 
-def answer_everywhere(residence: Residence, asked: Sequence[Any], rows: Sequence[Row]) -> list[bool]:
+def agree_on_elements(residence: Residence, readers: Sequence[Any], error: Exception | None) -> None:
+    """Raises, in all processes of a pipeline or loop, if one did not get the micro-batches of a step.
+
+    Args:
+      residence: its own.
+      readers: a device of each process that reads micro-batches, for each replica.
+      error: why this process did not get its own.
+
+    Raises:
+      error: as given.
+      OutOfRangeError: there were too few in another process.
+      ProcessError: another process had another error.
+    """
+    own = [np.bool_(error is not None)] * len(readers)
+    failed = answer_everywhere(residence, own, readers, "micro-batches")
+    for number, device in enumerate(readers):
+        tag = residence.tag("micro-batches", number)
+        assert tag is not None
+        if failed[number] and is_here(device):
+            links().share(_key(tag), json.dumps(_describe(error)))
+        elif failed[number] and error is None:
+            raise _read_error(tag, device)
+    if error is not None:
+        raise error
+
+
+def answer_everywhere(
+    residence: Residence, asked: Sequence[Any], homes: Sequence[Any], what: str
+) -> list[bool]:
     """Boolean scalars, in all processes that have a part in a pipeline or loop. Waits for them.
 
     Args:
       residence: its own.
-      asked: each on the first device of a row, which may be in another process.
-      rows: these.
+      asked: each on a device, or in its process on the host.
+      homes: these devices; some are in other processes.
+      what: what they are of, for errors.
 
     Raises:
       ProcessError: the process that has one has ended, or does not go on.
@@ -96,10 +125,9 @@ def answer_everywhere(residence: Residence, asked: Sequence[Any], rows: Sequence
         for device in row.devices:
             devices.setdefault(device.process_index, device)
     answers = []
-    for number, (value, row) in enumerate(zip(asked, rows, strict=True)):
-        tag = residence.tag("answers of the condition", number)
+    for number, (value, home) in enumerate(zip(asked, homes, strict=True)):
+        tag = residence.tag(f"answers about the {what}", number)
         assert tag is not None
-        home = row.devices[0]
         if is_here(home):
             (told,) = jax.device_put([np.asarray(value)], SingleDeviceSharding(home))
             for device in devices.values():
@@ -110,7 +138,7 @@ def answer_everywhere(residence: Residence, asked: Sequence[Any], rows: Sequence
         (device,) = filter(is_here, devices.values())
         struct = jax.ShapeDtypeStruct((), np.dtype(bool), sharding=SingleDeviceSharding(device))
         (told,) = links().receive([struct], tag, home, device)
-        with peers.waiting("the condition of a loop"), naming_peers():
+        with peers.waiting(f"the {what}"), naming_peers():
             answers.append(bool(told))
     return answers
 
@@ -126,10 +154,19 @@ def _hear(tag: Tag, first: Any, device: Any) -> None:
         except jax.errors.JaxRuntimeError:
             links().check()
             raise
+    raise _read_error(tag, first)
+
+
+def _describe(error: Exception | None) -> tuple[bool, str]:
+    return isinstance(error, OutOfRangeError), f"{type(error).__name__}: {error}"
+
+
+def _read_error(tag: Tag, device: Any) -> Exception:
+    """What keeps the process of a device from reading micro-batches, as it has told."""
     is_end, text = json.loads(links().read(_key(tag)))
-    error = OutOfRangeError if is_end else ProcessError
-    raise error(f"In process {first.process_index}, which reads the micro-batches: {text}")
+    kind = OutOfRangeError if is_end else ProcessError
+    return kind(f"In process {device.process_index}, which reads the micro-batches: {text}")
 
 
 def _key(tag: Tag) -> str:
-    return f"{tag.edge}/{tag.step}"
+    return f"{tag.edge}/{tag.step}/{tag.number}"

@@ -252,7 +252,12 @@ class Executor(Runner[PendingStep]):
         if not residence.has_peers:
             return take
         residence.begin_step()
-        return take_everywhere(residence, [slot.row for slot in self._fed_slots], take, count)
+        return take_everywhere(residence, self.fed_rows, take, count)
+
+    @property
+    def fed_rows(self) -> list[Row]:
+        """The rows of the stages that read micro-batches, one for each thing that they read."""
+        return [slot.row for slot in self._fed_slots]
 
     @property
     def chunk_size(self) -> int:

@@ -14,8 +14,9 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import itertools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -31,6 +32,7 @@ from ipu_pipeline.engine.devices.rows import Row, join, split
 from ipu_pipeline.engine.devices.sharding import gather_replicas
 from ipu_pipeline.engine.devices.threads import warn_unless_one_is_free
 from ipu_pipeline.engine.execution import watched
+from ipu_pipeline.engine.execution.agreeing import agree_on_elements
 from ipu_pipeline.engine.execution.all_reduce import Parts, join_replicas, take_first
 from ipu_pipeline.engine.execution.compiling import compile_ahead
 from ipu_pipeline.engine.execution.contract import Request, Runner
@@ -237,7 +239,7 @@ class Replicated(Runner[PendingReplicas]):
         Of a loop it only gets those of an iteration.
         """
         self.compile(state, request)
-        take_of = self._deal(take)
+        take_of = self._take_everywhere(self._deal(take), 1 if self.iterated else request.every)
         if self.iterated is not None:
             return PendingReplicas(
                 request,
@@ -254,6 +256,31 @@ class Replicated(Runner[PendingReplicas]):
         return PendingReplicas(
             request, request.every, self._finish_in_turn(dispatching, state.pipeline.variables)
         )
+
+    def _take_everywhere(self, take_of: Callable[[int], Take], count: int) -> Callable[[int], Take]:
+        """Gets so many micro-batches of each replica in all processes, or raises in all of them."""
+        if not self.residence.has_peers:
+            return take_of
+        readers = {
+            (replica, device.process_index): device
+            for replica, column in enumerate(self.columns)
+            for row in column.fed_rows
+            for device in row.devices
+        }
+        if not readers:
+            return take_of
+        error: Exception | None = None
+        taken: list[Iterator[Any]] = []
+        for replica, column in enumerate(self.columns):
+            elements: list[Any] = []
+            if column.is_fed_here:
+                try:
+                    elements = gather(take_of(replica), count, count)
+                except Exception as raised:
+                    error = error or raised
+            taken.append(iter(elements))
+        agree_on_elements(self.residence, list(readers.values()), error)
+        return lambda replica: lambda wanted: list(itertools.islice(taken[replica], wanted))
 
     def _of_each(self, function: Callable[[int, Executor], T]) -> list[T]:
         """What a function of a replica and its column gives for each.

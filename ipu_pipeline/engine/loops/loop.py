@@ -305,7 +305,8 @@ class Loop:
                 asked.append(jax.device_put(self._goes_on(*placed), row.replicated))
             else:
                 asked.append(absent((), np.dtype(bool), row.replicated))
-        answers = answer_everywhere(runner.residence, asked, rows)
+        homes = [row.devices[0] for row in rows]
+        answers = answer_everywhere(runner.residence, asked, homes, "condition of a loop")
         if len(set(answers)) > 1:
             going_on = [replica for replica, answer in enumerate(answers) if answer]
             raise ValueError(
