@@ -173,6 +173,7 @@ def train_on_data_that_fail(ends, is_pipeline, index=None):
 
 @pytest.mark.parametrize("is_pipeline", [False, True])
 @pytest.mark.parametrize("ends", [True, False])
+@pytest.mark.each_value
 def test_data_that_fail_in_one_process(ends, is_pipeline, tmp_path):
     """The others went on with the step, and waited for what never came."""
     arguments = (ends, is_pipeline)

@@ -86,21 +86,22 @@ def agree_on_elements(residence: Residence, readers: Sequence[Any], error: Excep
       error: why this process did not get its own.
 
     Raises:
-      error: as given.
+      error: as given; of several processes that have one, in the first.
       OutOfRangeError: there were too few in another process.
       ProcessError: another process had another error.
     """
     own = [np.bool_(error is not None)] * len(readers)
     failed = answer_everywhere(residence, own, readers, "micro-batches")
-    for number, device in enumerate(readers):
-        tag = residence.tag("micro-batches", number)
-        assert tag is not None
-        if failed[number] and is_here(device):
-            links().share(_key(tag), json.dumps(_describe(error)))
-        elif failed[number] and error is None:
-            raise _read_error(tag, device)
-    if error is not None:
-        raise error
+    if not any(failed):
+        return
+    first = failed.index(True)
+    tag = residence.tag("micro-batches", first)
+    assert tag is not None
+    if not is_here(readers[first]):
+        raise _read_error(tag, readers[first]) from error
+    assert error is not None
+    links().share(_key(tag), json.dumps(_describe(error)))
+    raise error
 
 
 def answer_everywhere(
@@ -157,7 +158,7 @@ def _hear(tag: Tag, first: Any, device: Any) -> None:
     raise _read_error(tag, first)
 
 
-def _describe(error: Exception | None) -> tuple[bool, str]:
+def _describe(error: Exception) -> tuple[bool, str]:
     return isinstance(error, OutOfRangeError), f"{type(error).__name__}: {error}"
 
 
