@@ -125,23 +125,23 @@ def answer_everywhere(
     for row in residence.rows:
         for device in row.devices:
             devices.setdefault(device.process_index, device)
-    answers = []
-    for number, (value, home) in enumerate(zip(asked, homes, strict=True)):
-        tag = residence.tag(f"answers about the {what}", number)
+    own = next(device for device in devices.values() if is_here(device))
+    told: list[Any] = [None] * len(homes)
+    tags = [residence.tag(f"answers about the {what}", number) for number in range(len(homes))]
+    places = sorted(range(len(homes)), key=lambda place: not is_here(homes[place]))  # all is sent at first
+    for place in places:
+        home, tag = homes[place], tags[place]
         assert tag is not None
         if is_here(home):
-            (told,) = jax.device_put([np.asarray(value)], SingleDeviceSharding(home))
+            (told[place],) = jax.device_put([np.asarray(asked[place])], SingleDeviceSharding(home))
             for device in devices.values():
                 if device.process_index != home.process_index:
-                    links().send([told], tag, home, device)
-            answers.append(bool(told))
-            continue
-        (device,) = filter(is_here, devices.values())
-        struct = jax.ShapeDtypeStruct((), np.dtype(bool), sharding=SingleDeviceSharding(device))
-        (told,) = links().receive([struct], tag, home, device)
-        with peers.waiting(f"the {what}"), naming_peers():
-            answers.append(bool(told))
-    return answers
+                    links().send([told[place]], tag, home, device)
+        else:
+            struct = jax.ShapeDtypeStruct((), np.dtype(bool), sharding=SingleDeviceSharding(own))
+            (told[place],) = links().receive([struct], tag, home, own)
+    with peers.waiting(f"the {what}"), naming_peers():
+        return list(map(bool, told))
 
 
 def _hear(tag: Tag, first: Any, device: Any) -> None:

@@ -247,9 +247,9 @@ class Executor(Runner[PendingStep]):
         return self._accumulate(state, request, lambda: chunk, 1)
 
     def _take_everywhere(self, take: Take, count: int) -> Take:
-        """Takes so many micro-batches in all processes, or in none."""
+        """Takes so many micro-batches in all processes, or in none; replicas have seen to it themselves."""
         residence = self.residence
-        if not residence.has_peers:
+        if not residence.has_peers or self.told_as is not self:
             return take
         residence.begin_step()
         return take_everywhere(residence, self.fed_rows, take, count)
