@@ -92,8 +92,15 @@ def _find_real_module(path: str) -> str | None:
 
 
 def _suggest(module_name: str, name: str) -> str:
-    """Says which name is near, of those that the module has here or had in Graphcore's package."""
-    known = table.find_module(module_name.removeprefix(_ROOT).removeprefix("."))
+    """Says where a name of Graphcore's is, or which one is near that the module has here or had there."""
+    own = module_name.removeprefix(_ROOT).removeprefix(".")
+    places = sorted(
+        {table.shorten(path) for path, names in table.read_sdk_names().items() if name in names}
+    )
+    if places and own not in places:
+        path = f"{places[0]}.{name}".removeprefix(".")
+        return f". {table.describe_missing(path) or f'It is ipu.{path}.'}"
+    known = table.find_module(own)
     names = set(dir(sys.modules[module_name]))
     if known is not None:
         names |= set(table.read_sdk_names()[known])
