@@ -94,12 +94,15 @@ def _find_real_module(path: str) -> str | None:
 def _suggest(module_name: str, name: str) -> str:
     """Says where a name of Graphcore's is, or which one is near that the module has here or had there."""
     own = module_name.removeprefix(_ROOT).removeprefix(".")
-    places = sorted(
-        {table.shorten(path) for path, names in table.read_sdk_names().items() if name in names}
-    )
+    known_names = table.read_sdk_names().items()
+    places = sorted({table.shorten(path) for path, names in known_names if name in names})
     if places and own not in places:
-        path = f"{places[0]}.{name}".removeprefix(".")
-        return f". {table.describe_missing(path) or f'It is ipu.{path}.'}"
+        texts = {
+            path: table.describe_missing(path)
+            for path in (f"{place}.{name}".removeprefix(".") for place in places)
+        }
+        here = next((f"It is ipu.{path}." for path, text in texts.items() if text is None), None)
+        return f". {here or next(iter(texts.values()))}"
     known = table.find_module(own)
     names = set(dir(sys.modules[module_name]))
     if known is not None:
