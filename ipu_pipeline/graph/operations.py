@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-__all__ = ["InitializerOperation", "Operation", "global_variables_initializer"]
+from dataclasses import dataclass
+
+from ipu_pipeline.engine.tracing.specs import VariableSpec
+
+__all__ = ["HostVariable", "InitializerOperation", "Operation", "global_variables_initializer"]
 
 
 class Operation:
@@ -11,6 +15,17 @@ class Operation:
     def __init__(self, name: str) -> None:
         """Names the operation."""
         self.name = name
+
+
+@dataclass(frozen=True, eq=False)
+class HostVariable:
+    """What `Session.run` runs to read a variable that stays in host memory.
+
+    Attributes:
+      spec: the variable.
+    """
+
+    spec: VariableSpec
 
 
 class InitializerOperation:

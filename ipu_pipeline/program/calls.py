@@ -100,6 +100,11 @@ class _Call(abc.ABC):
         """Full names of the variables that it trains."""
 
     @property
+    @abc.abstractmethod
+    def updated_every(self) -> int | None:
+        """How many micro-batches of a replica a weight update has; None if a run says so."""
+
+    @property
     def state_tree(self) -> Any:
         """The structure of the optimizer's state; only with training."""
         assert self.runner.updates is not None
@@ -146,6 +151,11 @@ class PipelineCall(_Call):
     def runner(self) -> Pipeline:
         """The pipeline."""
         return self.pipeline
+
+    @property
+    def updated_every(self) -> int | None:
+        """Its micro-batches, if they are not an operand."""
+        return None if self.has_count_operand else self.pipeline.updated_every(None)
 
     @property
     def trained(self) -> set[str]:
@@ -276,6 +286,11 @@ class LoopCall(_Call):
         return self.loop
 
     @property
+    def updated_every(self) -> int:
+        """Its mini-batches per weight update."""
+        return self.loop.updated_every
+
+    @property
     def trained(self) -> set[str]:
         """Those with accumulators."""
         training = self.loop.body.training
@@ -357,6 +372,7 @@ class ProgramBuilder:
       placeholders: all that there are, each with what stands for it where it is used as an array.
       captured: those that were used so.
       calls: the pipelines and loops.
+      host_tables: tables in host memory that are looked up, by full name.
     """
 
     ipu_device: int
@@ -365,6 +381,7 @@ class ProgramBuilder:
     placeholders: dict[Placeholder, Any] = field(default_factory=dict)
     captured: dict[Placeholder, None] = field(default_factory=dict)
     calls: list[Call] = field(default_factory=list)
+    host_tables: dict[str, Any] = field(default_factory=dict)
 
     def add(
         self, call: Call, operands: Sequence[Any], results: Sequence[jax.ShapeDtypeStruct] = ()

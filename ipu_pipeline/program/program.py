@@ -20,6 +20,7 @@ from ipu_pipeline.graph.operations import Operation
 from ipu_pipeline.graph.placeholders import Placeholder, live_placeholders, standing
 from ipu_pipeline.graph.symbols import Symbol
 from ipu_pipeline.program.calls import Call, PipelineCall, ProgramBuilder, building, run_call_p
+from ipu_pipeline.program.host_tables import HostTable, check_tables
 from ipu_pipeline.program.loss_weights import is_weight
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
 from ipu_pipeline.reports.placement_report import Placement
@@ -80,6 +81,7 @@ class Program:
       result_tree: the structure of what `Session.run` returns: a list, a dict or another pytree of leaves;
         without leaves if the function returns operations or nothing.
       result_atoms: the atoms of its leaves.
+      host_tables: the tables in host memory that it looks up.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class Program:
         result_tree: Any,
         result_atoms: Sequence[Any],
         constants: Mapping[Any, Any],
+        host_tables: Sequence[HostTable],
     ) -> None:
         """Made by `build_program`."""
         self._ipu_device = ipu_device
@@ -100,6 +103,7 @@ class Program:
         self.result_tree = result_tree
         self.result_atoms = list(result_atoms)
         self.constants = dict(constants)
+        self.host_tables = list(host_tables)
 
     @property
     def outputs(self) -> Any:
@@ -193,7 +197,7 @@ class Program:
         for step in self.steps:
             used = step.call.variables if isinstance(step, CallStep) else step.reads
             found.update((spec.name, spec) for spec in used.values() if not is_weight(spec.name))
-        return found
+        return found | {table.spec.name: table.spec for table in self.host_tables}
 
     def find_operands(
         self, call: Call, known: Mapping[Placeholder, Any], read: Callable[[VariableSpec], Any]
@@ -324,6 +328,7 @@ def build_program(
     for replication, outfed in outfeeds:
         count = replication.count if outfed.is_of_replicas else None
         outfed.queue.bind(outfed.tree, outfed.avals, count)
+    tables = _check_tables(builder)
     (tree,) = result
     num_given = len(inputs)
     captured = dict(zip(live, flat.inputs[num_given:], strict=True))
@@ -337,7 +342,22 @@ def build_program(
         tree,
         list(flat.outputs),
         flat.constants,
+        tables,
     )
+
+
+def _check_tables(builder: ProgramBuilder) -> list[HostTable]:
+    """The tables in host memory that a program looks up, checked against what else it has."""
+    tables: list[HostTable] = list(builder.host_tables.values())
+    for table in tables:
+        if table.spec.name in builder.names.variables:
+            raise ValueError(
+                f"A host embedding and a variable of the program are named {table.spec.name!r}. Give one "
+                "of them another name."
+            )
+    for call in builder.calls if tables else ():
+        check_tables(tables, call, call.updated_every)
+    return tables
 
 
 def _returned(values: Any) -> Any:

@@ -70,6 +70,11 @@ def export(
             "export: the compiled function returns values of its own; an exported program has what the "
             "pipeline's last stage returns. Return only the pipeline's operation."
         )
+    if program.host_tables:
+        raise NotImplementedError(
+            f"export: the program looks up rows of {program.host_tables[0].spec.name!r}, a host embedding, "
+            "which a session has. Export one that takes the rows as its data, and look them up before."
+        )
     if call.pipeline.options.num_devices_per_ipu > 1:
         raise NotImplementedError(
             "export: an exported program has one device for each stage, and this pipeline has "

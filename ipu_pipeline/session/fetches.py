@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ipu_pipeline.graph.operations import InitializerOperation
+from ipu_pipeline.graph.operations import HostVariable, InitializerOperation
 from ipu_pipeline.graph.symbols import GlobalStep
 from ipu_pipeline.program.program import Output, Program
 from ipu_pipeline.queues.infeed import InfeedOperation, IPUInfeedQueue
@@ -25,11 +25,12 @@ def find_runs(fetch: Any) -> list[Any]:
     runs: list[Any] = []
     for one in _leaves(fetch):
         run = one.program if isinstance(one, Output) else one
-        if not isinstance(run, (Program, InitializerOperation, *_OF_THE_HOST)):
+        if not isinstance(run, (Program, InitializerOperation, HostVariable, *_OF_THE_HOST)):
             raise TypeError(
                 "Session.run: fetch must be a compiled program or one of its values, an infeed's "
                 "initializer, what an outfeed's dequeue() returned, global_variables_initializer(), "
-                f"get_global_step(), or a list or dict of them; got {type(run).__name__}."
+                "get_global_step(), a host embedding's get_embedding_tensor(), "
+                f"or a list or dict of them; got {type(run).__name__}."
             )
         if not any(run is known for known in runs):
             runs.append(run)

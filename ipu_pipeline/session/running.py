@@ -30,8 +30,10 @@ from ipu_pipeline.engine.state import OfReplicas, RunState, of_replica
 from ipu_pipeline.graph.placeholders import Placeholder
 from ipu_pipeline.processes import announcing, interrupts
 from ipu_pipeline.program.calls import Call, LoopCall, PipelineCall, find_num_replicas
+from ipu_pipeline.program.host_tables import check_tables
 from ipu_pipeline.program.program import CallStep, Program, Segment, read_atom
 from ipu_pipeline.queues.synthetic import make_synthetic, uses_synthetic_data
+from ipu_pipeline.session.host_rows import HostRows, connected
 from ipu_pipeline.session.outsiders import Done, has_part, hear_end, skip, telling_end
 from ipu_pipeline.session.resuming import Resumption
 from ipu_pipeline.session.store import Store
@@ -82,6 +84,19 @@ def run_program(
                     step.call.check_count(_read_count(step.call, read_atom(values, atom)))
     for infeed in program.infeeds:
         infeed.check_initialized()
+    with connected(program.host_tables, store) as rows:
+        return _run_steps(program, values, rows, store, resumption, limit)
+
+
+def _run_steps(
+    program: Program,
+    values: dict[Any, Any],
+    rows: HostRows,
+    store: Store,
+    resumption: Resumption,
+    limit: Limit,
+) -> list[np.ndarray[Any, Any]]:
+    """Runs the steps of a program; of its values those are known that its inputs have."""
     devices = config.devices_for(program.ipu_device, program.num_ipus)
     row = make_rows([next(filter(is_here, devices), None) or jax.local_devices()[0]], (0,))[0]
     for step in program.steps:
@@ -93,9 +108,9 @@ def run_program(
             continue
         operands = [read_atom(values, atom) for atom in step.operands]
         if isinstance(step.call, PipelineCall):
-            _run_pipeline(step.call, operands, devices, store, resumption, limit)
+            _run_pipeline(step.call, operands, devices, rows, store, resumption, limit)
         else:
-            results = _run_loop(step.call, operands, devices, store, resumption)
+            results = _run_loop(step.call, operands, devices, rows, store, resumption)
             values.update(zip(step.results, results, strict=True))
     returned = [of_replica(read_atom(values, atom), 0) for atom in program.result_atoms]
     return [one if _is_key(one) else np.array(one) for one in returned]
@@ -161,6 +176,7 @@ def _run_pipeline(
     call: PipelineCall,
     operands: Sequence[Any],
     devices: Sequence[Any],
+    rows: HostRows,
     store: Store,
     resumption: Resumption,
     limit: Limit,
@@ -189,10 +205,13 @@ def _run_pipeline(
         wanted = min(wanted, limit.max_updates)
     micro_batches = pipeline.num_micro_batches if count is None else count
     assert micro_batches is not None
+    check_tables(rows.tables, call, pipeline.updated_every(count))
+    is_single = is_synthetic or bool(rows.trained_by(call))
     with announcing.running(store, call.name, pipeline, runner, devices, micro_batches) as told:
         while done < wanted:
-            # What is on the devices is one update's.
-            left, total = (1, 1) if is_synthetic else (wanted - done, call.repeat_count)
+            # With synthetic data what is on the devices is one update's. Tables change between updates.
+            left, total = (1, 1) if is_single else (wanted - done, call.repeat_count)
+            rows.begin()
             pending = pipeline.accumulate(state, take, inputs, left, total, count)
             # From here the old state may be gone (its memory is given to the new one) before the new
             # one is in its place.
@@ -203,6 +222,7 @@ def _run_pipeline(
                 num_done = int(state.execution_count) - before
                 done += num_done
                 store.keep(call, state)
+                rows.keep(call, is_update=True)
                 if not is_synthetic and call.infeed_queue is not None and runner.takes_elements:
                     call.infeed_queue.mark()
                 call.hand_out(progress)
@@ -233,6 +253,7 @@ def _run_loop(
     call: LoopCall,
     operands: Sequence[Any],
     devices: Sequence[Any],
+    rows: HostRows,
     store: Store,
     resumption: Resumption,
 ) -> list[Any]:
@@ -248,11 +269,13 @@ def _run_loop(
     constant, changing = loop.split_carried(operands[num_captured:])
     inputs = [*operands[:num_captured], *constant]
     _introduce(call, runner)
-    total = _block_limit(call, count)
+    is_single = bool(rows.trained_by(call))  # tables change between iterations
+    total = 1 if is_single else _block_limit(call, count)
     every = loop.updated_every
     num_fetched = runner.num_fetched(total, every)  # by all replicas
-    most = num_fetched // num_replicas
+    most = 1 if is_single else num_fetched // num_replicas
     state = store.place_loop_state(call)
+    rows.resume(call, state.num_accumulated)
     take: Take = take_nothing
     infeed, is_synthetic = call.infeed_queue, uses_synthetic_data()
     if infeed is not None and is_synthetic:
@@ -282,6 +305,7 @@ def _run_loop(
             while (count is None or done.count < count) and loop.goes_on(inputs, changing):
                 limit = most if count is None else min(most, count - done.count)
                 request = Request(inputs, every, limit, total, changing, done.count)
+                rows.begin()
                 pending = runner.fetch(state, request, take)
                 with interrupts.deferred(), _replacing(store, runner):  # see _run_pipeline
                     progress = runner.run(state, pending)
@@ -289,6 +313,7 @@ def _run_loop(
                     num_unneeded = pending.count - progress.count
                     done.count += progress.count
                     store.keep_loop(call, state)
+                    rows.keep(call, is_update=state.num_accumulated == 0)
                     if infeed is not None:
                         infeed.mark(num_unneeded)
                     for part in progress.collected:

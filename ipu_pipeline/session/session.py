@@ -19,7 +19,7 @@ from ipu_pipeline.engine import peers
 from ipu_pipeline.engine.devices.everywhere import only_if_written_here, read_everywhere
 from ipu_pipeline.engine.devices.placing import keep
 from ipu_pipeline.engine.watching import read_outfeed
-from ipu_pipeline.graph.operations import InitializerOperation
+from ipu_pipeline.graph.operations import HostVariable, InitializerOperation
 from ipu_pipeline.graph.placeholders import Placeholder
 from ipu_pipeline.graph.symbols import GlobalStep
 from ipu_pipeline.processes import interrupts
@@ -33,6 +33,7 @@ from ipu_pipeline.session import entries, exporting
 from ipu_pipeline.session.agreeing import agree_on_run
 from ipu_pipeline.session.arguments import choose_seed
 from ipu_pipeline.session.fetches import concerns_devices, find_runs, give_results
+from ipu_pipeline.session.host_rows import check_registered
 from ipu_pipeline.session.missing import make_missing
 from ipu_pipeline.session.resuming import Resumption, check_snapshot
 from ipu_pipeline.session.running import Limit, check_feeds, run_program
@@ -318,6 +319,8 @@ class Session:
             self._store.check_weights("save")
             state = self._store.state
             own = {name: value for name, value in state.variables.items() if not is_weight(name)}
+            if is_kept:
+                own = self._store.with_host_copies(own)
             state = dataclasses.replace(state, variables=own)
             leaves, tree = jax.tree.flatten(state.arrays)
             leaves = list(map(only_if_written_here, leaves))
@@ -420,7 +423,7 @@ class Session:
         fault = self._find_fault(runs, programs, feeds)
         if fault is not None and (peers.current() is None or not programs):
             raise fault
-        needs_devices = any(isinstance(one, (Program, InitializerOperation)) for one in runs)
+        needs_devices = any(isinstance(one, (Program, InitializerOperation, HostVariable)) for one in runs)
         if needs_devices:
             self._select_devices()
         if programs:
@@ -442,6 +445,8 @@ class Session:
             self._resumption.check(programs)
             if programs:
                 self._store.check_loaded(compiled_programs())
+            for program in programs:
+                check_registered(program, self)
             if any(call.trains for program in programs for call in program.calls):
                 self._store.check_weights("run")
             if any(isinstance(one, InitializerOperation) for one in runs):
@@ -468,6 +473,8 @@ class Session:
             with interrupts.deferred():
                 operation.queue.set_aside()
             return value
+        if isinstance(operation, HostVariable):
+            return np.array(self._store.variable(operation.spec))
         if isinstance(operation, GlobalStep):
             return np.int64(self._store.global_step())
         if operation.starts:

@@ -20,6 +20,7 @@ from ipu_pipeline.engine.state import PipelineState, RunState
 from ipu_pipeline.engine.tracing.specs import VariableSpec, initial_value
 from ipu_pipeline.processes import interrupts
 from ipu_pipeline.program.calls import Call, LoopCall, PipelineCall
+from ipu_pipeline.program.host_tables import RowGradients
 from ipu_pipeline.program.program import Program
 from ipu_pipeline.session import agreeing
 from ipu_pipeline.session.metrics import MetricLog
@@ -37,6 +38,8 @@ class Store:
       seed: initial values and random keys depend on it.
       metrics: what pipelines reported, until it is read.
       step_counting: by how much the global step goes up with a weight update, and what is added to it.
+      row_gradients: of tables in host memory, by full name: what their rows' gradients were in each
+        iteration of a weight update that is not complete; see `host_rows`.
       is_initialized: whether `global_variables_initializer()` was run, so that all variables count as made.
     """
 
@@ -54,8 +57,10 @@ class Store:
         self.lock = threading.RLock()
         self.seed = seed
         self.metrics = MetricLog()
+        self.row_gradients: dict[str, list[list[RowGradients]]] = {}
         self.is_initialized = False
         self.step_counting = (1, 0)
+        self._host_arrays: dict[str, np.ndarray[Any, Any]] = {}  # those that updates write into
         self._lent: str | None = None  # whose values the weights are, see `lending`
         self._key: Any = None
         self._agreed: int | None = None  # the seed that all processes have
@@ -224,6 +229,23 @@ class Store:
             )
         return value
 
+    def host_array(self, spec: VariableSpec) -> np.ndarray[Any, Any]:
+        """A variable that stays in host memory, to be written into."""
+        own = self._host_arrays.get(spec.name)
+        if own is None or self.state.variables.get(spec.name) is not own:
+            # It was made, loaded or restored: others may have it.
+            self._host_arrays[spec.name] = np.array(self.variable(spec))
+            self._set_variables({spec.name: self._host_arrays[spec.name]})
+        return self._host_arrays[spec.name]
+
+    def with_host_copies(self, variables: Mapping[str, Any]) -> dict[str, Any]:
+        """Variables, with copies of those that updates write into."""
+        own = self._host_arrays
+        return {
+            name: np.array(value) if name in own and own[name] is value else value
+            for name, value in variables.items()
+        }
+
     def make_pipeline_state(self, call: Call) -> PipelineState:
         """The state of a pipeline or loop, its optimizer's None where it is to be made."""
         record = self.record(call.name)
@@ -353,6 +375,7 @@ class Store:
                 unclear.add(spec.name)
         key, self._is_own = self.key, True
         self.metrics = MetricLog()
+        self.row_gradients.clear()
         self.is_initialized = True
         self.state = SessionState(
             {name: initial_value(spec, key) for name, spec in known.items() if name not in unclear}

@@ -4,6 +4,8 @@ python -m tests.ported.click_through_rate --steps 5
 """
 
 import argparse
+import contextlib
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +23,7 @@ def parse_args(argv=None):
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--history", type=int, default=6)
     parser.add_argument("--embedding-size", type=int, default=4)
+    parser.add_argument("--host-embeddings", action="store_true")
     parser.add_argument("--hidden-size", type=int, default=6)
     parser.add_argument("--batches-per-step", type=int, default=10)
     parser.add_argument("--learning-rate", type=float, default=0.2)
@@ -44,25 +47,36 @@ def make_batches(opts):
         }
 
 
-def embed(table, items):
-    categories = items % NUM_CATEGORIES
-    return jnp.concatenate(
-        [
-            ipu.embedding_ops.embedding_lookup(table["items"], items),
-            ipu.embedding_ops.embedding_lookup(table["categories"], categories),
-        ],
-        axis=-1,
-    )
+def make_host_embeddings(opts):
+    spec = ipu.embedding_ops.HostEmbeddingOptimizerSpec(opts.learning_rate)
+    return {
+        name: ipu.embedding_ops.create_host_embedding(
+            f"embedding/{name}", [number, opts.embedding_size], np.float32, optimizer_spec=spec
+        )
+        for name, number in (("items", NUM_ITEMS), ("categories", NUM_CATEGORIES))
+    }
 
 
-def model(opts, history, lengths, target):
-    """The logits, [batch]."""
+def make_tables(opts):
+    """What looks rows up in each table: on the IPU, where no tables on the host are given."""
     with ipu.variable_scope("embedding"):
         size = opts.embedding_size
-        table = {
+        tables = {
             "items": ipu.get_variable("items", [NUM_ITEMS, size]),
             "categories": ipu.get_variable("categories", [NUM_CATEGORIES, size]),
         }
+    return {
+        name: functools.partial(ipu.embedding_ops.embedding_lookup, value) for name, value in tables.items()
+    }
+
+
+def embed(table, items):
+    return jnp.concatenate([table["items"](items), table["categories"](items % NUM_CATEGORIES)], axis=-1)
+
+
+def model(opts, on_host, history, lengths, target):
+    """The logits, [batch]."""
+    table = {name: one.lookup for name, one in on_host.items()} or make_tables(opts)
     target = embed(table, target)
     with ipu.variable_scope("interests"):
         states, _last = ipu.rnn_ops.PopnnDynamicGRU(opts.hidden_size)(
@@ -81,12 +95,12 @@ def model(opts, history, lengths, target):
         return ipu.layers.Dense(1)(hidden)[:, 0]
 
 
-def make_graph(opts):
+def make_graph(opts, on_host):
     infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(lambda: make_batches(opts), feed_name="infeed")
     outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue(feed_name="outfeed")
 
     def body(history, lengths, target, clicked):
-        logits = model(opts, history, lengths, target)
+        logits = model(opts, on_host, history, lengths, target)
         loss = jnp.mean(optax.sigmoid_binary_cross_entropy(logits, clicked))
         train_op = tf1.AdagradOptimizer(opts.learning_rate).minimize(loss)
         return train_op, outfeed.enqueue({"loss": loss, "probabilities": jax.nn.sigmoid(logits)})
@@ -103,9 +117,13 @@ def train(opts):
     config = ipu.config.IPUConfig()
     config.auto_select_ipus = 1
     config.configure_ipu_system()
-    program, infeed, dequeue = make_graph(opts)
+    on_host = make_host_embeddings(opts) if opts.host_embeddings else {}
+    program, infeed, dequeue = make_graph(opts, on_host)
     found = []
-    with ipu.Session(seed=opts.seed) as sess:
+    with contextlib.ExitStack() as stack:
+        sess = stack.enter_context(ipu.Session(seed=opts.seed))
+        for embedding in on_host.values():
+            stack.enter_context(embedding.register(sess))
         sess.run([ipu.global_variables_initializer(), infeed.initializer])
         before = sess.variables
         for step in range(opts.steps):

@@ -39,6 +39,7 @@ class VariableSpec:
       dtype: its dtype.
       initializer: `init(key, shape, dtype) -> array`.
       trainable: whether it has a gradient; always False for dtypes that have none.
+      is_on_host: whether it stays in host memory, as an array of NumPy's.
     """
 
     name: str
@@ -46,6 +47,7 @@ class VariableSpec:
     dtype: np.dtype[Any]
     initializer: Initializer
     trainable: bool
+    is_on_host: bool = False
 
     def __repr__(self) -> str:
         return f"{self.name}: {self.dtype.name}{list(self.shape)}"
@@ -57,7 +59,7 @@ class VariableSpec:
 serial_numbers = itertools.count()
 
 
-def initial_value(spec: VariableSpec, key: jax.Array) -> jax.Array:
+def initial_value(spec: VariableSpec, key: jax.Array) -> Any:
     """The value that a variable starts with.
 
     Args:
@@ -66,11 +68,26 @@ def initial_value(spec: VariableSpec, key: jax.Array) -> jax.Array:
         value depends on the seed and the name alone.
 
     Returns:
-      An array of the variable's shape and dtype.
+      An array of the variable's shape and dtype, of NumPy's if it stays on the host.
 
     Raises:
       ValueError: the initializer returns another shape or dtype.
     """
+    if not spec.is_on_host:
+        return _make_initial(spec, key)
+    with jax.default_device(_find_cpu()):
+        return np.array(_make_initial(spec, key))
+
+
+def _find_cpu() -> Any:
+    """JAX's CPU, where big arrays can be made; None if only other platforms are enabled."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        return None
+
+
+def _make_initial(spec: VariableSpec, key: jax.Array) -> jax.Array:
     if 0 in spec.shape:  # Keras's initializers divide by the sizes
         return jnp.zeros(spec.shape, spec.dtype)
     own_key = key

@@ -1,0 +1,191 @@
+"""Tables that stay in host memory: programs look rows up there, and give back the rows' gradients.
+
+A lookup is a callback from the program into Python, and so is its derivative, which hands over the rows'
+gradients. A table therefore is as large as the host's memory lets it be; a device has only the rows that a
+micro-batch asked for. What the gradients do to the table is done between steps (`session.host_rows`), so
+all lookups of a step see the same values, recomputed ones too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import io_callback
+
+from ipu_pipeline.engine.tracing import scopes
+from ipu_pipeline.engine.tracing.frames import current_frame
+from ipu_pipeline.engine.tracing.specs import VariableSpec
+from ipu_pipeline.engine.tracing.variable_scopes import AUTO_REUSE, variable_scope
+from ipu_pipeline.engine.tracing.variables import get_variable
+from ipu_pipeline.program.calls import Call, LoopCall, current_builder
+
+__all__ = ["HostTable", "RowGradients", "check_tables"]
+
+
+class RowGradients(NamedTuple):
+    """What the backward of one lookup hands over.
+
+    Attributes:
+      rows: [n], the numbers of the rows.
+      gradients: [n, columns], in the table's dtype.
+    """
+
+    rows: np.ndarray[Any, Any]
+    gradients: np.ndarray[Any, Any]
+
+
+@dataclasses.dataclass(eq=False)
+class HostTable:
+    """A table in host memory.
+
+    Attributes:
+      spec: its name, shape, dtype and initial value; a session has it among its variables.
+      learning_rate: of its SGD; 0 if it is not trained.
+      num_mini_batches: how many of them give the gradients of an update.
+      sessions: those that it is registered with.
+    """
+
+    spec: VariableSpec
+    learning_rate: float
+    num_mini_batches: int
+    sessions: weakref.WeakSet[Any] = dataclasses.field(default_factory=weakref.WeakSet)
+    _array: np.ndarray[Any, Any] | None = None  # while a program that uses it runs
+    _taken: list[RowGradients] = dataclasses.field(default_factory=list)
+    _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+
+    @property
+    def marker(self) -> str:
+        """The full name of a variable, always 0, that is trained where the table is."""
+        return f"{self.spec.name}/__dummy"
+
+    def lookup(self, indices: Any, clips: bool) -> jax.Array:
+        """Rows, in the function that is being traced; see `HostEmbedding.lookup`."""
+        builder = current_builder()
+        if builder is None:
+            current_frame("HostEmbedding.lookup")  # raises
+            raise RuntimeError("HostEmbedding.lookup was called outside of ipu_compiler.compile.")
+        known = builder.host_tables.setdefault(self.spec.name, self)
+        if known is not self:
+            raise ValueError(
+                f"Two host embeddings of the program are named {self.spec.name!r}. Give one another name."
+            )
+        ids = jnp.asarray(indices)
+        if not jnp.issubdtype(ids.dtype, jnp.integer):
+            raise TypeError(f"HostEmbedding.lookup: indices must be integers; got {ids.dtype.name}.")
+        if clips:
+            ids = jnp.clip(ids, 0, self.spec.shape[0] - 1)
+        if self.learning_rate == 0:
+            return jax.lax.stop_gradient(self._find(ids))
+        with scopes.isolated(), variable_scope(self.spec.name, reuse=AUTO_REUSE):
+            marker = get_variable("__dummy", (), self.spec.dtype, jax.nn.initializers.zeros)
+        return self._find_trained(marker, ids)
+
+    def _find(self, ids: jax.Array) -> jax.Array:
+        found = jax.ShapeDtypeStruct((*ids.shape, self.spec.shape[1]), self.spec.dtype)
+        rows: jax.Array = jax.pure_callback(self._read, found, ids, vmap_method="expand_dims")
+        return rows
+
+    def _find_trained(self, marker: jax.Array, ids: jax.Array) -> jax.Array:
+        @jax.custom_vjp
+        def find(marker: jax.Array, ids: jax.Array) -> jax.Array:
+            del marker
+            return self._find(ids)
+
+        def forward(marker: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return find(marker, ids), ids
+
+        def backward(ids: jax.Array, cotangents: jax.Array) -> tuple[jax.Array, None]:
+            zero = jax.ShapeDtypeStruct((), self.spec.dtype)
+            return io_callback(self._take, zero, ids, cotangents), None
+
+        find.defvjp(forward, backward)
+        rows: jax.Array = find(marker, ids)
+        return rows
+
+    def _read(self, ids: Any) -> np.ndarray[Any, Any]:
+        if self._array is None:
+            raise RuntimeError(f"The host embedding {self.spec.name!r} is looked up outside of a run.")
+        rows = np.asarray(ids)
+        outside = (rows < 0) | (rows >= len(self._array))
+        if outside.any():
+            raise IndexError(
+                f"The host embedding {self.spec.name!r} has {len(self._array)} rows, and row "
+                f"{rows[outside][0]} was looked up. Mend the data, or look up with clip_indices=True."
+            )
+        return np.take(self._array, rows, axis=0)
+
+    def _take(self, ids: Any, cotangents: Any) -> np.ndarray[Any, Any]:
+        # Copies: the arguments may be memory of the program's.
+        rows = np.array(ids).reshape(-1)
+        with self._lock:
+            self._taken.append(RowGradients(rows, np.array(cotangents).reshape(len(rows), -1)))
+        return np.zeros((), self.spec.dtype)
+
+    @contextlib.contextmanager
+    def connected(self, array: np.ndarray[Any, Any]) -> Iterator[None]:
+        """Lets programs look rows up, for a `with` block.
+
+        Args:
+          array: the table, as a session has it.
+
+        Raises:
+          RuntimeError: another session's run uses it.
+        """
+        with self._lock:
+            if self._array is not None:
+                raise RuntimeError(
+                    f"The host embedding {self.spec.name!r} is used by a run of another session. Let one "
+                    "run after the other, or make another HostEmbedding for the second one's programs."
+                )
+            self._array = array
+        try:
+            yield
+        finally:
+            self.take()
+            self._array = None
+
+    def take(self) -> list[RowGradients]:
+        """What came since this was last called."""
+        with self._lock:
+            taken, self._taken = self._taken, []
+        return taken
+
+
+def check_tables(tables: Sequence[HostTable], call: Call, count: int | None) -> None:
+    """Raises if a pipeline or loop cannot train tables in host memory as they say.
+
+    Args:
+      tables: those of the program.
+      call: the pipeline or loop.
+      count: its micro-batches per weight update; None if they are known when it runs.
+
+    Raises:
+      NotImplementedError: the loss is scaled, and so were the rows' gradients.
+      ValueError: the table has its updates at other times than the weights.
+    """
+    trained = call.trained
+    for table in tables:
+        if table.marker not in trained:
+            continue
+        name, own = f"The host embedding {table.spec.name!r}", table.num_mini_batches
+        assert call.runner.updates is not None
+        if call.runner.updates.loss_scale is not None:
+            raise NotImplementedError(
+                f"{name} is trained by {call.name!r}, whose optimizer scales the loss; the gradients of "
+                "its rows would be scaled, too. Use an optimizer without loss scaling."
+            )
+        if count is None or own == count or (own == 1 and isinstance(call, LoopCall)):
+            continue
+        raise ValueError(
+            f"{name} has the gradients of {own} mini-batches in an update, and {call.name!r} those of "
+            f"{count}. Give it optimizer_spec=HostEmbeddingSGDGAOptimizerSpec("
+            f"{table.learning_rate!r}, {count})."
+        )

@@ -1,0 +1,428 @@
+"""Tables in host memory: rows looked up and trained, against a plain loop of jax.grad."""
+
+import contextlib
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import ipu_pipeline as ipu
+from ipu_pipeline import embedding_ops, loops
+from ipu_pipeline.ipu_infeed_queue import IPUInfeedQueue
+from ipu_pipeline.ipu_outfeed_queue import IPUOutfeedQueue
+from ipu_pipeline.optimizers import (
+    CrossReplicaOptimizer,
+    GradientAccumulationOptimizerV2,
+    LossScalingOptimizer,
+)
+from ipu_pipeline.pipelining_ops import (
+    OptimizerFunctionOutput,
+    PipelineSchedule,
+    RecomputationMode,
+    pipeline,
+)
+from tests import front, models
+
+ROWS, COLUMNS, CLASSES, BATCH = 20, 6, 5, 4
+RATE, TABLE_RATE = 0.1, 0.4
+
+
+def make_batches(number, seed=5):
+    rng = np.random.default_rng(seed)
+    for _ in range(number):
+        ids = rng.integers(0, ROWS, (BATCH, 3)).astype("int32")
+        ids[0, 1] = ids[0, 0]  # a row that comes twice
+        yield ids, rng.integers(0, CLASSES, BATCH).astype("int32")
+
+
+def make_table(count=1, name="words", rate=TABLE_RATE, **options):
+    spec = embedding_ops.HostEmbeddingSGDGAOptimizerSpec(rate, count) if rate else None
+    return embedding_ops.create_host_embedding(
+        name, [ROWS, COLUMNS], np.float32, optimizer_spec=spec, **options
+    )
+
+
+def encoder(table):
+    def stage(ids, labels):
+        with ipu.variable_scope("encoder"):
+            return ipu.layers.Dense(8, "tanh")(jnp.sum(table.lookup(ids), axis=1)), ids, labels
+
+    return stage
+
+
+def decoder(table):
+    def stage(x, ids, labels):
+        x = jnp.concatenate([x, jnp.square(table.lookup(ids[:, 0]))], axis=1)
+        with ipu.variable_scope("decoder"):
+            logits = ipu.layers.Dense(CLASSES)(x)
+        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels))
+
+    return stage
+
+
+def plain_loss(variables, ids, labels):
+    table = variables["words"]
+    x = jnp.sum(table[ids], axis=1)
+    x = jnp.tanh(x @ variables["encoder/dense/kernel"] + variables["encoder/dense/bias"])
+    x = jnp.concatenate([x, jnp.square(table[ids[:, 0]])], axis=1)
+    logits = x @ variables["decoder/dense/kernel"] + variables["decoder/dense/bias"]
+    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels))
+
+
+def plain(variables, batches, every, is_mean=False, num_replicas=1):
+    """Losses, and variables after updates of as many batches each."""
+    variables = {name: value for name, value in variables.items() if not name.endswith("__dummy")}
+    losses, total = [], None
+    for number, batch in enumerate(batches, 1):
+        loss, gradients = jax.value_and_grad(plain_loss)(variables, *batch)
+        losses.append(loss)
+        total = gradients if total is None else jax.tree.map(jnp.add, total, gradients)
+        if number % (every * num_replicas) == 0:
+            rates = dict.fromkeys(variables, RATE / (every if is_mean else 1) / num_replicas)
+            rates["words"] = TABLE_RATE
+            variables = {name: variables[name] - rates[name] * total[name] for name in variables}
+            total = None
+    return np.asarray(losses), variables
+
+
+class Pipelined:
+    """A pipeline of two stages, both of which look rows up."""
+
+    def __init__(
+        self,
+        count=3,
+        updates=2,
+        table=None,
+        is_mean=False,
+        replicas=1,
+        missing=0,
+        optimizer=None,
+        **options,
+    ):
+        self.table = make_table(count) if table is None else table
+        self.batches = list(make_batches(count * updates * replicas))
+        self.fed = self.batches[: len(self.batches) - missing]
+        self.infeed = IPUInfeedQueue(lambda: iter(self.fed))
+        self.initializer = self.infeed.initializer
+        self.outfeed = IPUOutfeedQueue()
+        if optimizer is None:
+            optimizer = optax.sgd(RATE) if replicas == 1 else CrossReplicaOptimizer(optax.sgd(RATE))
+        self.program = front.compile_program(
+            lambda: pipeline(
+                [encoder(self.table), decoder(self.table)],
+                count,
+                repeat_count=updates,
+                infeed_queue=self.infeed,
+                outfeed_queue=self.outfeed,
+                optimizer_function=lambda loss: OptimizerFunctionOutput(optimizer, loss),
+                outfeed_loss=True,
+                reduction_method="MEAN" if is_mean else "SUM",
+                **options,
+            )
+        )
+
+    def run(self, session):
+        session.run(self.initializer)
+        with self.table.register(session):
+            session.run(self.program)
+        return session.run(self.outfeed.dequeue())
+
+
+def variables_of(session):
+    return {name: value for name, value in session.variables.items() if not name.endswith("__dummy")}
+
+
+def initial(_model):
+    with ipu.Session(seed=3) as session:
+        session.run(ipu.global_variables_initializer())
+        return session.variables
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"pipeline_schedule": PipelineSchedule.Interleaved},
+        {"pipeline_schedule": PipelineSchedule.Sequential, "is_mean": True},
+        {"device_mapping": [0, 0]},
+        {"recomputation_mode": RecomputationMode.RecomputeThenBackpropagate},
+    ],
+    ids=["grouped", "interleaved", "sequential_mean", "one_ipu", "recomputed"],
+)
+def test_pipelines(options):
+    if "recomputation_mode" in options:
+        config = ipu.config.IPUConfig()
+        config.allow_recompute = True
+        config.auto_select_ipus = 2
+        config.configure_ipu_system()
+    model = Pipelined(**options)
+    start = initial(model)
+    with ipu.Session(seed=3) as session:
+        losses = model.run(session)
+        found = variables_of(session)
+        table = session.run(model.table.get_embedding_tensor())
+    wanted, expected = plain(start, model.batches, 3, options.get("is_mean", False))
+    models.assert_trees_close(losses, wanted)
+    models.assert_trees_close(found, jax.tree.map(np.asarray, expected))
+    np.testing.assert_array_equal(table, found["words"])
+
+
+def test_replicas():
+    config = ipu.config.IPUConfig()
+    config.auto_select_ipus = 4
+    config.configure_ipu_system()
+    model = Pipelined(replicas=2)
+    start = initial(model)
+    with ipu.Session(seed=3) as session:
+        model.run(session)
+        found = variables_of(session)
+    _losses, expected = plain(start, model.batches, 3, num_replicas=2)
+    models.assert_trees_close(found, jax.tree.map(np.asarray, expected))
+
+
+class Looped:
+    """The same model in a loop."""
+
+    def __init__(self, iterations, every=1, factor=None, sharded=False):
+        self.table = make_table(every if factor is None else factor)
+        self.batches = list(make_batches(iterations))
+        self.infeed = IPUInfeedQueue(lambda: iter(self.batches))
+        self.initializer = self.infeed.initializer
+        self.outfeed = IPUOutfeedQueue()
+        shard = ipu.scopes.ipu_shard if sharded else lambda _index: contextlib.nullcontext()
+        optimizer = GradientAccumulationOptimizerV2(optax.sgd(RATE), every)
+
+        def body(ids, labels):
+            with shard(0):
+                x, ids, labels = encoder(self.table)(ids, labels)
+            with shard(1):
+                loss = decoder(self.table)(x, ids, labels)
+            return optimizer.minimize(loss), self.outfeed.enqueue(loss)
+
+        self.program = front.compile_program(
+            lambda: loops.repeat(iterations, body, infeed_queue=self.infeed)
+        )
+
+    run = Pipelined.run
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("every", [1, 2])
+def test_loops(every, sharded):
+    model = Looped(4, every, sharded=sharded)
+    start = initial(model)
+    with ipu.Session(seed=3) as session:
+        losses = model.run(session)
+        found = variables_of(session)
+    wanted, expected = plain(start, model.batches, every)
+    models.assert_trees_close(losses, wanted)
+    models.assert_trees_close(found, jax.tree.map(np.asarray, expected))
+
+
+def test_updates_after_each_mini_batch_of_an_accumulating_loop():
+    model = Looped(4, every=2, factor=1)
+    start = initial(model)
+    with ipu.Session(seed=3) as session:
+        model.run(session)
+        found = session.variables["words"]
+    variables = {name: value for name, value in start.items() if not name.endswith("__dummy")}
+    total = jax.tree.map(jnp.zeros_like, variables)
+    for number, batch in enumerate(model.batches, 1):
+        gradients = jax.grad(plain_loss)(variables, *batch)
+        total = jax.tree.map(jnp.add, total, gradients)
+        variables["words"] = variables["words"] - TABLE_RATE * gradients["words"]
+        if number % 2 == 0:
+            rest = {name: value - RATE * total[name] for name, value in variables.items()}
+            variables = {**rest, "words": variables["words"]}
+            total = jax.tree.map(jnp.zeros_like, variables)
+    models.assert_trees_close(found, np.asarray(variables["words"]))
+
+
+def test_runs_and_checkpoints_within_an_update(tmp_path):
+    model = Looped(3, every=2)
+    start = initial(model)
+    with ipu.Session(seed=3) as session:
+        model.run(session)
+        session.save(tmp_path / "within")
+        model.run(session)
+        found = variables_of(session)
+        session.save(tmp_path / "complete")
+    _losses, expected = plain(start, [*model.batches, *model.batches], 2)
+    models.assert_trees_close(found, jax.tree.map(np.asarray, expected))
+    with ipu.Session() as session:
+        session.restore(tmp_path / "within", infeeds=False)
+        with pytest.raises(RuntimeError, match="gradients of the host embedding 'words' are there for 0"):
+            model.run(session)
+    with ipu.Session() as session:
+        session.restore(tmp_path / "complete", infeeds=False)
+        models.assert_trees_close(variables_of(session), found)
+        model.run(session)
+        model.run(session)
+        again = variables_of(session)
+    _losses, expected = plain(found, [*model.batches, *model.batches], 2)
+    models.assert_trees_close(again, jax.tree.map(np.asarray, expected))
+
+
+def test_a_step_that_did_not_end_leaves_the_table_as_it_was():
+    model = Pipelined(updates=2, missing=1)
+    start = initial(model)
+    with ipu.Session(seed=3) as session:
+        with pytest.raises(ipu.errors.OutOfRangeError):
+            model.run(session)
+        _losses, expected = plain(start, model.batches[:3], 3)
+        models.assert_trees_close(variables_of(session), jax.tree.map(np.asarray, expected))
+        model.fed = model.batches
+        before = variables_of(session)
+        model.run(session)
+        _losses, expected = plain(before, model.batches, 3)
+        models.assert_trees_close(variables_of(session), jax.tree.map(np.asarray, expected))
+
+
+def test_lookups_without_training():
+    values = np.arange(12.0, dtype=np.float32).reshape(4, 3)
+    table = embedding_ops.HostEmbedding("numbers", values)
+    ids = ipu.placeholder(np.int32, [3], name="ids")
+    program = front.compile_program(table.lookup, inputs=[ids])
+    with ipu.Session() as session, table.register(session):
+        np.testing.assert_array_equal(session.run(program, {ids: [2, 0, 9]})[0], values[[2, 0, 3]])
+        session.load({"numbers": values[::-1]})
+        np.testing.assert_array_equal(session.run(program, {ids: [2, 0, -1]})[0], values[[1, 3, 3]])
+    values[:] = 0  # the embedding has its own copy
+    with ipu.Session() as session, table.register(session):
+        assert session.run(program, {ids: [1, 1, 1]})[0].sum() == 36
+
+
+def test_snapshots_keep_what_they_have():
+    model = Pipelined()
+    with ipu.Session(seed=3) as session:
+        model.run(session)
+        snapshot = session.take_snapshot()
+        kept = np.array(snapshot.state.variables["words"])
+        model.run(session)
+        assert not np.array_equal(session.variables["words"], kept)
+        np.testing.assert_array_equal(snapshot.state.variables["words"], kept)
+
+
+def test_a_big_table_is_not_on_devices():
+    table = embedding_ops.create_host_embedding("big", [100_000, 64], np.float32)
+    ids = ipu.placeholder(np.int32, [8])
+    program = front.compile_program(lambda ids: table.lookup(ids), inputs=[ids])
+    with ipu.Session() as session, table.register(session):
+        found = session.run(program, {ids: np.arange(8) * 10_000})[0]
+        sizes = [array.size for array in jax.live_arrays()]
+        np.testing.assert_array_equal(session.variables["big"][np.arange(8) * 10_000], found)
+    assert 100_000 * 64 not in sizes
+
+
+def test_two_sessions_at_once():
+    table = make_table(rate=0)
+    ids = ipu.placeholder(np.int32, [2])
+    started, go_on = threading.Event(), threading.Event()
+
+    def wait(ids):
+        started.set()
+        assert go_on.wait(60)
+        return ids
+
+    def look(ids):
+        return table.lookup(jax.pure_callback(wait, jax.ShapeDtypeStruct((2,), np.int32), ids))
+
+    program = front.compile_program(look, inputs=[ids])
+    errors = []
+
+    def run_first():
+        try:
+            with ipu.Session() as first, table.register(first):
+                first.run(program, {ids: [0, 1]})
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run_first)
+    thread.start()
+    assert started.wait(60)
+    with ipu.Session() as second, table.register(second):
+        with pytest.raises(RuntimeError, match="'words' is used by a run of another session"):
+            second.run(program, {ids: [0, 1]})
+        go_on.set()
+        thread.join()
+        second.run(program, {ids: [0, 1]})
+    assert not errors
+
+
+def refuse_outside():
+    make_table().lookup(np.zeros(2, np.int32))
+
+
+def refuse_floats():
+    front.compile_program(lambda: make_table().lookup(np.zeros(2)))
+
+
+def refuse_two_tables():
+    front.compile_program(lambda: make_table().lookup(np.int32(0)) + make_table().lookup(np.int32(1)))
+
+
+def refuse_a_variable():
+    front.compile_program(lambda: make_table().lookup(np.int32(0)) + ipu.get_variable("words", [6]))
+
+
+def refuse_unregistered():
+    table = make_table()
+    program = front.compile_program(lambda: table.lookup(np.zeros(2, np.int32)))
+    with ipu.Session() as session:
+        session.run(program)
+
+
+def refuse_twice():
+    table = make_table()
+    with ipu.Session() as session, table.register(session), table.register(session):
+        pass
+
+
+def refuse_row():
+    table = make_table()
+    program = front.compile_program(lambda: table.lookup(np.array([3, 20], np.int32), clip_indices=False))
+    with ipu.Session() as session, table.register(session):
+        session.run(program)
+
+
+@pytest.mark.parametrize(
+    ("refused", "error", "match"),
+    [
+        (refuse_outside, RuntimeError, "HostEmbedding.lookup was called outside of a program"),
+        (refuse_floats, TypeError, "indices must be integers; got float32"),
+        (refuse_two_tables, ValueError, "Two host embeddings of the program are named 'words'"),
+        (refuse_a_variable, ValueError, "A host embedding and a variable of the program are named 'words'"),
+        (refuse_unregistered, RuntimeError, "with host_embedding.register"),
+        (refuse_twice, RuntimeError, "'words' is registered with this session already"),
+        (refuse_row, Exception, "'words' has 20 rows, and row 20 was looked up"),
+        (lambda: Pipelined(optimizer=LossScalingOptimizer(optax.sgd(RATE))), NotImplementedError, "scales"),
+        (lambda: Pipelined(table=make_table(2)), ValueError, r"HostEmbeddingSGDGAOptimizerSpec\(0.4, 3\)"),
+        (lambda: Pipelined(table=make_table(1)), ValueError, "those of 3"),
+        (lambda: Looped(4, 2, factor=4), ValueError, r"HostEmbeddingSGDGAOptimizerSpec\(0.4, 2\)"),
+        (lambda: make_table().register().__enter__(), ValueError, "requires an ipu_pipeline.Session"),
+        (lambda: make_table()(None), NotImplementedError, "register"),
+        (lambda: make_table(partition_strategy="ROW"), ValueError, "partition_strategy must be"),
+        (lambda: make_table(rate=-1.0), ValueError, "at least 0"),
+        (lambda: make_table(rate="0.1"), TypeError, "learning_rate must be a number"),
+        (lambda: make_table(0), ValueError, "accumulation_factor must be at least 1"),
+        (lambda: embedding_ops.HostEmbedding("x", np.ones(3, "float32")), ValueError, r"\[rows, columns\]"),
+        (lambda: embedding_ops.HostEmbedding("x", np.ones((3, 2), "int32")), ValueError, "floating-point"),
+        (
+            lambda: embedding_ops.HostEmbedding("/x", np.ones((3, 2), "float32")),
+            ValueError,
+            "without empty parts",
+        ),
+        (lambda: embedding_ops.HostEmbeddingOptimizerSpec(0.1, "Adam"), ValueError, "'SGD'"),
+        (
+            lambda: embedding_ops.HostEmbedding("x", np.ones((3, 2), "float32"), optimizer_spec=0.1),
+            ValueError,
+            "optimizer_spec must be",
+        ),
+    ],
+)
+def test_errors(refused, error, match):
+    with pytest.raises(error, match=match):
+        refused()
