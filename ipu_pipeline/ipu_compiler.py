@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from ipu_pipeline.engine.jaxprs.values import as_own
+from ipu_pipeline.engine.tracing.frames import InsideOfBodyError, OutsideOfBodyError
 from ipu_pipeline.graph.placeholders import Placeholder
 from ipu_pipeline.graphcore.importing import explain_missing
+from ipu_pipeline.loops import run_once
 from ipu_pipeline.program.program import Program, build_program
 from ipu_pipeline.program.registry import register, reserve_ipus
 from ipu_pipeline.scopes import current_ipu_device
@@ -26,7 +30,8 @@ def compile(computation: Callable[..., Any], inputs: Sequence[Any] | None = None
     Args:
       computation: a function that takes one array per input. It calls `pipelining_ops.pipeline` or
         `loops.repeat`, may compute before, between and after them, and returns what `Session.run` is to
-        return.
+        return. One without pipelines and loops may do what the body of a loop does: train by `minimize`,
+        enqueue, use `ipu_shard`, draw random keys. It is then that of a loop which runs once.
       inputs: placeholders, or values that are the same in every run. One alone need not be in a list. A
         placeholder that the function, a stage or an optimizer function uses as an array need not be among
         them.
@@ -59,12 +64,21 @@ def compile(computation: Callable[..., Any], inputs: Sequence[Any] | None = None
         inputs = []
     elif not isinstance(inputs, (list, tuple)):
         inputs = [inputs]
-    program = build_program(
+    program = _build(
         computation, [_check_input(index, value) for index, value in enumerate(inputs)], device
     )
     reserve_ipus(device, program.num_ipus)
     register(program)
     return program
+
+
+def _build(computation: Callable[..., Any], inputs: Sequence[Any], device: int) -> Program:
+    """The program; of a function that does what only the body of a loop does, one that loops once."""
+    with contextlib.suppress(OutsideOfBodyError):
+        return build_program(computation, inputs, device)
+    with contextlib.suppress(InsideOfBodyError):
+        return build_program(partial(run_once, computation), inputs, device)
+    return build_program(computation, inputs, device)  # raises the first error again
 
 
 def _check_input(index: int, value: Any) -> Placeholder | np.ndarray[Any, Any]:

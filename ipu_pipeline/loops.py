@@ -21,10 +21,11 @@ from ipu_pipeline.graph.operations import Operation
 from ipu_pipeline.graph.placeholders import Placeholder, as_traced_inputs
 from ipu_pipeline.graphcore.importing import explain_missing
 from ipu_pipeline.program.calls import LoopCall, current_builder
+from ipu_pipeline.program.program import returned_values
 from ipu_pipeline.program.replication import make_replication
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
 
-__all__ = ["repeat", "while_loop"]
+__all__ = ["repeat", "run_once", "while_loop"]
 
 _MAX_INT32 = 2**31 - 1
 
@@ -113,6 +114,41 @@ def while_loop(
     return _loop("ipu.loops.while_loop", body, inputs, infeed_queue, count, condition)
 
 
+def run_once(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Runs a function that trains, enqueues or uses shards, as the body of a loop that runs once.
+
+    Args:
+      function: takes the arguments. It is traced twice: first for the shapes of what it returns, which the
+        loop carries.
+      *arguments: traced values.
+
+    Returns:
+      What it returns, without operations.
+
+    Raises:
+      InsideOfBodyError: the function calls a pipeline or a loop.
+      Others: as for a body of `repeat`.
+    """
+    place = f"the compiled function {name_of(function)}"
+    trees: list[Any] = []
+    avals: list[jax.ShapeDtypeStruct] = []
+
+    def call(*_previous: Any) -> list[Any]:
+        leaves, tree = jax.tree.flatten(returned_values(function(*arguments)))
+        trees[:] = [tree]
+        return [jnp.asarray(leaf) for leaf in leaves]
+
+    def look(_carried: list[Any], _fed: Any) -> list[Any]:
+        avals[:] = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in call()]
+        return []
+
+    trace_body(look, [], None, frames.ProgramNames(), place)
+    previous = [jnp.zeros(aval.shape, aval.dtype) for aval in avals]
+    results = _loop(place, call, previous, None, 1, None, place)
+    (tree,) = trees
+    return tree.unflatten(results if len(avals) > 1 else [results][: len(avals)])
+
+
 def _loop(
     what: str,
     body: Callable[..., Any],
@@ -120,6 +156,7 @@ def _loop(
     infeed_queue: IPUInfeedQueue | None,
     count: Any,
     cond: Callable[..., Any] | None,
+    place: str | None = None,
 ) -> Any:
     if not callable(body):
         raise TypeError(f"{what}: body must be a function; got {body!r}.")
@@ -135,7 +172,7 @@ def _loop(
             "here it is not placed on an IPU device."
         )
     if frames.is_in_stage():
-        raise RuntimeError(
+        raise frames.InsideOfBodyError(
             f"{what} was called within a computational stage or the body of a loop; use jax.lax.scan or "
             "jax.lax.fori_loop there."
         )
@@ -145,7 +182,8 @@ def _loop(
         raise ValueError(f"{what}: inputs must have at least one array, which the condition takes.")
     element = None if infeed_queue is None else infeed_queue.element
     avals = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
-    place = f"the body {name_of(body)} of {what}"
+    if place is None:
+        place = f"the body {name_of(body)} of {what}"
     fed_args, fed_kwargs = as_arguments(element)
     arguments = (*jax.tree.unflatten(tree, avals), *fed_args)
     check_signature(body, (arguments, fed_kwargs), "the inputs and the infeed's element", place)

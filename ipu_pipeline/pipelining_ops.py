@@ -269,7 +269,7 @@ def pipeline(
             "within an ipu_scope; here it is not placed on an IPU device."
         )
     if frames.is_in_stage():
-        raise RuntimeError(
+        raise frames.InsideOfBodyError(
             "pipelining_ops.pipeline was called within a computational stage; pipelines do not nest. Call "
             "it in the compiled function, or make its stages stages of the outer pipeline."
         )

@@ -403,10 +403,8 @@ def test_tracebacks_end_with_our_lines():
         trace([layers.Dense(1)], (2, 4), loss=jnp.sum, optimizer=optimizer)
 
     assert last_line_of(wrong_update) == "RuntimeError: of the optimizer"
-    bare = lambda: ipu.rand_ops.dropout(jnp.zeros(3))  # noqa: E731
-    assert last_line_of(lambda: front.compile_program(bare)).startswith(
-        "RuntimeError: ipu.rand_ops.dropout"
-    )
+    bare = lambda: (ipu.rand_ops.dropout(jnp.zeros(3)), ipu.loops.repeat(1, lambda: None))  # noqa: E731
+    assert "Error: ipu.rand_ops.dropout" in last_line_of(lambda: front.compile_program(bare))
 
 
 def test_a_partial_is_named_by_what_it_wraps():
@@ -499,7 +497,9 @@ def test_random_numbers_name_what_was_called():
         (lambda _x: ipu.next_rng_key(), "next_rng_key"),
     ):
         with pytest.raises(RuntimeError) as caught:
-            front.compile_program(lambda call=dropout: call(jnp.zeros(3)))
+            front.compile_program(
+                lambda call=dropout: (call(jnp.zeros(3)), ipu.loops.repeat(1, lambda: None))
+            )
         assert f"{name} was called outside of a computational stage, in the compiled" in str(caught.value)
 
 

@@ -350,7 +350,7 @@ def test_a_queue_is_for_one_place():
     with pytest.raises(ValueError, match="body of scan, where the value cannot be reached"):
         compile_with(lambda x: jax.lax.map(lambda row: (queue.enqueue(row), row)[1], x) @ weight("first/a"))
     with pytest.raises(RuntimeError, match="called in the compiled function. Call it in a stage"):
-        front.compile_program(lambda: queue.enqueue(np.float32(1)))
+        front.compile_program(lambda: (queue.enqueue(np.float32(1)), ipu.loops.repeat(1, lambda: None)))
     with pytest.raises(RuntimeError, match="outside of a program"):
         queue.enqueue(np.float32(1))
 

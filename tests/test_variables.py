@@ -240,7 +240,13 @@ def test_outside_of_stages_a_conflict_is_an_error_of_its_own():
 
 def test_assign_outside_of_stages():
     with pytest.raises(RuntimeError, match="assign.'w', .... was called outside of a computational stage"):
-        compile_function(lambda: ipu.assign("w", 1.0))
+        compile_function(
+            lambda: (
+                ipu.get_variable("w", (), trainable=False),
+                ipu.assign("w", 1.0),
+                ipu.loops.repeat(1, lambda: None),
+            )
+        )
 
 
 @pytest.mark.parametrize(

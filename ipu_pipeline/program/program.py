@@ -26,7 +26,7 @@ from ipu_pipeline.queues.infeed import IPUInfeedQueue
 from ipu_pipeline.reports.placement_report import Placement
 from ipu_pipeline.reports.program_summary import ProgramSummary
 
-__all__ = ["CallStep", "Output", "Program", "Segment", "build_program", "read_atom"]
+__all__ = ["CallStep", "Output", "Program", "Segment", "build_program", "read_atom", "returned_values"]
 
 
 class CallStep(NamedTuple):
@@ -285,7 +285,7 @@ def build_program(
         builder.placeholders = dict(zip(live, arguments[len(inputs) :], strict=True))
         frame = frames.Frame(builder.names, False, "the compiled function", is_stage=False)
         with building(builder), standing(builder.capture), frames.frame(frame):
-            leaves, tree = jax.tree.flatten(_returned(function(*given)))
+            leaves, tree = jax.tree.flatten(returned_values(function(*given)))
         result[:] = [tree]
         return leaves
 
@@ -360,7 +360,7 @@ def _check_tables(builder: ProgramBuilder) -> list[HostTable]:
     return tables
 
 
-def _returned(values: Any) -> Any:
+def returned_values(values: Any) -> Any:
     """What a program returns of what its function returns, as TensorFlow 1's `xla.compile` has it.
 
     Values are returned in a list, a single one too. Operations, which have no values, follow them and are

@@ -294,7 +294,7 @@ class IPUOutfeedQueue:
         """
         frame = frames.current_frame("IPUOutfeedQueue.enqueue")
         if frame.enqueued is None and not frame.is_traced_again:
-            raise RuntimeError(
+            raise frames.OutsideOfBodyError(
                 f"IPUOutfeedQueue.enqueue was called in {frame.place}. Call it in a stage of a pipeline, "
                 "in the update of its optimizer, or in the body of a loop; ipu.loops.repeat(1, ...) runs a "
                 "body once."

@@ -38,18 +38,13 @@ def model(use_custom_op, inputs, targets):
         probs = sigmoid * targets + (1 - sigmoid) * (1 - targets)
         return jnp.sum(-jnp.log(probs))
 
-    # Different: a training step is recorded in the body of a loop; loops.repeat(1, ...) runs it once.
-    def step(loss, weights_before, gradient):
-        del loss, weights_before, gradient
-        with ipu.variable_scope(f"model_vars_{use_custom_op}", reuse=ipu.AUTO_REUSE):
-            weights = ipu.get_variable("weights", shape=[3, 1], initializer="zeros")
-        training_loss = loss_of(inputs, weights)
-        # Different: the optimizer minimizes by one of ipu.optimizers, such as tf1's; and jax.grad for
-        # tf.gradients, of a function.
-        train_op = tf1.GradientDescentOptimizer(learning_rate=0.05).minimize(training_loss)
-        return training_loss, weights, jax.grad(loss_of)(inputs, weights), train_op
-
-    return ipu.loops.repeat(1, step, [0.0, np.zeros((3, 1), np.float32), np.zeros((4, 3), np.float32)])
+    with ipu.variable_scope(f"model_vars_{use_custom_op}", reuse=ipu.AUTO_REUSE):
+        weights = ipu.get_variable("weights", shape=[3, 1], initializer="zeros")
+    loss = loss_of(inputs, weights)
+    # Different: the optimizer minimizes by one of ipu.optimizers, such as tf1's; and jax.grad for
+    # tf.gradients, of a function.
+    train_op = tf1.GradientDescentOptimizer(learning_rate=0.05).minimize(loss)
+    return loss, weights, jax.grad(loss_of)(inputs, weights), train_op
 
 
 INPUTS = np.array([[0.52, 1.12, 0.77], [0.88, -1.08, 0.15], [0.52, 0.06, -1.30], [0.74, -2.49, 1.39]])

@@ -121,7 +121,7 @@ def current_recorder(what: str, advice_in_stage: str) -> tuple[frames.Frame, Rec
     frame = frames.current_frame(what)
     if not isinstance(frame, BodyFrame):
         advice = "Call it in the body of ipu.loops.repeat; repeat(1, ...) runs it once."
-        raise RuntimeError(
+        raise frames.OutsideOfBodyError(
             f"{what} was called in {frame.place}. {advice_in_stage if frame.is_stage else advice}"
         )
     return frame, frame.recorder

@@ -22,6 +22,8 @@ from ipu_pipeline.engine.tracing.specs import VariableSpec
 __all__ = [
     "Enqueued",
     "Frame",
+    "InsideOfBodyError",
+    "OutsideOfBodyError",
     "ProgramNames",
     "current_frame",
     "find_frame",
@@ -29,6 +31,14 @@ __all__ = [
     "is_in_stage",
     "unchanged_on_error",
 ]
+
+
+class OutsideOfBodyError(RuntimeError):
+    """What only a stage, or the body of a loop, may call was called elsewhere."""
+
+
+class InsideOfBodyError(RuntimeError):
+    """A pipeline or loop was called within a stage or the body of a loop."""
 
 
 @dataclass(eq=False)

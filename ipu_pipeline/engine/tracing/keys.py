@@ -60,7 +60,7 @@ def draw_key(wanted_by: str, mend: str = "") -> jax.Array:
     """
     current = frames.current_frame(wanted_by)
     if not current.is_stage:
-        raise RuntimeError(
+        raise frames.OutsideOfBodyError(
             f"{wanted_by} was called outside of a computational stage, in {current.place}. It needs a "
             f"random key, and only a stage has one for each micro-batch: call it in a stage.{mend}"
         )

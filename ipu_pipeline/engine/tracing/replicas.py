@@ -74,7 +74,7 @@ def replica_count() -> jax.Array:
 def _check(name: str) -> None:
     frame = frames.current_frame(name)
     if not frame.is_stage:
-        raise RuntimeError(
+        raise frames.OutsideOfBodyError(
             f"{name} was called in {frame.place}, which is the same for all replicas. Call it in a stage "
             "of a pipeline."
         )

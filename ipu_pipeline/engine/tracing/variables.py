@@ -170,7 +170,9 @@ def assign(name: str, value: Any) -> None:
     """
     current = frames.current_frame("assign")
     if not current.is_stage:
-        raise RuntimeError(f"assign({name!r}, ...) was called outside of a computational stage.")
+        raise frames.OutsideOfBodyError(
+            f"assign({name!r}, ...) was called outside of a computational stage."
+        )
     known = current.names.variables
     if current.faults is not None:
         known = {**known, **current.faults.stand_ins}
