@@ -57,7 +57,10 @@ class HostTable:
     learning_rate: float
     num_mini_batches: int
     sessions: weakref.WeakSet[Any] = dataclasses.field(default_factory=weakref.WeakSet)
-    _array: np.ndarray[Any, Any] | None = None  # while a program that uses it runs
+    _array: np.ndarray[Any, Any] | None = (
+        None  # while a run uses it; of one that failed, for what is on its way
+    )
+    _is_used: bool = False
     _taken: list[RowGradients] = dataclasses.field(default_factory=list)
     _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
@@ -140,17 +143,23 @@ class HostTable:
           RuntimeError: another session's run uses it.
         """
         with self._lock:
-            if self._array is not None:
+            if self._is_used:
                 raise RuntimeError(
                     f"The host embedding {self.spec.name!r} is used by a run of another session. Let one "
                     "run after the other, or make another HostEmbedding for the second one's programs."
                 )
-            self._array = array
+            self._array, self._is_used = array, True
         try:
             yield
+        except BaseException:
+            with contextlib.suppress(Exception):
+                jax.effects_barrier()  # what is on its way would come in the next run
+            raise
+        else:
+            self._array = None
         finally:
             self.take()
-            self._array = None
+            self._is_used = False
 
     def take(self) -> list[RowGradients]:
         """What came since this was last called."""
