@@ -12,6 +12,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import jax
 import numpy as np
 import pytest
 
@@ -122,6 +123,26 @@ def test_deferred_lets_the_section_finish():
         pass
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
+
+
+def test_ctrl_c_while_a_program_calls_back():
+    """Where the callback is in the main thread, as it may be on a CPU, JAX makes another error of it."""
+
+    def interrupt(x):
+        if is_interrupting:
+            raise KeyboardInterrupt
+        return x
+
+    is_interrupting = True
+    x = ipu.placeholder(np.float32, [2])
+    program = front.compile_program(
+        lambda x: jax.pure_callback(interrupt, jax.ShapeDtypeStruct((2,), np.float32), x), inputs=[x]
+    )
+    with ipu.Session() as session:
+        with pytest.raises(KeyboardInterrupt):
+            session.run(program, {x: [1, 2]})
+        is_interrupting = False
+        np.testing.assert_array_equal(session.run(program, {x: [1, 2]})[0], [1, 2])
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import re
 import signal
 import sys
 import threading
@@ -12,7 +13,14 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-__all__ = ["StopRequest", "StoppedAtOnce", "deferred", "sent_again_if_ignored", "stopping_on_signals"]
+__all__ = [
+    "StopRequest",
+    "StoppedAtOnce",
+    "deferred",
+    "raised_if_wrapped",
+    "sent_again_if_ignored",
+    "stopping_on_signals",
+]
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM)
 # Those that people handle in Python: to save, to stop, to give up waiting. Some systems lack some of them.
@@ -81,6 +89,21 @@ def sent_again_if_ignored() -> Iterator[None]:
     finally:
         if sys.unraisablehook is look:
             sys.unraisablehook = before
+
+
+@contextlib.contextmanager
+def raised_if_wrapped() -> Iterator[None]:
+    """Raises KeyboardInterrupt where JAX made an error of its own of it.
+
+    It does where Ctrl-C comes while a program calls back into Python, which on a CPU may be in the thread
+    that started the program.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if re.search(r"callback.*^KeyboardInterrupt", str(error), re.MULTILINE | re.DOTALL):
+            raise KeyboardInterrupt from error
+        raise
 
 
 def _find_signal(ignored: sys.UnraisableHookArgs) -> int | None:

@@ -369,7 +369,11 @@ class Session:
           ValueError: `feed_dict` does not fit the program.
           KeyboardInterrupt: on Ctrl-C; completed weight updates stand.
         """
-        with interrupts.sent_again_if_ignored(), self._turns.stopping(fetch):
+        with (
+            interrupts.sent_again_if_ignored(),
+            interrupts.raised_if_wrapped(),
+            self._turns.stopping(fetch),
+        ):
             together = "a run of a session" if concerns_devices(fetch) else None
             with self._turns.alone(together=together), self._turns.running():
                 return self._run(fetch, feed_dict or {})
