@@ -51,8 +51,8 @@ class Request:
     """What is to be run.
 
     Attributes:
-      inputs: the leaves of the inputs that stay the same; `OfReplicas` where replicas have their own, and
-        likewise below.
+      inputs: the leaves of the inputs that stay the same. Here and in `carried`, what each replica has of
+        its own is an `OfReplicas`.
       every: micro-batches per weight update.
       limit: micro-batches to run in this call at most; of a pipeline those of whole updates.
       total: micro-batches of the run, which the sizes of blocks depend on.
