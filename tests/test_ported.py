@@ -4,6 +4,7 @@ Runs are short where there are ReLUs: sooner or later an activation is so near t
 whether it has a gradient.
 """
 
+import functools
 import itertools
 import shutil
 
@@ -24,10 +25,13 @@ from tests.ported import (
     click_through_rate,
     custom_gradient,
     estimator_cnn,
+    inspecting_tensors,
     lstm,
     pipelining,
+    reinforcement_learning,
     replication,
     resnet,
+    sales_forecasting,
     unet_industrial,
 )
 from tests.recurrent_formulas import plain_gru, plain_lstm
@@ -581,3 +585,183 @@ def test_click_through_rate(on_host):
         expected.append({"loss": loss, "probabilities": probabilities})
     stacked = jax.tree.map(lambda *all: np.stack(all), *expected)
     models.assert_trees_close((found, after), (stacked, jax.tree.map(np.asarray, variables)))
+
+
+def plain_forecast(opts, variables, batch, is_training):
+    """The mean absolute error; the RMSPE, and the mean and variance of the continuous features."""
+    own = {name.removeprefix("model/"): value for name, value in variables.items()}
+    columns, truth = batch[:, :3].astype(np.int32).T, batch[:, -1:]
+    features = [own[f"embedding_{number}"][column] for number, column in enumerate(columns, 1)]
+    x = batch[:, 3:-1]
+    moments = {"moving_mean": x.mean(0), "moving_variance": x.var(0)}
+    used = moments if is_training else {name: own[f"batch_norm/{name}"] for name in moments}
+    x = (x - used["moving_mean"]) / jnp.sqrt(used["moving_variance"] + np.float32(1e-3))
+    x = jnp.concatenate([*features, own["batch_norm/gamma"] * x + own["batch_norm/beta"]], axis=1)
+    for layer in range(len(opts.sizes)):
+        x = jnp.maximum(x @ own[f"d{layer}_l2tag/kernel"] + own[f"d{layer}_l2tag/bias"], 0)
+    x = 1 / (1 + jnp.exp(-(x @ own["df/kernel"] + own["df/bias"])))
+    difference = truth - np.float32(1.2 * sales_forecasting.LOG_MAX_SALES) * x
+    is_open = (truth > 0.001).astype(np.float32)
+    squares = is_open * (1 - jnp.exp(-difference)) ** 2
+    return jnp.mean(jnp.abs(difference)), (jnp.sqrt(jnp.sum(squares) / jnp.sum(is_open)), moments)
+
+
+def test_sales_forecasting(tmp_path):
+    """Gradients of each replica decay the tagged kernels and are clipped, before the replicas' mean."""
+    argv = "--dropout 0 --plateau-patience 0 --gradient-clipping 0.05 --steps 4 --batches-per-step 16"
+    opts = sales_forecasting.parse_args([*argv.split(), "--log-dir", str(tmp_path)])
+    found, variables = sales_forecasting.train(opts)
+    data, validation = (sales_forecasting.make_batches(opts, seed) for seed in (1, 2))
+    forecast = jax.jit(functools.partial(plain_forecast, opts), static_argnums=2)
+    gradients_of = jax.jit(jax.value_and_grad(forecast, has_aux=True), static_argnums=2)
+    clip = np.float32(opts.gradient_clipping)
+    rate, best, num_clipped = 2**opts.base_learning_rate * opts.batch_size, np.inf, 0
+    for used_rate, trained, validated, after in found:
+        assert used_rate == rate
+        of_first = []
+        for _iteration in range(opts.batches_per_step // opts.replicas):
+            made = [gradients_of(variables, next(data), True) for _replica in range(opts.replicas)]
+            of_first.append([made[0][0][0], made[0][0][1][0]])
+            moved = {}
+            for name, value in variables.items():
+                moment = name.removeprefix("model/batch_norm/")
+                if moment.startswith("moving"):
+                    mean = sum(moments[moment] for (_loss, (_rmspe, moments)), _gradient in made) / 2
+                    moved[name] = np.float32(0.99) * value + np.float32(0.01) * mean
+                    continue
+                gradients = [np.asarray(gradient[name]) for _losses, gradient in made]
+                if "l2tag/kernel" in name:
+                    gradients = [g + np.float32(opts.weight_decay) * value for g in gradients]
+                num_clipped += sum(np.sum(np.abs(g) > clip) for g in gradients)
+                mean = sum(np.clip(g, -clip, clip) for g in gradients) / 2
+                moved[name] = value - np.float32(rate) * mean
+            variables = moved
+        models.assert_trees_close(np.array(trained), np.mean(of_first, axis=0))
+        models.assert_trees_close(after, variables)
+        losses = []
+        for _batch in range(opts.validation_batches):
+            loss, (rmspe, _moments) = forecast(after, next(validation), False)
+            losses.append([loss, rmspe])
+        models.assert_trees_close(np.array(validated), np.mean(losses, axis=0))
+        rate, best = (rate, validated[1]) if validated[1] < best else (rate * opts.plateau_factor, best)
+    assert num_clipped > 100
+    assert used_rate < found[0][0]
+
+
+def test_sales_forecasting_drops_units_out_only_in_training(tmp_path):
+    argv = "--dropout 0.5 --replicas 1 --steps 1 --batches-per-step 1"
+    opts = sales_forecasting.parse_args([*argv.split(), "--log-dir", str(tmp_path)])
+    [(_rate, trained, validated, after)], before = sales_forecasting.train(opts)
+    batch = next(sales_forecasting.make_batches(opts, 1))
+    with_all_units, _others = plain_forecast(opts, before, batch, True)
+    assert np.isfinite(trained).all()
+    assert abs(trained[0] - with_all_units) > 1e-3
+    batches = itertools.islice(sales_forecasting.make_batches(opts, 2), opts.validation_batches)
+    expected = [plain_forecast(opts, after, batch, False) for batch in batches]
+    losses = np.mean([[loss, rmspe] for loss, (rmspe, _moments) in expected], axis=0)
+    models.assert_trees_close(np.array(validated), losses)
+
+
+def plain_log_probabilities(variables, discrete, continuous, states):
+    """Of all actions, [time, batch, actions]; time goes first once the observations are joined."""
+    tables = [variables[f"popnn_lookup/emb_matrix{index}"] for index in range(4)]
+    continuous = [*continuous[:3], jnp.minimum(jnp.maximum(continuous[3], -5), 5)]
+    joined = [
+        jnp.concatenate([table[rows], others], axis=-1)
+        for table, rows, others in zip(tables, discrete, continuous, strict=True)
+    ]
+    joined[3] = joined[3] @ variables["dense/kernel"] + variables["dense/bias"]
+    x = jnp.swapaxes(jnp.concatenate([one.max(axis=2) for one in joined], axis=-1), 0, 1)
+    c, h = states[:, 0], states[:, 1]
+    outputs, _c, _h = plain_lstm(jnp, x, c, h, variables["lstm/kernel"], variables["lstm/biases"])
+    logits = outputs @ variables["logits/kernel"] + variables["logits/bias"]
+    return logits - jnp.log(jnp.sum(jnp.exp(logits), axis=-1, keepdims=True))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("float16", 5e-3)])
+def test_reinforcement_learning(dtype, tolerance):
+    """Actions are drawn, and the same ones give the loss of a plain loop.
+
+    The plain loop is in float32. In float16 each number is rounded by up to 5e-4 of itself.
+    """
+    opts = reinforcement_learning.parse_args(["--accumulate-grad", "--dtype", dtype])
+    totals, found, before, after = reinforcement_learning.train(opts)
+    assert np.mean(found["actions"][:, 0] != found["actions"][:, 1]) > 0.7  # replicas draw their own
+    data = iter(reinforcement_learning.EnvGenerator(opts))
+
+    def widen(tree):
+        return jax.tree.map(lambda leaf: np.float32(leaf) if leaf.dtype == dtype else leaf, tree)
+
+    groups = [[(*widen(next(data)), drawn) for drawn in of_replicas] for of_replicas in found["actions"]]
+
+    @jax.jit
+    def loss_of(variables, *element):
+        log_probabilities = plain_log_probabilities(variables, element[:4], element[4:8], element[9])
+        chosen = jax.nn.one_hot(element[10].T, log_probabilities.shape[-1])
+        return jnp.sum(jnp.sum(chosen * log_probabilities, axis=-1) * element[8].T)
+
+    assert {value.dtype.name for value in (totals, found["loss"], *after.values())} == {dtype}
+    every = opts.gradient_accumulation_count
+    sgd = optax.sgd(opts.learning_rate)
+    losses, variables, _left = models.plain_loop(loss_of, widen(before), groups, every, sgd)
+    models.assert_trees_close(widen(found["loss"]), losses, tolerance)
+    models.assert_trees_close(widen(totals), losses[:, 0].reshape(opts.steps, -1).sum(1), tolerance)
+    models.assert_trees_close(widen(after), jax.tree.map(np.asarray, variables), tolerance)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "activation_names", "gradient_names"),
+    [
+        ("", {"dense1", "dense3"}, {"dense1/kernel", "dense1/bias", "dense2/kernel", "dense2/bias"}),
+        (
+            "--outfeed-pre-accumulated-gradients --activation-filters dense2 --gradient-filters kernel",
+            {"dense2", "dense3"},
+            {"dense1/kernel", "dense2/kernel", "dense3/kernel"},
+        ),
+    ],
+    ids=["of_updates", "of_micro_batches"],
+)
+def test_inspecting_tensors(arguments, activation_names, gradient_names):
+    """What the filters keep: each micro-batch's activations, its gradients or an update's sums of them."""
+    opts = inspecting_tensors.parse_args([*arguments.split(), "--steps", "2", "--sizes", "32", "16"])
+    losses, found, variables, after = inspecting_tensors.train(opts)
+
+    @jax.jit
+    def step(variables, images, labels):
+        def loss_of(variables):
+            x, activations = images.reshape(len(images), -1), {}
+            for name in ("dense1", "dense2", "dense3"):
+                x = x @ variables[f"FCModel/{name}/kernel"] + variables[f"FCModel/{name}/bias"]
+                activations[name] = x = x if name == "dense3" else jnp.maximum(x, 0)
+            log_probabilities = x - jnp.log(jnp.sum(jnp.exp(x), axis=-1, keepdims=True))
+            return -jnp.mean(log_probabilities[np.arange(len(labels)), labels]), activations
+
+        return jax.value_and_grad(loss_of, has_aux=True)(variables)
+
+    data, rate, expected_losses = iter(inspecting_tensors.create_dataset(opts)), np.float32(0.02), []
+    for activations, gradients, summary in found:
+        all_activations, all_gradients = [], []
+        for _update in range(opts.repeat_count):
+            made = [step(variables, *next(data)) for _number in range(opts.gradient_accumulation_count)]
+            expected_losses += [loss for (loss, _activations), _gradient in made]
+            all_activations += [computed for (_loss, computed), _gradient in made]
+            of_each = [gradient for _found, gradient in made]
+            total = jax.tree.map(lambda *leaves: sum(leaves), *of_each)
+            all_gradients += of_each if opts.outfeed_pre_accumulated_gradients else [total]
+            variables = jax.tree.map(lambda w, g: w - rate * g, variables, total)
+        expected = jax.tree.map(lambda *leaves: np.stack(leaves), *all_activations)
+        expected = {name: expected[name] for name in activation_names}
+        models.assert_trees_close(activations, expected)
+        of_all = jax.tree.map(lambda *leaves: np.stack(leaves), *all_gradients)
+        of_all = {name: of_all[name] for name in (f"FCModel/{short}" for short in gradient_names)}
+        models.assert_trees_close(gradients, of_all)
+        assert summary.keys() == {**expected, **of_all}.keys()
+        for name, value in {**expected, **of_all}.items():
+            *numbers, has_nans, has_infinities = summary[name]
+            assert not has_nans
+            assert not has_infinities
+            wanted = [value.mean(), value.std(), value.min(), value.max()]
+            models.assert_trees_close(np.array(numbers), np.array(wanted, np.float64))
+    assert losses[-8:].mean() < losses[:8].mean()
+    models.assert_trees_close(losses, np.array(expected_losses))
+    models.assert_trees_close(after, jax.tree.map(np.asarray, variables))
