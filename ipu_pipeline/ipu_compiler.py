@@ -42,7 +42,8 @@ def compile(computation: Callable[..., Any], inputs: Sequence[Any] | None = None
       If the function returns only operations, or nothing, the result is None. Operations that follow
       values are left out of the list.
       The program is also the sequence of these values, each of which can be run: `(loss,) = compile(...)`,
-      `compiled[0]`.
+      `compiled[0]`. So can what operators of Python make of them, which is computed on the host:
+      `session.run([total / 100 for total in compiled])`.
 
     Raises:
       RuntimeError: called outside of `scopes.ipu_scope`, or JAX's CPU backend is running already with

@@ -41,6 +41,19 @@ def test_values_can_be_taken_one_by_one():
     assert [value.shape for value in rest] == [(2, 3)]
 
 
+def test_operators_on_values_are_computed_when_they_are_run():
+    first, second = front.compile_program(lambda: (MATRIX, np.float32(6)))
+    (other,) = front.compile_program(lambda: np.float32(3))
+    total = np.float32(2) * first[0] / second - abs(-other)
+    with ipu.Session() as session:
+        found, rest = session.run([total, {"mean": MATRIX @ MATRIX.T + second}])
+        np.testing.assert_allclose(found, 2 * MATRIX[0] / 6 - 3)
+        np.testing.assert_array_equal(rest["mean"], MATRIX @ MATRIX.T + 6)
+        assert session.run(second**2 % 5) == 1
+    with pytest.raises(TypeError, match="not iterable"):
+        list(first)
+
+
 def counting():
     def body(number):
         count = ipu.get_variable("count", initializer=0, trainable=False)

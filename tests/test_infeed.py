@@ -556,7 +556,9 @@ def test_an_iterator_is_not_used_for_two_passes():
     queue.initialize()
     queue.delete()
     Own.__call__ = lambda self: self
-    with pytest.raises(TypeError, match="it is an iterator .Own.. It can be called as well, but"):
+    with pytest.raises(
+        TypeError, match="it is an iterator .Own.. It can be called, but gives itself: pass .lambda: Own"
+    ):
         IPUInfeedQueue(own)
 
 

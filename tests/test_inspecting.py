@@ -172,7 +172,7 @@ def test_gradients_are_those_of_a_plain_loop(mapping, mode, scale):
 )
 def test_gradients_of_some_variables_only(options):
     first, last = IPUOutfeedQueue(), IPUOutfeedQueue(IPUOutfeedMode.LAST)
-    optimizer = OutfeedOptimizer(optax.sgd(0.1), first, variable_names=["second/b"])
+    optimizer = OutfeedOptimizer(optax.sgd(0.1), first, MODES.AFTER_COMPUTE, ["second/b"])
     optimizer = OutfeedOptimizer(optimizer, last, MODES.BEFORE_APPLY, ["tied/table"])
     divisor = np.float32(COUNT if "reduction_method" in options else 1)
     _hidden, _means, gradients, sums = plain_loop(rate=0.1 / divisor)
@@ -196,7 +196,7 @@ def test_gradients_of_a_weighted_loss_are_without_its_counter():
     )
 
     def optimize(loss):
-        optimizer = OutfeedOptimizer(optax.sgd(0.1), each)
+        optimizer = OutfeedOptimizer(optax.sgd(0.1), each, MODES.AFTER_COMPUTE)
         optimizer = OutfeedOptimizer(optimizer, applied, MODES.BEFORE_APPLY)
         return OptimizerFunctionOutput(optimizer, loss, loss_weight=jnp.float32(2))
 
@@ -346,7 +346,7 @@ def test_a_queue_is_for_one_place():
         return x @ weight("first/a")
 
     with pytest.raises(ValueError, match="enqueued to only once in a program"):
-        compile_with(once, OutfeedOptimizer(optax.sgd(0.1), queue))
+        compile_with(once, OutfeedOptimizer(optax.sgd(0.1), queue, MODES.AFTER_COMPUTE))
     with pytest.raises(ValueError, match="body of scan, where the value cannot be reached"):
         compile_with(lambda x: jax.lax.map(lambda row: (queue.enqueue(row), row)[1], x) @ weight("first/a"))
     with pytest.raises(RuntimeError, match="called in the compiled function. Call it in a stage"):
@@ -357,8 +357,15 @@ def test_a_queue_is_for_one_place():
 
 def test_wrong_arguments_of_an_outfeed_optimizer():
     queue, sgd = IPUOutfeedQueue(), optax.sgd(0.1)
-    with pytest.raises(TypeError, match="outfeed_queue must be an IPUOutfeedQueue; got 3"):
+    with pytest.raises(TypeError, match="outfeed_queue must be an IPUOutfeedQueue; got int"):
         OutfeedOptimizer(sgd, 3)
+
+    class Filtered(IPUOutfeedQueue):
+        def enqueue(self, value):
+            return super().enqueue({"first/a": value["first/a"]})
+
+    with pytest.raises(TypeError, match="Filtered has another one, which would not be called"):
+        OutfeedOptimizer(sgd, Filtered())
     with pytest.raises(TypeError, match="must be one of OutfeedOptimizerMode.AFTER.*; got 'after'"):
         OutfeedOptimizer(sgd, queue, "after")
     with pytest.raises(ValueError, match="variable_names must be a list of full names"):

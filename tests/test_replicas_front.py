@@ -278,7 +278,8 @@ def _scaled(opt):
 
 
 def _watched(opt, queue):
-    return optimizers.OutfeedOptimizer(opt, queue, variable_names=["dense3/bias"])
+    after = optimizers.OutfeedOptimizerMode.AFTER_COMPUTE
+    return optimizers.OutfeedOptimizer(opt, queue, after, ["dense3/bias"])
 
 
 @pytest.mark.parametrize(

@@ -160,6 +160,13 @@ class Optimizer(abc.ABC):
                 f"{kind} is no transformation of Optax, and cannot be a part of one. Put it around the "
                 f"whole: ipu.optimizers.{kind}(optax.chain(...))."
             )
+        if name in ("apply_gradients", "compute_gradients", "get_gradients"):
+            raise AttributeError(
+                f"{type(self).__name__} has no {name}: a training step is `minimize(loss)`, or the "
+                "optimizer_function of a pipeline. What was done between gradients and update is part of "
+                "the optimizer: MapGradientOptimizer changes each micro-batch's gradients, "
+                "optax.chain(...) those of an update, and OutfeedOptimizer shows them."
+            )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def minimize(

@@ -75,7 +75,7 @@ class OutfeedOptimizer(Optimizer):
         self,
         wrapped_optimizer: Any,
         outfeed_queue: IPUOutfeedQueue,
-        outfeed_optimizer_mode: OutfeedOptimizerMode = OutfeedOptimizerMode.AFTER_COMPUTE,
+        outfeed_optimizer_mode: OutfeedOptimizerMode = OutfeedOptimizerMode.BEFORE_APPLY,
         variable_names: Sequence[str] | None = None,
         name: str = "OutfeedOptimizer",
     ) -> None:
@@ -84,19 +84,27 @@ class OutfeedOptimizer(Optimizer):
         Args:
           wrapped_optimizer: an Optax transformation, or another of these optimizers.
           outfeed_queue: what they are enqueued to, and nothing else.
-          outfeed_optimizer_mode: which gradients.
+          outfeed_optimizer_mode: which gradients; by default those of weight updates.
           variable_names: full names of the variables whose gradients are enqueued; None: of all that are
             trained.
           name: the optimizer's state is kept under it.
 
         Raises:
           TypeError, ValueError: an argument is not usable. A name that is not trained raises ValueError
-          when
-            the pipeline is compiled.
+            when the pipeline is compiled.
         """
         super().__init__(wrapped_optimizer, name)
         if not isinstance(outfeed_queue, IPUOutfeedQueue):
-            raise TypeError(f"outfeed_queue must be an IPUOutfeedQueue; got {outfeed_queue!r}.")
+            raise TypeError(
+                f"outfeed_queue must be an IPUOutfeedQueue; got {type(outfeed_queue).__name__}. Of an "
+                "object that filters what goes to a queue, pass the queue, and variable_names."
+            )
+        if type(outfeed_queue).enqueue is not IPUOutfeedQueue.enqueue:
+            raise TypeError(
+                "OutfeedOptimizer: outfeed_queue must have IPUOutfeedQueue's own `enqueue`, and "
+                f"{type(outfeed_queue).__name__} has another one, which would not be called. Choose "
+                "variables by variable_names."
+            )
         if not isinstance(outfeed_optimizer_mode, OutfeedOptimizerMode):
             raise TypeError(
                 f"outfeed_optimizer_mode must be one of {list_members(OutfeedOptimizerMode)}; got "

@@ -22,11 +22,12 @@ from ipu_pipeline.graph.symbols import Symbol
 from ipu_pipeline.program.calls import Call, PipelineCall, ProgramBuilder, building, run_call_p
 from ipu_pipeline.program.host_tables import HostTable, check_tables
 from ipu_pipeline.program.loss_weights import is_weight
+from ipu_pipeline.program.outputs import Output
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
 from ipu_pipeline.reports.placement_report import Placement
 from ipu_pipeline.reports.program_summary import ProgramSummary
 
-__all__ = ["CallStep", "Output", "Program", "Segment", "build_program", "read_atom", "returned_values"]
+__all__ = ["CallStep", "Program", "Segment", "build_program", "read_atom", "returned_values"]
 
 
 class CallStep(NamedTuple):
@@ -52,19 +53,6 @@ class Segment:
     arguments: list[Any]
     results: list[Any]
     reads: dict[Any, VariableSpec]
-
-
-@dataclass(frozen=True, eq=False)
-class Output:
-    """A value that a compiled function returns; `Session.run` runs the program once for all of them.
-
-    Attributes:
-      program: the program.
-      number: the position of the value among the leaves of what the function returns.
-    """
-
-    program: Program
-    number: int
 
 
 class Program:

@@ -105,11 +105,16 @@ class IPUInfeedQueue:
         if not is_integer or not 1 <= prefetch_depth <= 255:
             raise ValueError(f"prefetch_depth must be an integer from 1 to 255; got {prefetch_depth!r}.")
         if hasattr(dataset, "__next__") and not isinstance(dataset, type):
-            called = " It can be called as well, but an iterator is not." if callable(dataset) else ""
+            kind = type(dataset).__name__
+            called = (
+                f" It can be called, but gives itself: pass `lambda: {kind}(...)`, which makes a new one."
+                if callable(dataset)
+                else " Pass what it was made from, or a callable that returns a new iterator, for "
+                "example a function that yields elements."
+            )
             raise TypeError(
                 "IPUInfeedQueue: dataset must be something that can be iterated over again, but it is an "
-                f"iterator ({type(dataset).__name__}).{called} Pass what it was made from, or a callable "
-                "that returns a new iterator, for example a function that yields elements."
+                f"iterator ({kind}).{called}"
             )
         if not is_factory(dataset) and not hasattr(dataset, "__iter__") and not is_sequence(dataset):
             raise TypeError(

@@ -7,7 +7,8 @@ from typing import Any
 
 from ipu_pipeline.graph.operations import HostVariable, InitializerOperation
 from ipu_pipeline.graph.symbols import GlobalStep
-from ipu_pipeline.program.program import Output, Program
+from ipu_pipeline.program.outputs import Computed, Fetched, Output
+from ipu_pipeline.program.program import Program
 from ipu_pipeline.queues.infeed import InfeedOperation, IPUInfeedQueue
 from ipu_pipeline.queues.outfeed import OutfeedOperation
 
@@ -53,6 +54,9 @@ def give_results(fetch: Any, values: Mapping[int, Any]) -> Any:
         return type(fetch)(*given) if hasattr(fetch, "_fields") else tuple(given)
     if isinstance(fetch, Output):
         return values[id(fetch.program)][fetch.number]
+    if isinstance(fetch, Computed):
+        parts = [give_results(one, values) if isinstance(one, Fetched) else one for one in fetch.parts]
+        return fetch.function(*parts)
     if isinstance(fetch, Program):
         return fetch.result_tree.unflatten(values[id(fetch)]) if fetch.result_atoms else None
     return values[id(fetch)]
@@ -72,6 +76,8 @@ def concerns_devices(fetch: Any) -> bool:
 def _leaves(fetch: Any) -> list[Any]:
     if isinstance(fetch, dict):
         fetch = list(fetch.values())
+    if isinstance(fetch, Computed):
+        fetch = [one for one in fetch.parts if isinstance(one, Fetched)]
     if isinstance(fetch, (list, tuple)):
         return [leaf for one in fetch for leaf in _leaves(one)]
     return [fetch]

@@ -141,12 +141,11 @@ def generic_graph(opts, is_training, data):
         return total_loss + loss, total_rmspe + rmspe, train_op
 
     def comp_fn():
-        totals = ipu.loops.repeat(num_batches, body, [np.float32(0)] * 2, infeed)
-        # Different: what a program returns is no tensor, so the means are computed within it.
-        return [total / num_batches for total in totals]
+        return ipu.loops.repeat(num_batches, body, [np.float32(0)] * 2, infeed)
 
     with ipu.scopes.ipu_scope("/device:IPU:0"):
-        return ipu.ipu_compiler.compile(comp_fn, []), infeed.initializer, learning_rate
+        outputs = ipu.ipu_compiler.compile(comp_fn, [])
+    return [total / num_batches for total in outputs], infeed.initializer, learning_rate
 
 
 def train(opts):

@@ -49,6 +49,14 @@ def check_gradient_map(gradient_map: GradientMap, trained: Iterable[VariableSpec
                 f"Trying to capture the tensor of a stage in {what}, which may only use its arguments, a "
                 "gradient and its variable."
             ) from error
+        except AttributeError as error:
+            if error.name == "name":
+                error.add_note(
+                    "The second argument of gradient_mapping_function is the variable's value, an array "
+                    "without a name. Choose variables by their names in the loss, as "
+                    "ipu.trainable_variables() has them, or by optax.masked."
+                )
+            raise
         Captures().check(closed_jaxpr.consts, what)
         results = closed_jaxpr.out_avals
         if len(results) != 1 or results[0].shape != spec.shape or results[0].dtype != spec.dtype:
