@@ -215,19 +215,19 @@ def test_set_num_devices():
 def test_the_estimator_selects_devices_before_it_calls_functions(tmp_path):
     run(
         """
-        import os, jax.numpy as jnp, optax
+        import os, jax.numpy as jnp, jax
         from tests.estimating import Batches, make_estimator
-        from tests import estimating
         def model_fn(mode, params):
             jnp.float32(2)
-            return estimating.model_fn(mode, params)
+            assert len(jax.devices()) == 3
+            raise SystemExit(0)  # the rest takes long
         def input_fn():
             jnp.float32(2)
             return Batches()
         estimator = make_estimator(os.environ["MODEL_DIR"], num_stages=3)
         estimator._model_fn = model_fn
         estimator.train(input_fn, steps=8)
-        assert len(jax.devices()) == 3
+        raise AssertionError("it was not called")
         """,
         MODEL_DIR=str(tmp_path),
         PYTHONPATH=os.getcwd(),

@@ -98,7 +98,7 @@ def test_what_is_let_go():
 # Estimators.
 
 
-@pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.parametrize("num_stages", [1, pytest.param(2, marks=pytest.mark.thorough)])
 def test_training_again_compiles_nothing(num_stages, tmp_path, caplog):
     """It compiled each program anew, which took longer than short trainings."""
     again, anew = (make_estimator(tmp_path / name, num_stages) for name in ("again", "anew"))

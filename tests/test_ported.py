@@ -548,7 +548,7 @@ def plain_click_through_rate(variables, batch):
     return (x @ variables["head/dense_1/kernel"] + variables["head/dense_1/bias"])[:, 0]
 
 
-@pytest.mark.parametrize("on_host", [False, True])
+@pytest.mark.parametrize("on_host", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_click_through_rate(on_host):
     """Embeddings, a dynamic GRU and an AUGRU learn by Adagrad, in a loop of updates on the device.
 
