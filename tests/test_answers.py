@@ -65,11 +65,10 @@ def test_the_repeat_count_is_rounded_up(program):
     assert lines[2].startswith("Steps 1 x examples per step 1024 (")
     lines = run(program, *options, "--batches-to-accumulate", "1").splitlines()
     assert lines[1].startswith("Steps 1 x examples per step 544 (")
-    assert "unrecognized arguments: --schedule" in run(program, "--schedule", "Grouped", code=2)
 
 
 def test_output_of_step_4_with_four_stages():
-    output = run(STEP4, "--dataset", "digits", "--steps", "22", *FOUR_STAGES)
+    output = run(STEP4, "--dataset", "digits", "--steps", "12", *FOUR_STAGES)
     lines = output.splitlines()
     assert lines[:7] == [
         "Layers:",
@@ -90,9 +89,9 @@ def test_output_of_step_4_with_four_stages():
         "Issuing stage 3 layer logits",
         "Issuing stage 3 layer cel",
     ]
-    assert list(printed_losses(output)) == [0, 10, 20, 21]
+    assert list(printed_losses(output)) == [0, 10, 11]
     accuracy = re.search(r"Test accuracy: (\S+)", output)
-    assert float(accuracy.group(1)) >= 0.95
+    assert float(accuracy.group(1)) >= 0.93
     assert lines[-1] == "Program ran successfully"
 
 
@@ -134,6 +133,8 @@ print(json.dumps(found))
 
 ARGUMENTS = [
     (STEP4, ["--help"], 0, "flatten, dense256, dense128, dense64, dense32, logits, cel"),
+    (STEP1, ["--schedule", "Grouped"], 2, "unrecognized arguments: --schedule"),
+    (STEP2, ["--schedule", "Grouped"], 2, "unrecognized arguments: --schedule"),
     (STEP3, ["--batch-size", "0"], 2, "must be at least 1"),
     (STEP3, ["--learning-rate", "nan"], 2, "must be a finite number above 0"),
 ]

@@ -213,7 +213,7 @@ class Values(SessionRunHook):
         self.losses.append(run_values.results)
 
 
-@pytest.mark.parametrize("is_outside", [False, True])
+@pytest.mark.parametrize("is_outside", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_layers_that_draw_and_assign_and_hooks_that_log(is_outside, tmp_path, caplog):
     """The optimizer's trace of the model_fn assigns, logs and draws nothing more."""
     caplog.set_level(logging.INFO, "ipu_pipeline")

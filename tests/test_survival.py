@@ -209,6 +209,7 @@ def test_a_signal_within_a_run_of_many_updates(tmp_path, uninterrupted):
     assert 0 < step < 200_000
 
 
+@pytest.mark.thorough
 def test_a_second_signal_does_not_wait_for_the_data(tmp_path, uninterrupted):
     process = start(tmp_path, 40, "every=40", "block_at=14")
     for line in iter(process.stdout.readline, "blocked\n"):
