@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -101,7 +99,8 @@ class HostEmbeddingOptimizerSpec:
           TypeError, ValueError: the rate is no such number, or there is another optimizer's name.
         """
         own = type(self).__name__
-        if isinstance(learning_rate, bool) or not isinstance(learning_rate, (int, float, np.number)):
+        is_number = isinstance(learning_rate, (int, float, np.floating, np.integer))
+        if isinstance(learning_rate, bool) or not is_number:
             raise TypeError(
                 f"{own}: learning_rate must be a number, as the host computes the update; got "
                 f"{type(learning_rate).__name__}."
@@ -159,6 +158,39 @@ class HostEmbeddingSGDGAOptimizerSpec(HostEmbeddingOptimizerSpec):
         return self._accumulation_factor
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Registration:
+    """A `with` block in which a session runs programs that look up rows of a table in host memory.
+
+    Attributes:
+      embedding: the embedding.
+      table: its table.
+      session: the session.
+    """
+
+    embedding: HostEmbedding
+    table: HostTable
+    session: Session
+
+    def __enter__(self) -> HostEmbedding:
+        """Registers the embedding.
+
+        Raises:
+          RuntimeError: it is registered with the session already.
+        """
+        if self.session in self.table.sessions:
+            raise RuntimeError(
+                f"The host embedding {self.table.spec.name!r} is registered with this session already, "
+                "in a block that has not ended."
+            )
+        self.table.sessions.add(self.session)
+        return self.embedding
+
+    def __exit__(self, *error: object) -> None:
+        """Ends the registration."""
+        self.table.sessions.discard(self.session)
+
+
 class HostEmbedding:
     """A table in host memory, of which devices only get the rows that they look up.
 
@@ -206,7 +238,9 @@ class HostEmbedding:
             spec = embedding_tensor.spec
         else:
             array = np.array(embedding_tensor)
-            spec = make_spec(name, None, array.dtype, array, True)
+            spec = make_spec(name, array.shape, array.dtype, None, True)
+            initializer: Any = lambda *_arguments: array  # noqa: E731
+            spec = dataclasses.replace(spec, initializer=initializer)
         if len(spec.shape) != 2 or 0 in spec.shape or not jnp.issubdtype(spec.dtype, jnp.floating):
             raise ValueError(
                 "HostEmbedding: the table must be [rows, columns] of floating-point numbers, with at least "
@@ -239,33 +273,24 @@ class HostEmbedding:
         """What `Session.run` runs to get a copy of the table."""
         return HostVariable(self._table.spec)
 
-    @contextlib.contextmanager
-    def register(self, session: Session | None = None) -> Iterator[HostEmbedding]:
+    def register(self, session: Session | None = None) -> Registration:
         """Lets a session run programs that look rows up, for a `with` block.
 
         Args:
           session: the session.
 
-        Yields:
-          The embedding.
+        Returns:
+          What the `with` statement takes, and gives the embedding. A hook of an estimator enters it by
+          `__enter__()` in `after_create_session`; it then lasts as long as the session, or until its
+          `__exit__`.
 
         Raises:
-          RuntimeError: it is registered with the session already.
-          ValueError: there is no session.
+          ValueError: there is no session. Where it is entered, RuntimeError if the embedding is registered
+            with the session already.
         """
         if not isinstance(session, Session):
             raise ValueError(f"HostEmbedding.register requires an ipu_pipeline.Session; got {session!r}.")
-        name, sessions = self._table.spec.name, self._table.sessions
-        if session in sessions:
-            raise RuntimeError(
-                f"The host embedding {name!r} is registered with this session already, in a block that has "
-                "not ended."
-            )
-        sessions.add(session)
-        try:
-            yield self
-        finally:
-            sessions.discard(session)
+        return Registration(self, self._table, session)
 
     def lookup(self, indices: Any, clip_indices: bool = True) -> jax.Array:
         """Rows of the table, in a function that is being compiled.

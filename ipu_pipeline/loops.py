@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -114,6 +115,10 @@ def while_loop(
     return _loop("ipu.loops.while_loop", body, inputs, infeed_queue, count, condition)
 
 
+class _LookedError(Exception):
+    """A function was traced only to see what it returns; the names that it gave out are taken back."""
+
+
 def run_once(function: Callable[..., Any], *arguments: Any) -> Any:
     """Runs a function that trains, enqueues or uses shards, as the body of a loop that runs once.
 
@@ -142,7 +147,11 @@ def run_once(function: Callable[..., Any], *arguments: Any) -> Any:
         avals[:] = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in call()]
         return []
 
-    trace_body(look, [], None, frames.ProgramNames(), place)
+    builder = current_builder()
+    assert builder is not None
+    with contextlib.suppress(_LookedError), frames.unchanged_on_error(builder.names):
+        trace_body(look, [], None, builder.names, place)
+        raise _LookedError
     previous = [jnp.zeros(aval.shape, aval.dtype) for aval in avals]
     results = _loop(place, call, previous, None, 1, None, place)
     (tree,) = trees
@@ -289,9 +298,10 @@ def _trace_condition(
             f"{what}: condition must return a boolean scalar; it returned {described or 'nothing'}."
         )
     Captures().check(closed_jaxpr.consts, frame.place)
-    if frame.names.variables:
+    used = [*frame.names.variables, *frame.names.host_tables]
+    if used:
         raise ValueError(
-            f"{what}: condition asks for variable {next(iter(frame.names.variables))}, but may only use "
+            f"{what}: condition asks for variable {used[0]}, but may only use "
             "the inputs. Let the body return what the condition needs."
         )
     evaluate = jex_core.jaxpr_as_fun(closed_jaxpr)

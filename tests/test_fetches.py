@@ -52,6 +52,24 @@ def test_operators_on_values_are_computed_when_they_are_run():
         assert session.run(second**2 % 5) == 1
     with pytest.raises(TypeError, match="not iterable"):
         list(first)
+    for wrong in (None, ipu.get_global_step(), [second, 1], ipu.placeholder(np.float32, [])):
+        with pytest.raises(TypeError, match="operand of add, with"):
+            first + wrong
+    with pytest.raises(TypeError, match="operand of getitem, with slice"):
+        first[:second]
+
+
+def test_what_is_computed_wrong_loses_nothing_and_what_is_shared_is_computed_once():
+    queue = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
+    (matrix,) = front.compile_program(lambda: (MATRIX, queue.enqueue(np.float32(3))))
+    with ipu.Session() as session:
+        with pytest.raises(ValueError, match="matmul"):
+            session.run([matrix @ matrix, queue.dequeue()])
+        assert session.run(queue.dequeue()) == [3]
+        total = matrix
+        for _time in range(60):
+            total = total / 2 + total / 2
+        np.testing.assert_array_equal(session.run(total), MATRIX)
 
 
 def counting():

@@ -17,6 +17,7 @@ from ipu_pipeline.optimizers import (
     CrossReplicaOptimizer,
     GradientAccumulationOptimizerV2,
     LossScalingOptimizer,
+    tf1,
 )
 from ipu_pipeline.pipelining_ops import (
     OptimizerFunctionOutput,
@@ -74,7 +75,6 @@ def plain_loss(variables, ids, labels):
 
 def plain(variables, batches, every, is_mean=False, num_replicas=1):
     """Losses, and variables after updates of as many batches each."""
-    variables = {name: value for name, value in variables.items() if not name.endswith("__dummy")}
     losses, total = [], None
     for number, batch in enumerate(batches, 1):
         loss, gradients = jax.value_and_grad(plain_loss)(variables, *batch)
@@ -131,10 +131,6 @@ class Pipelined:
         return session.run(self.outfeed.dequeue())
 
 
-def variables_of(session):
-    return {name: value for name, value in session.variables.items() if not name.endswith("__dummy")}
-
-
 def initial(_model):
     with ipu.Session(seed=3) as session:
         session.run(ipu.global_variables_initializer())
@@ -162,7 +158,7 @@ def test_pipelines(options):
     start = initial(model)
     with ipu.Session(seed=3) as session:
         losses = model.run(session)
-        found = variables_of(session)
+        found = session.variables
         table = session.run(model.table.get_embedding_tensor())
     wanted, expected = plain(start, model.batches, 3, options.get("is_mean", False))
     models.assert_trees_close(losses, wanted)
@@ -178,7 +174,7 @@ def test_replicas():
     start = initial(model)
     with ipu.Session(seed=3) as session:
         model.run(session)
-        found = variables_of(session)
+        found = session.variables
     _losses, expected = plain(start, model.batches, 3, num_replicas=2)
     models.assert_trees_close(found, jax.tree.map(np.asarray, expected))
 
@@ -216,7 +212,7 @@ def test_loops(every, sharded):
     start = initial(model)
     with ipu.Session(seed=3) as session:
         losses = model.run(session)
-        found = variables_of(session)
+        found = session.variables
     wanted, expected = plain(start, model.batches, every)
     models.assert_trees_close(losses, wanted)
     models.assert_trees_close(found, jax.tree.map(np.asarray, expected))
@@ -228,12 +224,12 @@ def test_updates_after_each_mini_batch_of_an_accumulating_loop():
     with ipu.Session(seed=3) as session:
         model.run(session)
         found = session.variables["words"]
-    variables = {name: value for name, value in start.items() if not name.endswith("__dummy")}
+    variables = start
     total = jax.tree.map(jnp.zeros_like, variables)
     for number, batch in enumerate(model.batches, 1):
         gradients = jax.grad(plain_loss)(variables, *batch)
         total = jax.tree.map(jnp.add, total, gradients)
-        variables["words"] = variables["words"] - TABLE_RATE * gradients["words"]
+        variables = {**variables, "words": variables["words"] - TABLE_RATE * gradients["words"]}
         if number % 2 == 0:
             rest = {name: value - RATE * total[name] for name, value in variables.items()}
             variables = {**rest, "words": variables["words"]}
@@ -246,9 +242,10 @@ def test_runs_and_checkpoints_within_an_update(tmp_path):
     start = initial(model)
     with ipu.Session(seed=3) as session:
         model.run(session)
-        session.save(tmp_path / "within")
+        with pytest.warns(UserWarning, match="saved within a weight update, without the gradients of rows"):
+            session.save(tmp_path / "within")
         model.run(session)
-        found = variables_of(session)
+        found = session.variables
         session.save(tmp_path / "complete")
     _losses, expected = plain(start, [*model.batches, *model.batches], 2)
     models.assert_trees_close(found, jax.tree.map(np.asarray, expected))
@@ -258,10 +255,10 @@ def test_runs_and_checkpoints_within_an_update(tmp_path):
             model.run(session)
     with ipu.Session() as session:
         session.restore(tmp_path / "complete", infeeds=False)
-        models.assert_trees_close(variables_of(session), found)
+        models.assert_trees_close(session.variables, found)
         model.run(session)
         model.run(session)
-        again = variables_of(session)
+        again = session.variables
     _losses, expected = plain(found, [*model.batches, *model.batches], 2)
     models.assert_trees_close(again, jax.tree.map(np.asarray, expected))
 
@@ -273,12 +270,162 @@ def test_a_step_that_did_not_end_leaves_the_table_as_it_was():
         with pytest.raises(ipu.errors.OutOfRangeError):
             model.run(session)
         _losses, expected = plain(start, model.batches[:3], 3)
-        models.assert_trees_close(variables_of(session), jax.tree.map(np.asarray, expected))
+        models.assert_trees_close(session.variables, jax.tree.map(np.asarray, expected))
         model.fed = model.batches
-        before = variables_of(session)
+        before = session.variables
         model.run(session)
         _losses, expected = plain(before, model.batches, 3)
-        models.assert_trees_close(variables_of(session), jax.tree.map(np.asarray, expected))
+        models.assert_trees_close(session.variables, jax.tree.map(np.asarray, expected))
+
+
+def make_counting(rows=4, rate=1.0, name="words", **options):
+    """A table of zeros, of which each row that is looked up goes down by the rate and the loss's factor."""
+    spec = embedding_ops.HostEmbeddingSGDGAOptimizerSpec(rate, options.pop("every", 1))
+    return embedding_ops.create_host_embedding(
+        name, [rows, 1], np.float32, optimizer_spec=spec, initializer="zeros", **options
+    )
+
+
+def minimize(loss, **options):
+    weight = ipu.get_variable("v", initializer=1.0)
+    return tf1.GradientDescentOptimizer(1.0).minimize(loss + 0 * weight, **options)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "int16", "uint32"])
+def test_narrow_indices(dtype):
+    table = make_counting(70_000)
+    ids = ipu.placeholder(dtype, [2])
+    program = front.compile_program(lambda ids: minimize(table.lookup(ids).sum()), inputs=[ids])
+    last = np.iinfo(dtype).max
+    with ipu.Session() as session, table.register(session):
+        session.run(program, {ids: [100, last]})
+        (trained,) = np.nonzero(session.variables["words"][:, 0])
+    assert list(trained) == [100, min(last, 69_999)]
+
+
+def test_two_loops_accumulate_for_one_table():
+    table = make_counting(every=4)
+
+    def loop(name, row):
+        def body():
+            loss = table.lookup(np.array([row])).sum() + ipu.get_variable(f"v_{name}", initializer=0.0)
+            return GradientAccumulationOptimizerV2(optax.sgd(1.0), 4, name=name).minimize(loss)
+
+        return front.compile_program(lambda: loops.repeat(2, body))
+
+    first, second = loop("a", 0), loop("b", 1)
+    with ipu.Session() as session, table.register(session):
+        for program in (first, second, first):
+            session.run(program)
+        assert session.variables["words"].ravel().tolist() == [-4, 0, 0, 0]
+        session.run(second)
+        assert session.variables["words"].ravel().tolist() == [-4, -4, 0, 0]
+
+
+@pytest.mark.parametrize("row", [-1, 99])
+def test_rows_that_are_not_there_do_not_train(row):
+    """Also where only the derivative is needed, and the rows themselves are never looked up."""
+    table = make_counting()
+    ids = ipu.placeholder(np.int32, [2])
+    program = front.compile_program(
+        lambda ids: minimize(table.lookup(ids, clip_indices=False).sum()), inputs=[ids]
+    )
+    with ipu.Session() as session, table.register(session):
+        with pytest.raises(Exception, match=f"'words' has 4 rows, and row {row} was looked up"):
+            session.run(program, {ids: [0, row]})
+        assert not session.variables["words"].any()
+        session.run(program, {ids: [0, 3]})
+        assert session.variables["words"].ravel().tolist() == [-1, 0, 0, -1]
+
+
+def test_a_lookup_of_no_rows():
+    table = make_counting()
+    program = front.compile_program(
+        lambda: minimize(table.lookup(np.zeros((0, 2), np.int32)).sum() + table.lookup(np.int32(1)).sum())
+    )
+    with ipu.Session() as session, table.register(session):
+        session.run(program)
+        assert session.variables["words"].ravel().tolist() == [0, -1, 0, 0]
+
+
+def test_an_embedding_that_is_made_in_what_is_compiled():
+    made = []
+
+    def step():
+        made.append(make_counting())
+        return minimize(made[-1].lookup(np.array([2])).sum())
+
+    program = front.compile_program(step)
+    with ipu.Session() as session, made[-1].register(session):
+        session.run(program)
+        assert session.variables["words"].ravel().tolist() == [0, 0, -1, 0]
+
+
+def test_other_programs_take_the_table_from_a_checkpoint(tmp_path):
+    trained, frozen = make_counting(), embedding_ops.create_host_embedding("words", [4, 1], np.float32)
+    step = front.compile_program(lambda: minimize(trained.lookup(np.array([2])).sum()))
+    look = front.compile_program(
+        lambda: (frozen.lookup(np.array([2])), ipu.get_variable("v", initializer=1.0))
+    )
+    with ipu.Session() as session, trained.register(session):
+        session.run(step)
+        session.save(tmp_path / "saved")
+        assert sorted(session.variables) == ["v", "words"]
+    assert "2 parameters" not in str(step.summary())
+    with ipu.Session() as session, frozen.register(session), trained.register(session):
+        session.restore(tmp_path / "saved")
+        assert session.run(look[0]) == [[-1]]
+        session.run(step)
+        assert session.run(look[0]) == [[-2]]
+
+
+def test_the_table_among_the_variables_that_are_trained():
+    table = make_counting()
+
+    def step(names):
+        loss = table.lookup(np.array([0])).sum() + ipu.get_variable("v", initializer=0.0)
+        assert [one.name for one in ipu.trainable_variables()] == ["v", "words"]
+        return tf1.GradientDescentOptimizer(1.0).minimize(loss, var_list=names)
+
+    only_table, only_v = (
+        front.compile_program(lambda names=[name]: step(names)) for name in ("words", "v")
+    )
+    with ipu.Session() as session, table.register(session):
+        session.run(only_table)
+        assert (session.variables["words"][0, 0], session.variables["v"]) == (-1, 0)
+        session.run(only_v)
+        assert (session.variables["words"][0, 0], session.variables["v"]) == (-1, -1)
+
+
+def test_lookups_outside_of_what_trains_are_told():
+    table = make_counting()
+
+    def step():
+        rows = table.lookup(np.array([0]))
+        return loops.repeat(1, lambda: minimize(rows.sum()))
+
+    with pytest.warns(UserWarning, match="'words' is looked up outside of the pipelines and loops"):
+        front.compile_program(step)
+
+
+def test_an_estimator_whose_hook_registers_the_table(tmp_path):
+    table = make_counting()
+
+    class Register(ipu.ipu_session_run_hooks.SessionRunHook):
+        def after_create_session(self, session, _coord):
+            table.register(session).__enter__()
+
+    def model_fn(features, mode):
+        loss = table.lookup(features).sum()
+        return ipu.ipu_estimator.IPUEstimatorSpec(mode, loss=loss, train_op=minimize(loss))
+
+    options = ipu.config.IPUConfig()
+    options.auto_select_ipus = 1
+    config = ipu.ipu_run_config.RunConfig(ipu.ipu_run_config.IPURunConfig(2, options))
+    estimator = ipu.ipu_estimator.IPUEstimator(model_fn, tmp_path, config)
+    for _time in range(2):
+        estimator.train(lambda: [np.array([1, 3], np.int32)] * 4, steps=4, hooks=[Register()])
+    assert estimator.get_variable_value("words").ravel().tolist() == [0, -8, 0, -8]
 
 
 def test_lookups_without_training():

@@ -364,8 +364,9 @@ def test_wrong_arguments_of_an_outfeed_optimizer():
         def enqueue(self, value):
             return super().enqueue({"first/a": value["first/a"]})
 
-    with pytest.raises(TypeError, match="Filtered has another one, which would not be called"):
-        OutfeedOptimizer(sgd, Filtered())
+    with pytest.raises(TypeError, match="that of Filtered would not be called"):
+        OutfeedOptimizer(sgd, Filtered(), MODES.AFTER_COMPUTE)
+    OutfeedOptimizer(sgd, Filtered(), MODES.BEFORE_APPLY)
     with pytest.raises(TypeError, match="must be one of OutfeedOptimizerMode.AFTER.*; got 'after'"):
         OutfeedOptimizer(sgd, queue, "after")
     with pytest.raises(ValueError, match="variable_names must be a list of full names"):

@@ -996,7 +996,11 @@ def weight():
         (lambda: minimize(weight(), var_list="w"), ValueError, "var_list must be a list of full names"),
         (lambda: minimize(weight(), var_list=[]), ValueError, "var_list is empty; None trains all"),
         (lambda: minimize(weight(), global_step=3), ValueError, "global_step must be None.* got 3"),
-        (lambda: [minimize(weight()), minimize(jnp.sin(1.0))], NotImplementedError, "called twice in one"),
+        (
+            lambda: [minimize(weight()), minimize(jnp.sin(1.0))],
+            NotImplementedError,
+            "called twice in the body of one loop",
+        ),
         (
             lambda: jax.lax.scan(lambda c, _: (c, minimize(c * weight()) and None), 1.0, None, length=2),
             ValueError,

@@ -568,10 +568,6 @@ def test_click_through_rate(on_host):
         return jax.value_and_grad(loss_of, has_aux=True)(variables)
 
     tables = ("embedding/items", "embedding/categories") if on_host else ()
-    variables, after = (
-        {name: value for name, value in held.items() if not name.endswith("__dummy")}
-        for held in (variables, after)
-    )
     squares = jax.tree.map(lambda value: np.full_like(value, 0.1), variables)
     expected = []
     for batch in itertools.islice(click_through_rate.make_batches(opts), len(found["loss"])):

@@ -176,7 +176,9 @@ class Optimizer(abc.ABC):
         var_list: Sequence[str] | None = None,
         name: str | None = None,
     ) -> Operation:
-        """Records a training step in the body of a loop; it runs whether its operation is returned or not.
+        """Records a training step, which runs whether its operation is returned or not.
+
+        It is called in the body of a loop, or in a compiled function without loops and pipelines.
 
         In the `model_fn` of an `IPUEstimator` the operation is the specification's `train_op`.
 
@@ -193,7 +195,7 @@ class Optimizer(abc.ABC):
           The operation.
 
         Raises:
-          RuntimeError: not called in the body of a loop.
+          RuntimeError: not called in one of these places.
           ValueError: the loss is no scalar, there is nothing to train, or `var_list` names a variable that
             cannot be trained.
           NotImplementedError: the body has a training step already.
@@ -231,6 +233,8 @@ class Optimizer(abc.ABC):
                 "minimize: an OutfeedOptimizer is for pipelines. In the body of a loop, enqueue what "
                 "jax.grad gives, or the change of a variable."
             )
+        if var_list is not None and not isinstance(var_list, str):
+            var_list = [frame.names.trained_name(name) for name in var_list]
         trained = _find_trained(recorder.variables, var_list)
         for gradient_map in unwrapped.gradient_maps:
             check_gradient_map(gradient_map, trained.values())

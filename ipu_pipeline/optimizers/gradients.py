@@ -11,6 +11,7 @@ import optax
 
 from ipu_pipeline.engine.enumerations import list_members
 from ipu_pipeline.engine.programs.gradient_maps import GradientMap
+from ipu_pipeline.graph.internal_variables import is_internal
 from ipu_pipeline.optimizers.base import Optimizer, Unwrapped, Watched
 from ipu_pipeline.queues.outfeed import IPUOutfeedQueue
 
@@ -99,12 +100,6 @@ class OutfeedOptimizer(Optimizer):
                 f"outfeed_queue must be an IPUOutfeedQueue; got {type(outfeed_queue).__name__}. Of an "
                 "object that filters what goes to a queue, pass the queue, and variable_names."
             )
-        if type(outfeed_queue).enqueue is not IPUOutfeedQueue.enqueue:
-            raise TypeError(
-                "OutfeedOptimizer: outfeed_queue must have IPUOutfeedQueue's own `enqueue`, and "
-                f"{type(outfeed_queue).__name__} has another one, which would not be called. Choose "
-                "variables by variable_names."
-            )
         if not isinstance(outfeed_optimizer_mode, OutfeedOptimizerMode):
             raise TypeError(
                 f"outfeed_optimizer_mode must be one of {list_members(OutfeedOptimizerMode)}; got "
@@ -118,6 +113,13 @@ class OutfeedOptimizer(Optimizer):
                 raise ValueError(
                     f"variable_names must be a list of full names, or None; got {variable_names!r}."
                 )
+        is_own = getattr(outfeed_queue.enqueue, "__func__", None) is IPUOutfeedQueue.enqueue
+        if outfeed_optimizer_mode is OutfeedOptimizerMode.AFTER_COMPUTE and not is_own:
+            raise TypeError(
+                "OutfeedOptimizer: with AFTER_COMPUTE outfeed_queue must have IPUOutfeedQueue's own "
+                f"`enqueue`; that of {type(outfeed_queue).__name__} would not be called. Choose variables "
+                "by variable_names."
+            )
         self.outfeed_queue = outfeed_queue
         self.mode = outfeed_optimizer_mode
         self.variable_names = None if variable_names is None else tuple(dict.fromkeys(variable_names))
@@ -154,7 +156,7 @@ def choose_trained(names: Sequence[str] | None, trained: Iterable[str]) -> list[
     Raises:
       ValueError: one is not trained.
     """
-    known = sorted(trained)
+    known = sorted(name for name in trained if not is_internal(name))
     for name in names or ():
         if name not in known:
             raise ValueError(

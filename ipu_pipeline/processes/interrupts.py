@@ -93,17 +93,19 @@ def sent_again_if_ignored() -> Iterator[None]:
 
 @contextlib.contextmanager
 def raised_if_wrapped() -> Iterator[None]:
-    """Raises KeyboardInterrupt where JAX made an error of its own of it.
+    """Raises what the handlers of signals raise, where JAX made an error of its own of it.
 
-    It does where Ctrl-C comes while a program calls back into Python, which on a CPU may be in the thread
+    It does where a signal comes while a program calls back into Python, which on a CPU may be in the thread
     that started the program.
     """
     try:
         yield
-    except RuntimeError as error:
-        if re.search(r"callback.*^KeyboardInterrupt", str(error), re.MULTILINE | re.DOTALL):
-            raise KeyboardInterrupt from error
-        raise
+    except (RuntimeError, ValueError) as error:
+        pattern = r"callback.*^(?:\S*\.)?(KeyboardInterrupt|StoppedAtOnce)\b"
+        found = re.search(pattern, str(error), re.MULTILINE | re.DOTALL)
+        if found is None:
+            raise
+        raise (KeyboardInterrupt if found[1] == "KeyboardInterrupt" else StoppedAtOnce) from error
 
 
 def _find_signal(ignored: sys.UnraisableHookArgs) -> int | None:

@@ -27,8 +27,8 @@ from ipu_pipeline.engine.tracing import frames
 from ipu_pipeline.engine.tracing.enqueuing import first_leaves
 from ipu_pipeline.engine.tracing.frames import Enqueued
 from ipu_pipeline.engine.tracing.specs import VariableSpec
+from ipu_pipeline.graph.internal_variables import is_internal
 from ipu_pipeline.graph.placeholders import Placeholder
-from ipu_pipeline.program.loss_weights import is_weight
 from ipu_pipeline.program.replication import Replication
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
 from ipu_pipeline.queues.outfeed import IPUOutfeedQueue
@@ -96,8 +96,18 @@ class _Call(abc.ABC):
 
     @property
     @abc.abstractmethod
+    def accumulated(self) -> set[str]:
+        """Full names of the variables whose gradients it takes, internal ones included."""
+
+    @property
+    def internal(self) -> list[str]:
+        """Full names of its internal variables."""
+        return [name for name in self.variables if is_internal(name)]
+
+    @property
     def trained(self) -> set[str]:
         """Full names of the variables that it trains."""
+        return {name for name in self.accumulated if not is_internal(name)}
 
     @property
     @abc.abstractmethod
@@ -158,9 +168,9 @@ class PipelineCall(_Call):
         return None if self.has_count_operand else self.pipeline.updated_every(None)
 
     @property
-    def trained(self) -> set[str]:
+    def accumulated(self) -> set[str]:
         """Those with accumulators."""
-        return {name for name in self.pipeline.built.accumulator_dtypes if not is_weight(name)}
+        return set(self.pipeline.built.accumulator_dtypes)
 
     @property
     def outfeeds(self) -> list[Outfed]:
@@ -249,8 +259,7 @@ class PipelineCall(_Call):
         if self.trains:
             allowed = config.allows_recomputation()
             pipeline = pipeline.with_recomputation(self.recompute if allowed else None)
-        weights = [name for name in pipeline.variables if is_weight(name)]
-        return dataclasses.replace(pipeline.summary(left_out=weights), name=self.name)
+        return dataclasses.replace(pipeline.summary(left_out=self.internal), name=self.name)
 
 
 def _find_queues(entries: Sequence[Enqueued]) -> list[tuple[Enqueued, slice]]:
@@ -291,7 +300,7 @@ class LoopCall(_Call):
         return self.loop.updated_every
 
     @property
-    def trained(self) -> set[str]:
+    def accumulated(self) -> set[str]:
         """Those with accumulators."""
         training = self.loop.body.training
         return set() if training is None else set(training.accumulator_dtypes)
@@ -332,7 +341,7 @@ class LoopCall(_Call):
 
     def summary(self) -> PipelineSummary:
         """What its parts will need and do."""
-        return dataclasses.replace(self.loop.summary(), name=self.name)
+        return dataclasses.replace(self.loop.summary(left_out=self.internal), name=self.name)
 
 
 Call: TypeAlias = PipelineCall | LoopCall
@@ -372,7 +381,6 @@ class ProgramBuilder:
       placeholders: all that there are, each with what stands for it where it is used as an array.
       captured: those that were used so.
       calls: the pipelines and loops.
-      host_tables: tables in host memory that are looked up, by full name.
     """
 
     ipu_device: int
@@ -381,7 +389,6 @@ class ProgramBuilder:
     placeholders: dict[Placeholder, Any] = field(default_factory=dict)
     captured: dict[Placeholder, None] = field(default_factory=dict)
     calls: list[Call] = field(default_factory=list)
-    host_tables: dict[str, Any] = field(default_factory=dict)
 
     def add(
         self, call: Call, operands: Sequence[Any], results: Sequence[jax.ShapeDtypeStruct] = ()

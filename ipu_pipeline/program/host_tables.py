@@ -20,12 +20,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
 
-from ipu_pipeline.engine.tracing import scopes
-from ipu_pipeline.engine.tracing.frames import current_frame
+from ipu_pipeline.engine.tracing import frames, scopes
 from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.engine.tracing.variable_scopes import AUTO_REUSE, variable_scope
 from ipu_pipeline.engine.tracing.variables import get_variable
-from ipu_pipeline.program.calls import Call, LoopCall, current_builder
+from ipu_pipeline.graph.internal_variables import HOST_TABLES
+from ipu_pipeline.program.calls import Call, LoopCall
 
 __all__ = ["HostTable", "RowGradients", "check_tables"]
 
@@ -57,25 +57,21 @@ class HostTable:
     learning_rate: float
     num_mini_batches: int
     sessions: weakref.WeakSet[Any] = dataclasses.field(default_factory=weakref.WeakSet)
-    _array: np.ndarray[Any, Any] | None = (
-        None  # while a run uses it; of one that failed, for what is on its way
-    )
-    _is_used: bool = False
+    # Programs, which JAX keeps for long, have the table: what it refers to is not to stay with them.
+    _array: weakref.ref[np.ndarray[Any, Any]] | None = None  # of the last run
+    _user: weakref.ref[Any] | None = None  # the run
     _taken: list[RowGradients] = dataclasses.field(default_factory=list)
     _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     @property
     def marker(self) -> str:
-        """The full name of a variable, always 0, that is trained where the table is."""
-        return f"{self.spec.name}/__dummy"
+        """The full name of the internal variable that is trained where the table is."""
+        return f"{HOST_TABLES}/{self.spec.name}"
 
     def lookup(self, indices: Any, clips: bool) -> jax.Array:
         """Rows, in the function that is being traced; see `HostEmbedding.lookup`."""
-        builder = current_builder()
-        if builder is None:
-            current_frame("HostEmbedding.lookup")  # raises
-            raise RuntimeError("HostEmbedding.lookup was called outside of ipu_compiler.compile.")
-        known = builder.host_tables.setdefault(self.spec.name, self)
+        tables = frames.current_frame("HostEmbedding.lookup").names.host_tables
+        known = tables.setdefault(self.spec.name, self)
         if known is not self:
             raise ValueError(
                 f"Two host embeddings of the program are named {self.spec.name!r}. Give one another name."
@@ -83,12 +79,16 @@ class HostTable:
         ids = jnp.asarray(indices)
         if not jnp.issubdtype(ids.dtype, jnp.integer):
             raise TypeError(f"HostEmbedding.lookup: indices must be integers; got {ids.dtype.name}.")
+        if (
+            ids.dtype.itemsize < np.dtype(np.int32).itemsize
+        ):  # which may not have the number of the last row
+            ids = ids.astype(np.int32)
         if clips:
             ids = jnp.clip(ids, 0, self.spec.shape[0] - 1)
         if self.learning_rate == 0:
             return jax.lax.stop_gradient(self._find(ids))
-        with scopes.isolated(), variable_scope(self.spec.name, reuse=AUTO_REUSE):
-            marker = get_variable("__dummy", (), self.spec.dtype, jax.nn.initializers.zeros)
+        with scopes.isolated(), variable_scope(HOST_TABLES, reuse=AUTO_REUSE):
+            marker = get_variable(self.spec.name, (), self.spec.dtype, jax.nn.initializers.zeros)
         return self._find_trained(marker, ids)
 
     def _find(self, ids: jax.Array) -> jax.Array:
@@ -114,52 +114,58 @@ class HostTable:
         return rows
 
     def _read(self, ids: Any) -> np.ndarray[Any, Any]:
-        if self._array is None:
+        array = None if self._array is None else self._array()
+        if array is None:
             raise RuntimeError(f"The host embedding {self.spec.name!r} is looked up outside of a run.")
-        rows = np.asarray(ids)
-        outside = (rows < 0) | (rows >= len(self._array))
+        return np.take(array, self._checked(ids), axis=0)
+
+    def _checked(self, ids: Any) -> np.ndarray[Any, Any]:
+        rows, number = np.asarray(ids), self.spec.shape[0]
+        outside = (rows < 0) | (rows >= number)
         if outside.any():
             raise IndexError(
-                f"The host embedding {self.spec.name!r} has {len(self._array)} rows, and row "
-                f"{rows[outside][0]} was looked up. Mend the data, or look up with clip_indices=True."
+                f"The host embedding {self.spec.name!r} has {number} rows, and row {rows[outside][0]} was "
+                "looked up. Mend the data, or look up with clip_indices=True."
             )
-        return np.take(self._array, rows, axis=0)
+        return rows
 
     def _take(self, ids: Any, cotangents: Any) -> np.ndarray[Any, Any]:
-        # Copies: the arguments may be memory of the program's.
-        rows = np.array(ids).reshape(-1)
+        # Copies: the arguments may be memory of the program's. Where nobody needs the rows themselves, they
+        # were not looked up.
+        rows = self._checked(np.array(ids)).reshape(-1)
+        gradients = np.array(cotangents).reshape(len(rows), self.spec.shape[1])
         with self._lock:
-            self._taken.append(RowGradients(rows, np.array(cotangents).reshape(len(rows), -1)))
+            self._taken.append(RowGradients(rows, gradients))
         return np.zeros((), self.spec.dtype)
 
     @contextlib.contextmanager
-    def connected(self, array: np.ndarray[Any, Any]) -> Iterator[None]:
+    def connected(self, user: Any, array: np.ndarray[Any, Any]) -> Iterator[None]:
         """Lets programs look rows up, for a `with` block.
 
         Args:
+          user: the run, which refers to nothing else for longer than it lasts.
           array: the table, as a session has it.
 
         Raises:
           RuntimeError: another session's run uses it.
         """
         with self._lock:
-            if self._is_used:
+            other = None if self._user is None else self._user()
+            if other is not None:
                 raise RuntimeError(
                     f"The host embedding {self.spec.name!r} is used by a run of another session. Let one "
                     "run after the other, or make another HostEmbedding for the second one's programs."
                 )
-            self._array, self._is_used = array, True
+            self._user, self._array = weakref.ref(user), weakref.ref(array)
         try:
             yield
         except BaseException:
             with contextlib.suppress(Exception):
                 jax.effects_barrier()  # what is on its way would come in the next run
             raise
-        else:
-            self._array = None
         finally:
+            self._user = None
             self.take()
-            self._is_used = False
 
     def take(self) -> list[RowGradients]:
         """What came since this was last called."""
@@ -180,9 +186,11 @@ def check_tables(tables: Sequence[HostTable], call: Call, count: int | None) -> 
       NotImplementedError: the loss is scaled, and so were the rows' gradients.
       ValueError: the table has its updates at other times than the weights.
     """
-    trained = call.trained
+    if not tables or not call.trains:
+        return
+    accumulated = call.accumulated
     for table in tables:
-        if table.marker not in trained:
+        if table.marker not in accumulated:
             continue
         name, own = f"The host embedding {table.spec.name!r}", table.num_mini_batches
         assert call.runner.updates is not None

@@ -17,15 +17,13 @@ from ipu_pipeline.engine.tracing import scopes
 from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.engine.tracing.variables import get_variable
 from ipu_pipeline.engine.updates.loss_scaling import LossScaled
+from ipu_pipeline.graph.internal_variables import LOSS_WEIGHTS
 
-__all__ = ["at_least_float32_for_weights", "divide_by_weight", "is_weight", "weigh", "weight_name"]
-
-_SCOPE = "_loss_weight"  # of the variable, which is called by its dtype
+__all__ = ["at_least_float32_for_weights", "divide_by_weight", "weigh", "weight_name"]
 
 
-def is_weight(name: str) -> bool:
-    """Whether a variable's full name is that of one that counts weights: it is nobody's, and not saved."""
-    return name.startswith(f"{_SCOPE}/")
+def _is_weight(name: str) -> bool:
+    return name.startswith(f"{LOSS_WEIGHTS}/")
 
 
 def weigh(loss: Any, weight: Any) -> jax.Array:
@@ -55,7 +53,7 @@ def weigh(loss: Any, weight: Any) -> jax.Array:
 
 def weight_name(loss: Any) -> str:
     """The full name of the variable that counts the weights of a loss."""
-    return f"{_SCOPE}/{_dtype_for(jnp.asarray(loss)).name}"
+    return f"{LOSS_WEIGHTS}/{_dtype_for(jnp.asarray(loss)).name}"
 
 
 def _dtype_for(loss: jax.Array) -> np.dtype[Any]:
@@ -68,13 +66,13 @@ def divide_by_weight(inner: optax.GradientTransformation) -> optax.GradientTrans
     is_scaled = isinstance(inner, LossScaled)  # then all gradients are, that of the weight too
 
     def without_weight(values: Any) -> Any:
-        return None if values is None else {name: v for name, v in values.items() if not is_weight(name)}
+        return None if values is None else {name: v for name, v in values.items() if not _is_weight(name)}
 
     def init(parameters: Any) -> Any:
         return wrapped.init(without_weight(parameters))
 
     def update(gradients: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-        (counter,) = filter(is_weight, gradients)
+        (counter,) = filter(_is_weight, gradients)
         total = gradients[counter] / state.scale if is_scaled else gradients[counter]
         factor = jnp.where(total == 0, 0, 1 / jnp.where(total == 0, 1, total))
         means = {
@@ -101,7 +99,7 @@ def at_least_float32_for_weights(accumulator_dtype: Any) -> Any:
         return None
 
     def find(spec: VariableSpec) -> Any:
-        if is_weight(spec.name):
+        if _is_weight(spec.name):
             return None
         is_function = callable(accumulator_dtype) and not isinstance(accumulator_dtype, type)
         return accumulator_dtype(spec) if is_function else accumulator_dtype

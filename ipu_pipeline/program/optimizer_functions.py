@@ -13,9 +13,10 @@ from ipu_pipeline.engine.programs.gradient_maps import GradientMap, GradientTarg
 from ipu_pipeline.engine.tracing import frames
 from ipu_pipeline.engine.tracing.stages import check_signature
 from ipu_pipeline.engine.updates.optimizer_tracing import describe_other_optimizer
+from ipu_pipeline.graph.internal_variables import is_internal
 from ipu_pipeline.optimizers.base import unwrap
 from ipu_pipeline.optimizers.gradients import choose_trained
-from ipu_pipeline.program.loss_weights import divide_by_weight, is_weight, weigh, weight_name
+from ipu_pipeline.program.loss_weights import divide_by_weight, weigh, weight_name
 
 __all__ = ["LossAndTransformation", "OptimizerFunction", "OptimizerFunctionOutput"]
 
@@ -126,7 +127,9 @@ class LossAndTransformation:
     def loss(self, *args: Any, **kwargs: Any) -> Any:
         """The loss, from what the last stage returns."""
         output = self._call(*args, **kwargs)
-        self._var_list = output.var_list
+        names = frames.current_frame("the optimizer_function").names
+        given = output.var_list
+        self._var_list = None if given is None else [names.trained_name(name) for name in given]
         unwrapped = unwrap(output.opt)
         self._gradient_map = unwrapped.gradient_map
         self._averages_replicas = unwrapped.averages_replicas
@@ -184,7 +187,7 @@ class LossAndTransformation:
 
 
 def _choose(names: Sequence[str] | None, trained: Iterable[str]) -> list[str]:
-    return choose_trained(names, (name for name in trained if not is_weight(name)))
+    return choose_trained(names, (name for name in trained if not is_internal(name)))
 
 
 def _check_type(name: str, value: Any, kinds: Any, described: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,12 +17,12 @@ from ipu_pipeline.engine.errors import without_traceback_note
 from ipu_pipeline.engine.planning.dispatch_plans import DispatchPlan
 from ipu_pipeline.engine.tracing import frames, hoisting
 from ipu_pipeline.engine.tracing.specs import VariableSpec
+from ipu_pipeline.graph.internal_variables import is_internal
 from ipu_pipeline.graph.operations import Operation
 from ipu_pipeline.graph.placeholders import Placeholder, live_placeholders, standing
 from ipu_pipeline.graph.symbols import Symbol
 from ipu_pipeline.program.calls import Call, PipelineCall, ProgramBuilder, building, run_call_p
 from ipu_pipeline.program.host_tables import HostTable, check_tables
-from ipu_pipeline.program.loss_weights import is_weight
 from ipu_pipeline.program.outputs import Output
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
 from ipu_pipeline.reports.placement_report import Placement
@@ -184,7 +185,7 @@ class Program:
         found: dict[str, VariableSpec] = {}
         for step in self.steps:
             used = step.call.variables if isinstance(step, CallStep) else step.reads
-            found.update((spec.name, spec) for spec in used.values() if not is_weight(spec.name))
+            found.update((spec.name, spec) for spec in used.values() if not is_internal(spec.name))
         return found | {table.spec.name: table.spec for table in self.host_tables}
 
     def find_operands(
@@ -316,27 +317,27 @@ def build_program(
     for replication, outfed in outfeeds:
         count = replication.count if outfed.is_of_replicas else None
         outfed.queue.bind(outfed.tree, outfed.avals, count)
-    tables = _check_tables(builder)
     (tree,) = result
     num_given = len(inputs)
     captured = dict(zip(live, flat.inputs[num_given:], strict=True))
     used = list(builder.captured)
     builder.forget_values()
+    steps = _make_steps(flat, reads, builder.calls)
     return Program(
         ipu_device,
         [*inputs, *used],
         [*flat.inputs[:num_given], *(captured[known] for known in used)],
-        _make_steps(flat, reads, builder.calls),
+        steps,
         tree,
         list(flat.outputs),
         flat.constants,
-        tables,
+        _check_tables(builder, steps),
     )
 
 
-def _check_tables(builder: ProgramBuilder) -> list[HostTable]:
+def _check_tables(builder: ProgramBuilder, steps: Sequence[Segment | CallStep]) -> list[HostTable]:
     """The tables in host memory that a program looks up, checked against what else it has."""
-    tables: list[HostTable] = list(builder.host_tables.values())
+    tables: list[HostTable] = list(builder.names.host_tables.values())
     for table in tables:
         if table.spec.name in builder.names.variables:
             raise ValueError(
@@ -345,6 +346,15 @@ def _check_tables(builder: ProgramBuilder) -> list[HostTable]:
             )
     for call in builder.calls if tables else ():
         check_tables(tables, call, call.updated_every)
+    outside = {spec.name for step in steps if isinstance(step, Segment) for spec in step.reads.values()}
+    for table in tables:
+        if table.marker in outside and any(call.trains for call in builder.calls):
+            warnings.warn(
+                f"The host embedding {table.spec.name!r} is looked up outside of the pipelines and loops "
+                "of a program that trains. These rows are not trained: look them up in a stage, or in "
+                "the body of the loop.",
+                stacklevel=4,
+            )
     return tables
 
 

@@ -8,6 +8,7 @@ import weakref
 from ipu_pipeline import config
 from ipu_pipeline.checkpointing.session_state import KeptOptimizer
 from ipu_pipeline.engine.tracing.specs import VariableSpec
+from ipu_pipeline.graph.internal_variables import is_internal
 from ipu_pipeline.program.calls import current_builder
 from ipu_pipeline.program.program import Program
 
@@ -57,7 +58,9 @@ def global_variables() -> list[VariableSpec]:
     """
     builder = current_builder()
     if builder is not None:
-        return list(builder.names.variables.values())
+        names = builder.names
+        own = [spec for spec in names.variables.values() if not is_internal(spec.name)]
+        return own + [table.spec for table in names.host_tables.values()]
     found: dict[str, VariableSpec] = {}
     for program in compiled_programs():
         for name, spec in program.variables.items():

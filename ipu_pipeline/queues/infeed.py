@@ -107,7 +107,8 @@ class IPUInfeedQueue:
         if hasattr(dataset, "__next__") and not isinstance(dataset, type):
             kind = type(dataset).__name__
             called = (
-                f" It can be called, but gives itself: pass `lambda: {kind}(...)`, which makes a new one."
+                " It can be called, which may give itself: pass a function that makes a new one, "
+                f"`lambda: {kind}(...)`."
                 if callable(dataset)
                 else " Pass what it was made from, or a callable that returns a new iterator, for "
                 "example a function that yields elements."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from ipu_pipeline.graph.operations import HostVariable, InitializerOperation
@@ -38,12 +38,13 @@ def find_runs(fetch: Any) -> list[Any]:
     return runs
 
 
-def give_results(fetch: Any, values: Mapping[int, Any]) -> Any:
+def give_results(fetch: Any, values: dict[int, Any]) -> Any:
     """What `Session.run` returns: the results in the place of what was run.
 
     Args:
       fetch: what was run.
-      values: what each of `find_runs` gave, by its `id`; a program the leaves of its results.
+      values: what each of `find_runs` gave, by its `id`; a program the leaves of its results. What is
+        computed from them is added.
     """
     if isinstance(fetch, dict):
         return {key: give_results(one, values) for key, one in fetch.items()}
@@ -55,8 +56,10 @@ def give_results(fetch: Any, values: Mapping[int, Any]) -> Any:
     if isinstance(fetch, Output):
         return values[id(fetch.program)][fetch.number]
     if isinstance(fetch, Computed):
-        parts = [give_results(one, values) if isinstance(one, Fetched) else one for one in fetch.parts]
-        return fetch.function(*parts)
+        if id(fetch) not in values:
+            parts = [give_results(one, values) if isinstance(one, Fetched) else one for one in fetch.parts]
+            values[id(fetch)] = fetch.function(*parts)
+        return values[id(fetch)]
     if isinstance(fetch, Program):
         return fetch.result_tree.unflatten(values[id(fetch)]) if fetch.result_atoms else None
     return values[id(fetch)]
@@ -74,10 +77,19 @@ def concerns_devices(fetch: Any) -> bool:
 
 
 def _leaves(fetch: Any) -> list[Any]:
+    return list(_find_leaves(fetch, set()))
+
+
+def _find_leaves(fetch: Any, known: set[int]) -> Iterator[Any]:
+    """The leaves; of what is computed from values, these, and each such thing once."""
     if isinstance(fetch, dict):
         fetch = list(fetch.values())
     if isinstance(fetch, Computed):
-        fetch = [one for one in fetch.parts if isinstance(one, Fetched)]
+        parts = [] if id(fetch) in known else [one for one in fetch.parts if isinstance(one, Fetched)]
+        known.add(id(fetch))
+        fetch = parts
     if isinstance(fetch, (list, tuple)):
-        return [leaf for one in fetch for leaf in _leaves(one)]
-    return [fetch]
+        for one in fetch:
+            yield from _find_leaves(one, known)
+    else:
+        yield fetch

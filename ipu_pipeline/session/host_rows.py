@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ipu_pipeline.engine import peers
-from ipu_pipeline.program.calls import Call
+from ipu_pipeline.program.calls import Call, LoopCall
 from ipu_pipeline.program.host_tables import HostTable, RowGradients
 from ipu_pipeline.program.program import Program
 from ipu_pipeline.session.store import Store
@@ -35,8 +35,8 @@ def check_registered(program: Program, session: Any) -> None:
         if session not in table.sessions:
             raise RuntimeError(
                 f"{name} is not registered with this session. Run the program in a block of `with "
-                "host_embedding.register(session):`; with an estimator, enter it in a hook's "
-                "after_create_session."
+                "host_embedding.register(session):`; with an estimator, a hook enters it: "
+                "`host_embedding.register(session).__enter__()` in after_create_session."
             )
 
 
@@ -51,13 +51,14 @@ def connected(tables: Sequence[HostTable], store: Store) -> Iterator[HostRows]:
     Raises:
       RuntimeError: another session's run uses one.
     """
+    rows = HostRows(tables, store)
     with contextlib.ExitStack() as stack:
         for table in tables:
-            stack.enter_context(table.connected(store.host_array(table.spec)))
-        yield HostRows(tables, store)
+            stack.enter_context(table.connected(rows, store.host_array(table.spec)))
+        yield rows
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class HostRows:
     """The tables that a run uses.
 
@@ -73,8 +74,8 @@ class HostRows:
         """Those that a pipeline or loop trains."""
         if not self.tables or not call.trains:
             return []
-        trained = call.trained
-        return [table for table in self.tables if table.marker in trained]
+        accumulated = call.accumulated
+        return [table for table in self.tables if table.marker in accumulated]
 
     def resume(self, call: Call, num_accumulated: int) -> None:
         """Begins a loop's run, which may go on within a weight update.
@@ -88,8 +89,7 @@ class HostRows:
         """
         for table in self.trained_by(call):
             name = table.spec.name
-            kept = self.store.row_gradients.get(name, ())
-            known = len(kept)
+            known = len(self.store.row_gradients.get((call.name, name), ()))
             if table.num_mini_batches == 1 or known == num_accumulated:
                 continue
             if num_accumulated:
@@ -99,7 +99,7 @@ class HostRows:
                     f"{known} of them: checkpoints do not have them. Save where an update is complete, "
                     "after a multiple of its mini-batches."
                 )
-            del self.store.row_gradients[name]
+            del self.store.row_gradients[call.name, name]
 
     def begin(self) -> None:
         """Forgets what came of a step that did not end."""
@@ -114,14 +114,15 @@ class HostRows:
           is_update: whether it ended with a weight update.
         """
         for table in self.trained_by(call):
-            kept = [*self.store.row_gradients.pop(table.spec.name, ()), table.take()]
+            place = call.name, table.spec.name
+            before = self.store.row_gradients.get(place, []) if isinstance(call, LoopCall) else []
+            steps = [*before, table.take()]
             if is_update or table.num_mini_batches == 1:
-                with self.store.lock:
-                    _descend(
-                        table, self.store.host_array(table.spec), [one for step in kept for one in step]
-                    )
-            else:
-                self.store.row_gradients[table.spec.name] = kept
+                array = self.store.host_array(table.spec)
+                _descend(table, array, [one for step in steps for one in step])
+                steps = []
+            if isinstance(call, LoopCall):
+                self.store.row_gradients[place] = steps
 
 
 def _descend(table: HostTable, array: np.ndarray[Any, Any], gradients: Sequence[RowGradients]) -> None:

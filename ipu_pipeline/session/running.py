@@ -81,7 +81,8 @@ def run_program(
         if isinstance(step, CallStep) and isinstance(step.call, PipelineCall):
             for atom in step.operands[: step.call.has_count_operand]:
                 if isinstance(atom, jex_core.Literal) or atom in values:
-                    step.call.check_count(_read_count(step.call, read_atom(values, atom)))
+                    count = step.call.check_count(_read_count(step.call, read_atom(values, atom)))
+                    check_tables(program.host_tables, step.call, step.call.pipeline.updated_every(count))
     for infeed in program.infeeds:
         infeed.check_initialized()
     with connected(program.host_tables, store) as rows:
@@ -221,8 +222,9 @@ def _run_pipeline(
                 state = progress.state.pipeline
                 num_done = int(state.execution_count) - before
                 done += num_done
-                store.keep(call, state)
-                rows.keep(call, is_update=True)
+                with store.lock:
+                    store.keep(call, state)
+                    rows.keep(call, is_update=True)
                 if not is_synthetic and call.infeed_queue is not None and runner.takes_elements:
                     call.infeed_queue.mark()
                 call.hand_out(progress)
@@ -312,8 +314,9 @@ def _run_loop(
                     state, changing = progress.state, progress.carried
                     num_unneeded = pending.count - progress.count
                     done.count += progress.count
-                    store.keep_loop(call, state)
-                    rows.keep(call, is_update=state.num_accumulated == 0)
+                    with store.lock:
+                        store.keep_loop(call, state)
+                        rows.keep(call, is_update=state.num_accumulated == 0)
                     if infeed is not None:
                         infeed.mark(num_unneeded)
                     for part in progress.collected:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -19,11 +20,11 @@ from ipu_pipeline.engine import peers
 from ipu_pipeline.engine.devices.everywhere import only_if_written_here, read_everywhere
 from ipu_pipeline.engine.devices.placing import keep
 from ipu_pipeline.engine.watching import read_outfeed
+from ipu_pipeline.graph.internal_variables import is_internal
 from ipu_pipeline.graph.operations import HostVariable, InitializerOperation
 from ipu_pipeline.graph.placeholders import Placeholder
 from ipu_pipeline.graph.symbols import GlobalStep
 from ipu_pipeline.processes import interrupts
-from ipu_pipeline.program.loss_weights import is_weight
 from ipu_pipeline.program.program import Program
 from ipu_pipeline.program.registry import compiled_programs, find_trained
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
@@ -110,7 +111,7 @@ class Session:
         """Copies of all variables, by full name. Of several processes, all must read them."""
         store = self._store
         with store.lock:
-            names = sorted(name for name in store.state.variables if not is_weight(name))
+            names = sorted(name for name in store.state.variables if not is_internal(name))
             values = read_everywhere([store.state.variables[name] for name in names])
             return {name: np.array(value) for name, value in zip(names, values, strict=True)}
 
@@ -317,8 +318,9 @@ class Session:
         """
         with self._turns.alone(changes=False, together="saving a session"):
             self._store.check_weights("save")
+            self._warn_of_row_gradients()
             state = self._store.state
-            own = {name: value for name, value in state.variables.items() if not is_weight(name)}
+            own = {name: value for name, value in state.variables.items() if not is_internal(name)}
             if is_kept:
                 own = self._store.with_host_copies(own)
             state = dataclasses.replace(state, variables=own)
@@ -328,6 +330,17 @@ class Session:
             implementation = jax.random.key_impl(self._store.key)
             feeds = self._resumption.feeds
             return Snapshot(state, self._store.seed, str(implementation), feeds, dict(extra or {}))
+
+    def _warn_of_row_gradients(self) -> None:
+        """Warns if there is something that training goes on from and a snapshot does not have."""
+        names = {table for (_loop, table), steps in self._store.row_gradients.items() if steps}
+        if names:
+            warnings.warn(
+                "A session is saved within a weight update, without the gradients of rows of the host "
+                f"embedding {', '.join(map(repr, sorted(names)))} in it, so training cannot go on from "
+                "there. Save where an update is complete, after a multiple of its mini-batches.",
+                stacklevel=4,
+            )
 
     def take_over(
         self, snapshot: Snapshot, path: str | os.PathLike[str], *, fits: bool = True, feeds: bool = True
@@ -394,9 +407,17 @@ class Session:
                 for infeed in program.infeeds:
                     infeed.stop()
             raise
+        results = {id(one): value for one, value in zip(runs, values, strict=True)}
+        try:
+            given = give_results(fetch, results)
+        except BaseException:
+            with interrupts.deferred():
+                for outfeed in outfeeds:
+                    outfeed.put_back()
+            raise
         for outfeed in outfeeds:
             outfeed.drop()
-        return give_results(fetch, {id(one): value for one, value in zip(runs, values, strict=True)})
+        return given
 
     def run_part(
         self,

@@ -38,8 +38,8 @@ class Store:
       seed: initial values and random keys depend on it.
       metrics: what pipelines reported, until it is read.
       step_counting: by how much the global step goes up with a weight update, and what is added to it.
-      row_gradients: of tables in host memory, by full name: what their rows' gradients were in each
-        iteration of a weight update that is not complete; see `host_rows`.
+      row_gradients: (name of a loop, full name of a table in host memory) -> the gradients of its rows in
+        each iteration of a weight update that is not complete; see `host_rows`.
       is_initialized: whether `global_variables_initializer()` was run, so that all variables count as made.
     """
 
@@ -57,7 +57,7 @@ class Store:
         self.lock = threading.RLock()
         self.seed = seed
         self.metrics = MetricLog()
-        self.row_gradients: dict[str, list[list[RowGradients]]] = {}
+        self.row_gradients: dict[tuple[str, str], list[list[RowGradients]]] = {}
         self.is_initialized = False
         self.step_counting = (1, 0)
         self._host_arrays: dict[str, np.ndarray[Any, Any]] = {}  # those that updates write into
@@ -216,12 +216,11 @@ class Store:
             self._is_own = True
             variables = {**self.state.variables, spec.name: value}
             self.state = dataclasses.replace(self.state, variables=variables)
-        if isinstance(value, np.ndarray) and value.shape == spec.shape:  # loaded, and not used yet
-            is_cast = value.dtype != spec.dtype
+        is_loaded = isinstance(value, np.ndarray) and value.shape == spec.shape  # and not used yet
+        if is_loaded and value.dtype != spec.dtype:
             value = cast_exactly(value, spec.dtype, f"The value loaded for variable {spec.name}")
-            if is_cast:
-                variables = {**self.state.variables, spec.name: value}
-                self.state = dataclasses.replace(self.state, variables=variables)
+            variables = {**self.state.variables, spec.name: value}
+            self.state = dataclasses.replace(self.state, variables=variables)
         if value.shape != spec.shape or value.dtype != spec.dtype:
             raise ValueError(
                 f"Variable {spec.name} is {spec.dtype.name}{list(spec.shape)} in this program, but the "
@@ -231,11 +230,13 @@ class Store:
 
     def host_array(self, spec: VariableSpec) -> np.ndarray[Any, Any]:
         """A variable that stays in host memory, to be written into."""
-        own = self._host_arrays.get(spec.name)
-        if own is None or self.state.variables.get(spec.name) is not own:
-            # It was made, loaded or restored: others may have it.
-            self._host_arrays[spec.name] = np.array(self.variable(spec))
-            self._set_variables({spec.name: self._host_arrays[spec.name]})
+        own, known = self._host_arrays.get(spec.name), self.state.variables.get(spec.name)
+        if own is None or known is not own:
+            value = self.variable(spec)
+            if known is not None:  # it was loaded or restored: others may have it
+                value = np.array(value)
+                self._set_variables({spec.name: value})
+            self._host_arrays[spec.name] = value
         return self._host_arrays[spec.name]
 
     def with_host_copies(self, variables: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -220,12 +220,12 @@ class Loop:
         stages = plan_stages(self.body.pipeline, self.programs, shards, [1] * len(shards))
         return self._runner.plan_memory(dtypes, stages, num_iterations)
 
-    def summary(self) -> PipelineSummary:
+    def summary(self, *, left_out: Collection[str] = ()) -> PipelineSummary:
         """What each part will need and do, before anything is compiled; see `Pipeline.summary`."""
         body, training = self.body, self.body.training
         memory = plan_stages(body.pipeline, self.programs, body.shards, [1] * len(body.shards))
         num_carried, dtypes = len(body.changing), self._accumulator_dtypes
-        stages = summarize_stages(body.pipeline, self.programs, memory, dtypes, (), num_carried)
+        stages = summarize_stages(body.pipeline, self.programs, memory, dtypes, left_out, num_carried)
         return PipelineSummary(
             name="Loop",
             trains=training is not None,
@@ -235,7 +235,7 @@ class Loop:
             num_serialized=1,
             chunk_size=1,
             stages=stages,
-            shared=find_shared(body.pipeline),
+            shared=find_shared(body.pipeline, left_out),
             bubble=estimate_bubble(stages, lambda _count: self._timetable, 1, repeats=True),
         )
 

@@ -143,8 +143,8 @@ def record_training_step(
     """
     if recorder.training_step is not None:
         raise NotImplementedError(
-            "minimize was called twice in one loop body; a body has one training step. Add the losses, or "
-            "train in two loops."
+            "minimize was called twice in the body of one loop, or in one compiled function without loops; "
+            "each has one training step. Add the losses, or train in two loops."
         )
     recorder.training_step = step
     minimize_p.bind(loss, *captured)

@@ -54,6 +54,8 @@ class ProgramNames:
       opened_scopes: full names of the variable scopes that were opened.
       holders: objects outside of the program that hold the values of its variables, by their identity:
         the object, which so stays alive, and the full name that stands for it.
+      host_tables: full name -> a table in host memory; its `marker` is the full name of a variable that is
+        trained where the table is.
     """
 
     variables: dict[str, VariableSpec] = field(default_factory=dict)
@@ -63,10 +65,16 @@ class ProgramNames:
     opened_scopes: set[str] = field(default_factory=set)
     reads: dict[int, tuple[object, VariableSpec]] = field(default_factory=dict)
     holders: dict[int, tuple[object, str]] = field(default_factory=dict)
+    host_tables: dict[str, Any] = field(default_factory=dict)
 
     def name_of_holder(self, holder: object, full_name: str) -> str:
         """The full name that stands for an object; at first the given one."""
         return self.holders.setdefault(id(holder), (holder, full_name))[1]
+
+    def trained_name(self, name: str) -> str:
+        """The variable that is trained if a name is to be: of a table in host memory its marker."""
+        table = self.host_tables.get(name)
+        return name if table is None else str(table.marker)
 
     def layer_name(self, scope: str, kind: str) -> str:
         """The next name for a layer of this kind: `dense`, `dense_1`, ..."""
@@ -86,6 +94,7 @@ def unchanged_on_error(program_names: ProgramNames) -> Iterator[None]:
             program_names.key_counts,
             program_names.markers,
             program_names.holders,
+            program_names.host_tables,
             program_names.opened_scopes,
         )
     ]

@@ -74,9 +74,18 @@ def initial_value(spec: VariableSpec, key: jax.Array) -> Any:
       ValueError: the initializer returns another shape or dtype.
     """
     if not spec.is_on_host:
-        return _make_initial(spec, key)
-    with jax.default_device(_find_cpu()):
-        return np.array(_make_initial(spec, key))
+        made = _make_initial(spec, key)
+        # A copy, since updates take its memory. That of a NumPy array compiles nothing.
+        value = jax.device_put(made.copy()) if isinstance(made, np.ndarray) else jnp.array(made)
+    else:
+        with jax.default_device(_find_cpu()):
+            value = np.array(_make_initial(spec, key))
+    if value.shape != spec.shape or value.dtype != spec.dtype:
+        raise ValueError(
+            f"The initializer of variable {spec.name} must return {spec.dtype.name}{list(spec.shape)}; "
+            f"it returned {value.dtype.name}{list(value.shape)}."
+        )
+    return value
 
 
 def _find_cpu() -> Any:
@@ -87,7 +96,7 @@ def _find_cpu() -> Any:
         return None
 
 
-def _make_initial(spec: VariableSpec, key: jax.Array) -> jax.Array:
+def _make_initial(spec: VariableSpec, key: jax.Array) -> Any:
     if 0 in spec.shape:  # Keras's initializers divide by the sizes
         return jnp.zeros(spec.shape, spec.dtype)
     own_key = key
@@ -105,14 +114,7 @@ def _make_initial(spec: VariableSpec, key: jax.Array) -> jax.Array:
                 "initializer(key, shape, jnp.float32).astype(dtype)."
             )
         raise
-    # A copy, since updates take its memory. That of a NumPy array compiles nothing.
-    value = jax.device_put(made.copy()) if isinstance(made, np.ndarray) else jnp.array(made)
-    if value.shape != spec.shape or value.dtype != spec.dtype:
-        raise ValueError(
-            f"The initializer of variable {spec.name} must return {spec.dtype.name}{list(spec.shape)}; "
-            f"it returned {value.dtype.name}{list(value.shape)}."
-        )
-    return value
+    return made
 
 
 def is_of_numbers(dtype: np.dtype[Any]) -> bool:
