@@ -106,7 +106,7 @@ def _run_steps(
             values.update(zip(step.reads, read, strict=True))
             made = _run_segment(step, [values[v] for v in step.arguments], row)
             if rows.tables:  # looked up before what follows changes them
-                jax.block_until_ready([one.values if isinstance(one, OfReplicas) else one for one in made])
+                jax.block_until_ready(made)
             values.update(zip(step.results, _of_every_process(made), strict=True))
             continue
         operands = [read_atom(values, atom) for atom in step.operands]
