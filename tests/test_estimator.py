@@ -201,7 +201,13 @@ def test_a_scalar_of_each_micro_batch_is_one_prediction(trained, is_dict):
 # Going on.
 
 
-@pytest.mark.parametrize("options", [{"save_checkpoints_steps": 12}, {"save_checkpoints_secs": 1e-9}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"save_checkpoints_steps": 12}, marks=pytest.mark.thorough),
+        {"save_checkpoints_secs": 1e-9},
+    ],
+)
 def test_training_in_parts_is_training_at_once(trained, tmp_path, options):
     estimator = make_estimator(tmp_path, **options)
     estimator.train(input_fn, steps=8).train(input_fn, steps=8)

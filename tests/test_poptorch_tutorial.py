@@ -91,6 +91,7 @@ def subprocess_result(tmp_path_factory):
     return folder, result
 
 
+@pytest.mark.thorough
 def test_the_program_pipelined(subprocess_result):
     folder, result = subprocess_result
     lines = result.stdout.splitlines()

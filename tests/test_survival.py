@@ -226,6 +226,7 @@ def test_a_second_signal_does_not_wait_for_the_data(tmp_path, uninterrupted):
     assert_same_variables(make_estimator(tmp_path), uninterrupted(12))
 
 
+@pytest.mark.thorough
 def test_files_that_cannot_be_written(tmp_path, uninterrupted):
     """Training goes on, each save reports its error once, and the last good checkpoint stays."""
     process = start(tmp_path, 40, "every=8", "keep=1", "limit_at=8", "limit=100", "lift_at=32", "pause=0.3")
