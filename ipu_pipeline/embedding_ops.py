@@ -159,7 +159,7 @@ class HostEmbeddingSGDGAOptimizerSpec(HostEmbeddingOptimizerSpec):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Registration:
+class _Registration:
     """A `with` block in which a session runs programs that look up rows of a table in host memory.
 
     Attributes:
@@ -273,7 +273,7 @@ class HostEmbedding:
         """What `Session.run` runs to get a copy of the table."""
         return HostVariable(self._table.spec)
 
-    def register(self, session: Session | None = None) -> Registration:
+    def register(self, session: Session | None = None) -> _Registration:
         """Lets a session run programs that look rows up, for a `with` block.
 
         Args:
@@ -290,7 +290,7 @@ class HostEmbedding:
         """
         if not isinstance(session, Session):
             raise ValueError(f"HostEmbedding.register requires an ipu_pipeline.Session; got {session!r}.")
-        return Registration(self, self._table, session)
+        return _Registration(self, self._table, session)
 
     def lookup(self, indices: Any, clip_indices: bool = True) -> jax.Array:
         """Rows of the table, in a function that is being compiled.

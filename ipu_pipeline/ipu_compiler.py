@@ -31,7 +31,7 @@ def compile(computation: Callable[..., Any], inputs: Sequence[Any] | None = None
       computation: a function that takes one array per input. It calls `pipelining_ops.pipeline` or
         `loops.repeat`, may compute before, between and after them, and returns what `Session.run` is to
         return. One without pipelines and loops may do what the body of a loop does: train by `minimize`,
-        enqueue, use `ipu_shard`, draw random keys. It is then that of a loop which runs once.
+        enqueue, use `ipu_shard`, draw random keys. It then becomes the body of a loop that runs once.
       inputs: placeholders, or values that are the same in every run. One alone need not be in a list. A
         placeholder that the function, a stage or an optimizer function uses as an array need not be among
         them.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -115,10 +114,6 @@ def while_loop(
     return _loop("ipu.loops.while_loop", body, inputs, infeed_queue, count, condition)
 
 
-class _LookedError(Exception):
-    """A function was traced only to see what it returns; the names that it gave out are taken back."""
-
-
 def run_once(function: Callable[..., Any], *arguments: Any) -> Any:
     """Runs a function that trains, enqueues or uses shards, as the body of a loop that runs once.
 
@@ -136,7 +131,7 @@ def run_once(function: Callable[..., Any], *arguments: Any) -> Any:
     """
     place = f"the compiled function {name_of(function)}"
     trees: list[Any] = []
-    avals: list[jax.ShapeDtypeStruct] = []
+    previous: list[Callable[[], jax.Array]] = []
 
     def call(*_previous: Any) -> list[Any]:
         leaves, tree = jax.tree.flatten(returned_values(function(*arguments)))
@@ -144,18 +139,25 @@ def run_once(function: Callable[..., Any], *arguments: Any) -> Any:
         return [jnp.asarray(leaf) for leaf in leaves]
 
     def look(_carried: list[Any], _fed: Any) -> list[Any]:
-        avals[:] = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in call()]
+        previous[:] = map(_zeros_like, call())
         return []
 
     builder = current_builder()
     assert builder is not None
-    with contextlib.suppress(_LookedError), frames.unchanged_on_error(builder.names):
+    with frames.unchanged(builder.names):
         trace_body(look, [], None, builder.names, place)
-        raise _LookedError
-    previous = [jnp.zeros(aval.shape, aval.dtype) for aval in avals]
-    results = _loop(place, call, previous, None, 1, None, place)
+    results = _loop(place, call, [make() for make in previous], None, 1, None, place)
     (tree,) = trees
-    return tree.unflatten(results if len(avals) > 1 else [results][: len(avals)])
+    return tree.unflatten(results if len(previous) > 1 else [results][: len(previous)])
+
+
+def _zeros_like(value: jax.Array) -> Callable[[], jax.Array]:
+    """What makes a value of the shape and dtype of a traced one, also when that is gone."""
+    shape, dtype = value.shape, value.dtype
+    if not jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return lambda: jnp.zeros(shape, dtype)
+    implementation = jax.random.key_impl(value)
+    return lambda: jnp.broadcast_to(jax.random.key(0, impl=implementation), shape)
 
 
 def _loop(
@@ -298,7 +300,7 @@ def _trace_condition(
             f"{what}: condition must return a boolean scalar; it returned {described or 'nothing'}."
         )
     Captures().check(closed_jaxpr.consts, frame.place)
-    used = [*frame.names.variables, *frame.names.host_tables]
+    used = [*frame.names.host_tables, *frame.names.variables]
     if used:
         raise ValueError(
             f"{what}: condition asks for variable {used[0]}, but may only use "

@@ -1,7 +1,10 @@
 """Tables in host memory: rows looked up and trained, against a plain loop of jax.grad."""
 
 import contextlib
+import gc
+import logging
 import threading
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +28,7 @@ from ipu_pipeline.pipelining_ops import (
     RecomputationMode,
     pipeline,
 )
+from ipu_pipeline.session import host_rows
 from tests import front, models
 
 ROWS, COLUMNS, CLASSES, BATCH = 20, 6, 5, 4
@@ -462,6 +466,78 @@ def test_a_big_table_is_not_on_devices():
         sizes = [array.size for array in jax.live_arrays()]
         np.testing.assert_array_equal(session.variables["big"][np.arange(8) * 10_000], found)
     assert 100_000 * 64 not in sizes
+
+
+def test_others_read_weights_and_table_of_one_update(monkeypatch):
+    table = make_counting()
+    program = front.compile_program(
+        lambda: loops.repeat(
+            3, lambda: minimize(table.lookup(np.array([0])).sum() + ipu.get_variable("w", ()))
+        )
+    )
+    read, descend = [], host_rows._descend
+
+    def descend_while_others_read(*arguments):
+        thread = threading.Thread(target=lambda: read.append(session.variables))
+        thread.start()
+        thread.join(0.2)
+        assert thread.is_alive()  # it waits for the table
+        descend(*arguments)
+        threads.append(thread)
+
+    threads = []
+    monkeypatch.setattr(host_rows, "_descend", descend_while_others_read)
+    with ipu.Session() as session, table.register(session):
+        session.load({"w": np.float32(0)})
+        session.run(program)
+        for thread in threads:
+            thread.join(60)
+    assert len(read) == 3
+    assert all(one["w"] == one["words"][0, 0] for one in read)
+
+
+def test_a_fed_count_that_does_not_fit_is_told_before_anything_runs():
+    table = make_counting(every=4)
+    count = ipu.placeholder(np.int32, [], name="count")
+    feeds = [IPUInfeedQueue(lambda: iter([np.int32(1)] * 8)) for _pipeline in range(2)]
+    queues = [IPUOutfeedQueue() for _pipeline in range(2)]
+
+    def one_pipeline(number, count):
+        return pipeline(
+            [table.lookup, lambda x: jnp.sum(x) + ipu.get_variable(f"v{number}", initializer=0.0)],
+            count,
+            infeed_queue=feeds[number],
+            outfeed_queue=queues[number],
+            optimizer_function=lambda loss: OptimizerFunctionOutput(optax.sgd(1.0), loss),
+            name=f"pipeline{number}",
+        )
+
+    program = front.compile_program(
+        lambda count: [one_pipeline(0, 4), one_pipeline(1, count)], inputs=[count]
+    )
+    with ipu.Session() as session, table.register(session):
+        session.run([feed.initializer for feed in feeds])
+        with pytest.raises(ValueError, match=r"HostEmbeddingSGDGAOptimizerSpec\(1.0, 3\)"):
+            session.run(program, {count: 3})
+        assert session.update_count("pipeline0") == 0
+        session.run(program, {count: 4})
+        assert session.variables["words"].ravel().tolist() == [0, -8, 0, 0]
+
+
+def test_a_table_goes_with_its_session(monkeypatch):
+    """Also after a run that failed; JAX keeps programs, and these the embedding."""
+    # pytest keeps what is logged, and with it the frames of the error.
+    monkeypatch.setattr(logging.getLogger("jax._src.callback"), "disabled", True)
+    table = make_counting(rate=0)
+    program = front.compile_program(lambda: table.lookup(np.array([9]), clip_indices=False))
+    with ipu.Session() as session, table.register(session):
+        with contextlib.suppress(Exception):
+            session.run(program)
+        array = weakref.ref(session._store.host_array(table.get_embedding_tensor().spec))
+        assert array() is not None
+    del session
+    gc.collect()
+    assert array() is None
 
 
 def test_two_sessions_at_once():

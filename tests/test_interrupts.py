@@ -146,6 +146,21 @@ def test_ctrl_c_while_a_program_calls_back():
         np.testing.assert_array_equal(session.run(program, {x: [1, 2]})[0], [1, 2])
 
 
+@pytest.mark.parametrize("kind", [RuntimeError, ValueError])
+@pytest.mark.parametrize(
+    ("last", "expected"),
+    [
+        ("KeyboardInterrupt: ", KeyboardInterrupt),
+        ("ipu_pipeline.processes.interrupts.StoppedAtOnce", interrupts.StoppedAtOnce),
+        ("ValueError: a KeyboardInterrupt", None),
+    ],
+)
+def test_what_handlers_raise_in_callbacks_is_raised_again(kind, last, expected):
+    error = kind(f"INTERNAL: CpuCallback error calling callback: Traceback:\n  File\n{last}\n")
+    with pytest.raises(expected or kind), interrupts.raised_if_wrapped():
+        raise error
+
+
 @contextlib.contextmanager
 def _interrupted_in_garbage_collection(is_time):
     """Ctrl-C in a callback of the garbage collector, whose exceptions Python ignores; JAX has one, too."""

@@ -1050,6 +1050,15 @@ def test_a_compiled_function_that_trains(sharded):
     assert len({float(one["drawn"]) for one in found}) == len(batches)
 
 
+def test_a_compiled_function_that_returns_keys():
+    program = front.compile_program(lambda: (jax.random.split(ipu.next_rng_key(), 3), ipu.next_rng_key()))
+    with ipu.Session() as session:
+        many, one = session.run(program)
+        again = session.run(program[1])
+    assert (many.shape, one.shape) == ((3,), ())
+    assert not np.array_equal(jax.random.key_data(one), jax.random.key_data(again))
+
+
 def test_a_compiled_function_that_only_enqueues():
     outfeed = IPUOutfeedQueue()
     program = front.compile_program(lambda: outfeed.enqueue(np.float32(4)))

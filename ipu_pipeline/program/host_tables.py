@@ -79,10 +79,8 @@ class HostTable:
         ids = jnp.asarray(indices)
         if not jnp.issubdtype(ids.dtype, jnp.integer):
             raise TypeError(f"HostEmbedding.lookup: indices must be integers; got {ids.dtype.name}.")
-        if (
-            ids.dtype.itemsize < np.dtype(np.int32).itemsize
-        ):  # which may not have the number of the last row
-            ids = ids.astype(np.int32)
+        if ids.dtype.itemsize < np.dtype(np.int32).itemsize:
+            ids = ids.astype(np.int32)  # the narrow dtype may not have the number of the last row
         if clips:
             ids = jnp.clip(ids, 0, self.spec.shape[0] - 1)
         if self.learning_rate == 0:
@@ -130,8 +128,8 @@ class HostTable:
         return rows
 
     def _take(self, ids: Any, cotangents: Any) -> np.ndarray[Any, Any]:
-        # Copies: the arguments may be memory of the program's. Where nobody needs the rows themselves, they
-        # were not looked up.
+        # The arguments may be the program's memory, so they are copied. XLA leaves out a lookup whose rows
+        # are not used, so they are checked here, too.
         rows = self._checked(np.array(ids)).reshape(-1)
         gradients = np.array(cotangents).reshape(len(rows), self.spec.shape[1])
         with self._lock:
@@ -178,7 +176,7 @@ def check_tables(tables: Sequence[HostTable], call: Call, count: int | None) -> 
     """Raises if a pipeline or loop cannot train tables in host memory as they say.
 
     Args:
-      tables: those of the program.
+      tables: the program's.
       call: the pipeline or loop.
       count: its micro-batches per weight update; None if they are known when it runs.
 

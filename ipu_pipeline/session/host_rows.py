@@ -63,7 +63,7 @@ class HostRows:
     """The tables that a run uses.
 
     Attributes:
-      tables: those of the program.
+      tables: the program's.
       store: what the session has.
     """
 
@@ -71,7 +71,7 @@ class HostRows:
     store: Store
 
     def trained_by(self, call: Call) -> list[HostTable]:
-        """Those that a pipeline or loop trains."""
+        """The tables that a pipeline or loop trains."""
         if not self.tables or not call.trains:
             return []
         accumulated = call.accumulated

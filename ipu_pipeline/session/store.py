@@ -214,13 +214,13 @@ class Store:
             with interrupts.deferred():
                 value = initial_value(spec, self.key)
             self._is_own = True
-            variables = {**self.state.variables, spec.name: value}
-            self.state = dataclasses.replace(self.state, variables=variables)
+            self._set_variables({spec.name: value})
         is_loaded = isinstance(value, np.ndarray) and value.shape == spec.shape  # and not used yet
-        if is_loaded and value.dtype != spec.dtype:
+        if is_loaded and not (spec.is_on_host and value.dtype == spec.dtype):
+            is_cast = value.dtype != spec.dtype
             value = cast_exactly(value, spec.dtype, f"The value loaded for variable {spec.name}")
-            variables = {**self.state.variables, spec.name: value}
-            self.state = dataclasses.replace(self.state, variables=variables)
+            if is_cast:
+                self._set_variables({spec.name: value})
         if value.shape != spec.shape or value.dtype != spec.dtype:
             raise ValueError(
                 f"Variable {spec.name} is {spec.dtype.name}{list(spec.shape)} in this program, but the "

@@ -71,7 +71,7 @@ class Dealt:
 
 @dataclass(frozen=True, eq=False)
 class PendingReplicas:
-    """Micro-batches that have run; of a loop, those of the iteration that is to run.
+    """Micro-batches that a pipeline has run, or that a loop is about to run.
 
     Attributes:
       request: what they are a part of.

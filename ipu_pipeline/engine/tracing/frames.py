@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,7 @@ __all__ = [
     "find_frame",
     "frame",
     "is_in_stage",
+    "unchanged",
     "unchanged_on_error",
 ]
 
@@ -84,8 +85,28 @@ class ProgramNames:
 
 
 @contextlib.contextmanager
+def unchanged(program_names: ProgramNames) -> Iterator[None]:
+    """Takes back the names that a `with` block gives out."""
+    take_back = _keep(program_names)
+    try:
+        yield
+    finally:
+        take_back()
+
+
+@contextlib.contextmanager
 def unchanged_on_error(program_names: ProgramNames) -> Iterator[None]:
     """Takes back the names that a `with` block gave out if it ends in an error."""
+    take_back = _keep(program_names)
+    try:
+        yield
+    except BaseException:
+        take_back()
+        raise
+
+
+def _keep(program_names: ProgramNames) -> Callable[[], None]:
+    """What makes the names be those that they are now."""
     kept = [
         (collection, collection.copy())
         for collection in (
@@ -98,13 +119,13 @@ def unchanged_on_error(program_names: ProgramNames) -> Iterator[None]:
             program_names.opened_scopes,
         )
     ]
-    try:
-        yield
-    except BaseException:
+
+    def take_back() -> None:
         for collection, before in kept:
             collection.clear()
             collection.update(before)  # type: ignore[arg-type]  # each is updated with its own copy
-        raise
+
+    return take_back
 
 
 @dataclass(frozen=True, eq=False)
