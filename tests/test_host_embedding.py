@@ -455,6 +455,11 @@ def test_snapshots_keep_what_they_have():
         model.run(session)
         assert not np.array_equal(session.variables["words"], kept)
         np.testing.assert_array_equal(snapshot.state.variables["words"], kept)
+    with ipu.Session() as other:
+        other.take_over(snapshot, "a snapshot", feeds=False)
+        model.run(other)
+        assert not np.array_equal(other.variables["words"], kept)
+    np.testing.assert_array_equal(snapshot.state.variables["words"], kept)
 
 
 def test_a_big_table_is_not_on_devices():

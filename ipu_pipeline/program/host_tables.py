@@ -154,7 +154,7 @@ class HostTable:
                     f"The host embedding {self.spec.name!r} is used by a run of another session. Let one "
                     "run after the other, or make another HostEmbedding for the second one's programs."
                 )
-            self._user, self._array = weakref.ref(user), weakref.ref(array)
+            self._user, self._array, self._taken = weakref.ref(user), weakref.ref(array), []
         try:
             yield
         except BaseException:
@@ -163,7 +163,6 @@ class HostTable:
             raise
         finally:
             self._user = None
-            self.take()
 
     def take(self) -> list[RowGradients]:
         """What came since this was last called."""

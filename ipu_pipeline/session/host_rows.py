@@ -101,11 +101,6 @@ class HostRows:
                 )
             del self.store.row_gradients[call.name, name]
 
-    def begin(self) -> None:
-        """Forgets what came of a step that did not end."""
-        for table in self.tables:
-            table.take()
-
     def keep(self, call: Call, is_update: bool) -> None:
         """Takes in what a step gave.
 

@@ -214,7 +214,6 @@ def _run_pipeline(
         while done < wanted:
             # With synthetic data what is on the devices is one update's. Tables change between updates.
             left, total = (1, 1) if is_single else (wanted - done, call.repeat_count)
-            rows.begin()
             pending = pipeline.accumulate(state, take, inputs, left, total, count)
             # From here the old state may be gone (its memory is given to the new one) before the new
             # one is in its place.
@@ -273,11 +272,11 @@ def _run_loop(
     constant, changing = loop.split_carried(operands[num_captured:])
     inputs = [*operands[:num_captured], *constant]
     _introduce(call, runner)
-    is_single = bool(rows.trained_by(call))  # tables change between iterations
-    total = 1 if is_single else _block_limit(call, count)
+    # Tables in host memory change between iterations.
+    total = 1 if rows.trained_by(call) else _block_limit(call, count)
     every = loop.updated_every
     num_fetched = runner.num_fetched(total, every)  # by all replicas
-    most = 1 if is_single else num_fetched // num_replicas
+    most = num_fetched // num_replicas
     state = store.place_loop_state(call)
     rows.resume(call, state.num_accumulated)
     take: Take = take_nothing
@@ -309,7 +308,6 @@ def _run_loop(
             while (count is None or done.count < count) and loop.goes_on(inputs, changing):
                 limit = most if count is None else min(most, count - done.count)
                 request = Request(inputs, every, limit, total, changing, done.count)
-                rows.begin()
                 pending = runner.fetch(state, request, take)
                 with interrupts.deferred(), _replacing(store, runner):  # see _run_pipeline
                     progress = runner.run(state, pending)
