@@ -131,7 +131,7 @@ def run_once(function: Callable[..., Any], *arguments: Any) -> Any:
     """
     place = f"the compiled function {name_of(function)}"
     trees: list[Any] = []
-    previous: list[Callable[[], jax.Array]] = []
+    avals: list[jax.ShapeDtypeStruct] = []
 
     def call(*_previous: Any) -> list[Any]:
         leaves, tree = jax.tree.flatten(returned_values(function(*arguments)))
@@ -139,25 +139,18 @@ def run_once(function: Callable[..., Any], *arguments: Any) -> Any:
         return [jnp.asarray(leaf) for leaf in leaves]
 
     def look(_carried: list[Any], _fed: Any) -> list[Any]:
-        previous[:] = map(_zeros_like, call())
+        avals[:] = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in call()]
         return []
 
     builder = current_builder()
     assert builder is not None
     with frames.unchanged(builder.names):
         trace_body(look, [], None, builder.names, place)
-    results = _loop(place, call, [make() for make in previous], None, 1, None, place)
+    results = _loop(
+        place, call, [jnp.zeros(aval.shape, aval.dtype) for aval in avals], None, 1, None, place
+    )
     (tree,) = trees
-    return tree.unflatten(results if len(previous) > 1 else [results][: len(previous)])
-
-
-def _zeros_like(value: jax.Array) -> Callable[[], jax.Array]:
-    """What makes a value of the shape and dtype of a traced one, also when that is gone."""
-    shape, dtype = value.shape, value.dtype
-    if not jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        return lambda: jnp.zeros(shape, dtype)
-    implementation = jax.random.key_impl(value)
-    return lambda: jnp.broadcast_to(jax.random.key(0, impl=implementation), shape)
+    return tree.unflatten(results if len(avals) > 1 else [results][: len(avals)])
 
 
 def _loop(
