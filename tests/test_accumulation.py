@@ -399,7 +399,7 @@ def test_accumulators_are_sums_by_hand(mapping, rng):
     pending = made.accumulate(state, lambda _wanted: [executor.place_element([next(left)])], [])
     num_summed = 6 if mapping == [0, 1] else 5
     accumulators = (
-        pending.begun.totals.accumulators if num_summed == 5 else pending.accumulated.accumulators
+        pending.begun.totals.accumulators if num_summed == 5 else pending.stepped.columns[0].accumulators
     )
     place = models.on_one_device(state)
     grads = [

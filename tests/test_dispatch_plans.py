@@ -185,7 +185,7 @@ def test_accumulated_gradients(plan):
         del wanted
         return [executor.place_element(jax.tree.leaves(next(elements)))]
 
-    accumulated = pipeline.accumulate(state, take, [make_scale()]).accumulated
+    accumulated = pipeline.accumulate(state, take, [make_scale()]).stepped.columns[0]
     merged = pipeline.plan_accumulators().merge(
         accumulated.accumulators, executor.weight_update._add_to_home
     )
@@ -819,13 +819,15 @@ def test_micro_batches_make_no_arrays_of_the_weights_size(plan, mapping):
         gc.collect()
         numbers = []
 
-        def observe(template, chunks, values, numbers=numbers):
+        def observe(*_told, numbers=numbers):
             numbers.append(sum(array.size >= WIDE * WIDE for array in jax.live_arrays()))
 
-        pipeline.prepare().observer = observe
+        pipeline.prepare().observe(observe)
         before = sum(array.size >= WIDE * WIDE for array in jax.live_arrays())
         pipeline.step(state, step)
-        assert len(numbers) == len(pipeline.prepare()._order(count // plan.chunk_size))
+        timetable = pipeline.timetable(count // plan.chunk_size)
+        templates = pipeline.prepare().columns[0].plan.templates
+        assert len(numbers) == sum((one.kind, one.stage) in templates for one in timetable.order)
         assert len(set(numbers)) == 1
         found[count] = numbers[0] - before
         del pipeline, state
@@ -853,13 +855,15 @@ def test_nothing_is_held_after_its_last_reader(plan):
     (step,) = make_steps(num_steps=1)
     pipeline = make(plan)
     state = pipeline.init(jax.random.key(5), step[0], make_scale())
-    executor = pipeline.prepare()
+    executor, num_chunks = pipeline.prepare(), len(step) // plan.chunk_size
     held = []
 
-    def observe(_template, _chunks, values):
-        held.append([sum(slot is not None for slot in slots or ()) for slots in values])
+    def observe(_replica, _template, _chunk, slots):
+        held.append(
+            [sum(slot is not None for slot in slots.get(number, ())) for number in range(num_chunks)]
+        )
 
-    executor.observer = observe
+    executor.observe(observe)
     pipeline.step(state, step, make_scale())
     assert max(map(sum, held)) > 0
     assert held[-1] == [0] * len(held[-1])

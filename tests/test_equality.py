@@ -97,7 +97,7 @@ def test_gradients_equal_a_plain_loop_and_the_whole_batch(schedule, rng):
     step = models.mlp_batches(rng, 6)
     state = pipeline.init(jax.random.key(0), step[0])
     elements = iter([[pipeline.prepare().place_element(mb)] for mb in step])
-    accumulated = pipeline.accumulate(state, lambda wanted: next(elements), []).accumulated
+    accumulated = pipeline.accumulate(state, lambda wanted: next(elements), []).stepped.columns[0]
     variables = models.on_one_device(state.variables)
     grads = [jax.grad(plain_loss)(variables, *micro_batch) for micro_batch in step]
     total = jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *grads)

@@ -9,6 +9,7 @@ import optax
 import pytest
 
 from ipu_pipeline import engine
+from ipu_pipeline.engine.programs.bindings import BindingKind
 from ipu_pipeline.engine.schedules.actions import ActionKind
 from ipu_pipeline.reports.live_bytes import LiveBytes
 from tests import models
@@ -131,12 +132,12 @@ def test_compiled_forwards_return_what_the_plan_says(mode):
     executor = pipeline.prepare()
     plan = pipeline.plan_memory()
     for stage in range(2):
-        template = executor.plan.templates[ActionKind.FORWARD, stage]
-        names = dict(template.variables)
+        template = executor.columns[0].plan.templates[ActionKind.FORWARD, stage]
+        names = dict(template.taken(BindingKind.VARIABLE))
         x = jax.device_put(step[0][0], template.row.replicated)
         arguments = [
             state.variables[names[place]] if place in names else x
-            for place in range(template.num_arguments)
+            for place in range(len(template.arguments))
         ]
         analysis = template.function.lower(*arguments).compile().memory_analysis()
         # Besides, the stage's output; without recomputation that is a residual too.

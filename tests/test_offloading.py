@@ -93,10 +93,10 @@ def test_activations_lie_in_host_memory_between_forward_and_backward():
     rng = np.random.default_rng(0)
     pipeline.trace(models.mlp_batches(rng, 1)[0])
     executor = pipeline.prepare()
-    templates = executor.plan.templates
+    templates = executor.columns[0].plan.templates
     kept = set()
 
-    def observe(template, micro_batch, values):
+    def observe(_replica, template, micro_batch, values):
         for stage in range(2):
             if template is templates[ActionKind.FORWARD, stage]:
                 found = [values[micro_batch][slot] for slot in template.kept]
@@ -105,7 +105,7 @@ def test_activations_lie_in_host_memory_between_forward_and_backward():
                 assert memory_kinds(found) == {"pinned_host"}
                 kept.add((stage, micro_batch))
 
-    executor.observer = observe
+    executor.observe(observe)
     run(pipeline, num_steps=1)
     assert kept == set(itertools.product(range(2), range(4)))
 
@@ -265,10 +265,10 @@ def test_each_argument_moves_its_own_kind(kind):
     executor = call.pipeline.prepare()
     kept = []
 
-    def observe(template, chunk, values):
+    def observe(_replica, template, chunk, values):
         kept.extend(values[chunk][slot] for slot in template.kept)
 
-    executor.observer = observe
+    executor.observe(observe)
     with ipu.Session() as session:
         session.run([infeed.initializer, program])
         assert call.pipeline.prepare() is executor

@@ -11,7 +11,7 @@ import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline import engine
-from ipu_pipeline.engine.execution.executor import Executor
+from ipu_pipeline.engine.execution.runner import ColumnRunner
 from ipu_pipeline.ipu_outfeed_queue import IPUOutfeedMode, IPUOutfeedQueue
 from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput, pipeline
 from tests import front, models
@@ -162,9 +162,9 @@ def test_what_is_masked_is_not_collected():
     for options, expected in kept:
         made, state, element = wide_output([0, 1], **options)
         executor = made.prepare()
-        assert isinstance(executor, Executor)
+        assert isinstance(executor, ColumnRunner)
         pending = made.accumulate(state, lambda _wanted, e=executor, x=element: [e.place_element([x])], [])
-        pending = pending.accumulated
+        pending = pending.stepped.columns[0]
         assert [leaf.shape for part in pending.collected for leaf in part.outputs] == expected
         assert pending.last_outputs == pending.first_outputs == [None, None]
 

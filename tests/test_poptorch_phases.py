@@ -224,10 +224,10 @@ def test_independent_stages_of_a_phase_exchange_nothing():
     training = poptorch.trainingModel(model, make_options(strategy=strategy))
     x, target = torch.randn(2, 4, 6)
     training.compile(x, target)
-    templates = training._compiled.pipeline.prepare().plan.templates
+    templates = training._compiled.pipeline.prepare().columns[0].plan.templates
     made, read = {}, {}
     for (kind, stage), template in templates.items():
-        sent = [slot for _row, _results, slots in template.transfers for slot in slots]
+        sent = [slot for send in template.sends for slot in send.targets]
         made[kind, stage] = {slot for _place, slot in template.stores} | set(sent)
         read[kind, stage] = {slot for _place, slot in template.loads}
     for kind in ActionKind:
@@ -334,16 +334,16 @@ def test_what_goes_from_phase_to_phase(liveness):
         kinds = {}
         runner = executor._compiled.pipeline.prepare()
 
-        def observe(template, chunk, values, kinds=kinds):
+        def observe(_replica, template, chunk, values, kinds=kinds):
             found = [array.sharding.memory_kind for array in values[chunk] if array is not None]
             kinds.setdefault((template.kind, template.stage), found)
 
-        runner.observer = observe
+        runner.observe(observe)
         executor(*inputs)
         # When the second phase's forward has run, what only the third one reads is there, or is not.
         is_away = "pinned_host" in kinds[ActionKind.FORWARD, 1]
         assert is_away == (executor is training or liveness is Liveness.OffChipAfterEachPhase)
-        runner.observer = None
+        runner.observe(None)
 
 
 # Models as people have them.

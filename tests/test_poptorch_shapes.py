@@ -12,7 +12,7 @@ import torch
 import ipu_pipeline.poptorch as poptorch
 from ipu_pipeline import engine
 from ipu_pipeline.engine.execution.contract import Runner
-from ipu_pipeline.engine.execution.replicated import Replicated
+from ipu_pipeline.engine.execution.runner import ColumnRunner
 from ipu_pipeline.poptorch.execution import building
 from tests.poptorch_front import (
     assert_close,
@@ -90,7 +90,7 @@ def handed_over(monkeypatch, executor):
     compiled.use(other)
     assert all(one is same for one, same in zip(before, find(), strict=True))
     with monkeypatch.context() as patch:
-        for runner in (Runner, Replicated):
+        for runner in (Runner, ColumnRunner):
             patch.delattr(runner, "make_accumulators")
         yield
 

@@ -11,7 +11,7 @@ import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline import config_categories, loops, optimizers
-from ipu_pipeline.engine.execution.replicated import Replicated
+from ipu_pipeline.engine.execution.runner import ColumnRunner
 from ipu_pipeline.errors import OutOfRangeError
 from ipu_pipeline.ipu_infeed_queue import IPUInfeedQueue
 from ipu_pipeline.ipu_outfeed_queue import IPUOutfeedMode, IPUOutfeedQueue
@@ -579,7 +579,7 @@ def test_an_interrupted_run_goes_on(monkeypatch):
     model = Model(elements, 4, 3, "adam")
     select(2)
     session, start = started(model)
-    run, calls = Replicated.run, []
+    run, calls = ColumnRunner.run, []
 
     def interrupted(*arguments):
         calls.append(arguments)
@@ -587,7 +587,7 @@ def test_an_interrupted_run_goes_on(monkeypatch):
             raise KeyboardInterrupt
         return run(*arguments)
 
-    monkeypatch.setattr(Replicated, "run", interrupted)
+    monkeypatch.setattr(ColumnRunner, "run", interrupted)
     with session:
         with pytest.raises(KeyboardInterrupt):
             session.run(model.program)

@@ -183,7 +183,7 @@ def test_what_devices_have():
     whole.step(whole.init(jax.random.key(0), step[0]), step)
     held = []
 
-    def observe(template, _chunk, values):
+    def observe(_replica, template, _chunk, values):
         if template.kind is ActionKind.FORWARD and template.stage == 0 and not held:
             held.extend(values[0][slot] for slot in template.kept)
 
@@ -214,7 +214,7 @@ def test_what_devices_have():
 
 def _prepare_with(pipeline, observe, *arguments):
     runner = engine.Pipeline.prepare(pipeline, *arguments)
-    runner.observer = observe
+    runner.observe(observe)
     return runner
 
 
@@ -224,7 +224,7 @@ def test_what_is_compiled():
     (step, *_rest) = make_steps(1)
     state = pipeline.init(jax.random.key(0), step[0])
     state, _outputs = pipeline.step(state, step)
-    templates = pipeline.prepare().plan.templates
+    templates = pipeline.prepare().columns[0].plan.templates
     assert all(template.jitted._cache_size() == 1 for template in templates.values())
     text = compiled_text(pipeline, state, step)
     assert len(re.findall(r"all-reduce(-start)?\(", text)) == 1
@@ -258,7 +258,7 @@ def test_what_is_kept_and_goes_on():
     pipeline.prepare = functools.partial(
         _prepare_with,
         pipeline,
-        lambda template, _chunk, values: held.append([values[0][slot] for slot in template.kept]),
+        lambda _replica, template, _chunk, values: held.append([values[0][slot] for slot in template.kept]),
     )
     check(pipeline, make_steps(1)[:1])
     measured = sum(array.addressable_shards[0].data.nbytes for array in held[0])
@@ -324,7 +324,7 @@ def test_replicas_come_and_go():
 def compiled_text(pipeline, state, step):
     """What XLA made of the first stage's forward."""
     runner = pipeline.prepare()
-    template = runner.plan.templates[ActionKind.FORWARD, 0]
+    template = runner.columns[0].plan.templates[ActionKind.FORWARD, 0]
     given = []
     template.function = lambda *arguments: given.append(arguments) or template.jitted(*arguments)
     pipeline.step(state, step)

@@ -31,8 +31,7 @@ from ipu_pipeline.engine.errors import OutOfRangeError
 from ipu_pipeline.engine.execution import kept
 from ipu_pipeline.engine.execution.blocks.runner import BlockRunner
 from ipu_pipeline.engine.execution.contract import Pending, Request, Runner
-from ipu_pipeline.engine.execution.executor import Executor
-from ipu_pipeline.engine.execution.replicated import Replicated
+from ipu_pipeline.engine.execution.runner import ColumnRunner
 from ipu_pipeline.engine.execution.watched import rehearse
 from ipu_pipeline.engine.jaxprs.shapes import as_shape, check_like, describe_structures
 from ipu_pipeline.engine.pipeline_options import PipelineOptions, check_positive, check_replicas
@@ -304,7 +303,8 @@ class Pipeline:
         runner = self.prepare()
         if self.options.execution_phases is None:
             return None
-        if not isinstance(runner, Executor):
+        assert isinstance(runner, ColumnRunner)
+        if self._num_replicas > 1:
             raise ValueError(
                 "plan_host_memory goes with one replica, as steps of replicas in phases are not simulated; "
                 f"num_replicas is {self._num_replicas}."
@@ -454,8 +454,8 @@ class Pipeline:
           ValueError: the number is not usable.
         """
         self._has_identical_keys = identical_keys
-        if isinstance(self._executor, Replicated):
-            self._executor.has_identical_keys = identical_keys
+        if isinstance(self._executor, ColumnRunner):
+            self._executor.replicas.has_identical_keys = identical_keys
         if num_replicas == self._num_replicas:
             return
         check_replicas(num_replicas, self.num_serialized)
@@ -510,21 +510,29 @@ class Pipeline:
                 has_fixed_room=self.num_micro_batches is None,
                 options=self._compiler_options.whole,
             )
-        elif number == 1:
-            self._executor = self._make_executor(rows)
         else:
-            size = self.num_devices
-            columns = [
-                self._make_executor(make_rows(devices[replica * size :], self.device_mapping, 1, each))
-                for replica in range(number)
-            ]
-            self._executor = replicated = Replicated(
-                self._make_residence(rows), columns, self.options.donate, self._compiler_options
+            residence, size, plan = self._make_residence(rows), self.num_devices, self.dispatch_plan
+            homes = [residence]
+            if number > 1:
+                starts = range(0, size * number, size)
+                own = [make_rows(devices[start:], self.device_mapping, 1, each) for start in starts]
+                homes = list(map(self._make_residence, own))
+            assert plan is not None
+            self._executor = runner = ColumnRunner(
+                residence,
+                homes,
+                self._programs,
+                self._make_timetable,
+                self.options.donate,
+                self.collecting,
+                self._compiler_options,
+                plan,
+                phases=self.options.execution_phases,
             )
-            replicated.joins_assigned = self.options.joins_assigned
-            if not self.options.gathers_outputs:
-                replicated.keep_outputs()
-            replicated.has_identical_keys = self._has_identical_keys
+            runner.replicas.joins_assigned = self.options.joins_assigned
+            runner.replicas.has_identical_keys = self._has_identical_keys
+            if number > 1 and not self.options.gathers_outputs:
+                runner.keep_outputs()
         self._executor.kept = self._kept
         return self._executor
 
@@ -544,20 +552,6 @@ class Pipeline:
             self._shard,
             self.built.partitions,
             None if self.options.execution_phases is None else self.options.execution_phases.num_ahead,
-        )
-
-    def _make_executor(self, rows: Sequence[Row]) -> Executor:
-        plan = self.dispatch_plan
-        assert plan is not None
-        return Executor(
-            self._make_residence(rows),
-            self._programs,
-            self._make_timetable,
-            self.options.donate,
-            self.collecting,
-            self._compiler_options,
-            plan,
-            phases=self.options.execution_phases,
         )
 
     def _has_devices(self, devices: Sequence[Any]) -> bool:

@@ -13,30 +13,34 @@ import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from ipu_pipeline.engine import jax_compat
 from ipu_pipeline.engine.devices.compiler_options import CompilerOptions, Options
 from ipu_pipeline.engine.devices.elsewhere import NotRun
-from ipu_pipeline.engine.devices.residence import Residence
-from ipu_pipeline.engine.devices.rows import Row
-from ipu_pipeline.engine.execution.dispatches import Plan
+from ipu_pipeline.engine.devices.rows import HOST_MEMORY, WHOLE, Row
+from ipu_pipeline.engine.devices.underway import Underway
+from ipu_pipeline.engine.execution.columns import Column
 from ipu_pipeline.engine.execution.executables import Executable, is_portable
 from ipu_pipeline.engine.execution.kept import KeptPrograms, Key, identify, text_of
-from ipu_pipeline.engine.execution.templates import Joint
+from ipu_pipeline.engine.execution.replicas import Joint, Replicas
+from ipu_pipeline.engine.execution.steps import ColumnRun, Order, StepRun
+from ipu_pipeline.engine.execution.templates import Template
 from ipu_pipeline.engine.execution.weight_updates import WeightUpdate
 from ipu_pipeline.engine.jaxprs.shapes import num_bytes
+from ipu_pipeline.engine.programs.bindings import BindingKind
 from ipu_pipeline.engine.programs.chunks import ChunkForm
 from ipu_pipeline.engine.progress import Compilation, compiling
 from ipu_pipeline.engine.schedules.actions import ActionKind
-from ipu_pipeline.engine.updates.accumulators import variable_of
+from ipu_pipeline.engine.state import RunState
 from ipu_pipeline.engine.updates.environment import UpdateCounts, UpdateEnvironment
 from ipu_pipeline.engine.updates.optimizer_tracing import UpdateKind
 
-__all__ = ["Column", "Compiled", "compile_ahead"]
+__all__ = ["Compiled", "compile_ahead"]
 
 
 class Compiled(NamedTuple):
@@ -214,116 +218,196 @@ def note_temporaries(temporary_bytes: dict[int, int], row: Row, compiled: Any) -
         temporary_bytes[row.ipu] = max(known, int(analysis.temp_size_in_bytes))
 
 
-class Column(NamedTuple):
-    """The micro-batches of a replica, before their programs are compiled.
+class Shapes:
+    """A reading of a step: values are shapes, and programs are compiled for them; see `readings`."""
 
-    Attributes:
-      plan: the programs.
-      prepared: of each, the arguments that stay the same during a step, None for others.
-      accumulators: by key.
-      residence: where state lives.
-      gathered: full names of the variables that are gathered for each program.
-    """
+    def __init__(self, column: Column, options: CompilerOptions, programs: _Programs) -> None:
+        """Begins.
 
-    plan: Plan
-    prepared: Sequence[Sequence[Any]]
-    accumulators: Mapping[str, Any]
-    residence: Residence
-    gathered: frozenset[str] = frozenset()
+        Args:
+          column: whose programs are compiled.
+          options: XLA's, per program.
+          programs: compiles them.
+        """
+        self._plan, self._options, self._programs = column.plan, options, programs
+
+    def scalar(self, number: int, row: Row) -> Any:
+        """An int32 scalar."""
+        del number
+        return _struct((), np.int32, row)
+
+    def put(
+        self,
+        arrays: Sequence[Any],
+        row: Row,
+        offloaded: bool = False,
+        tag: Any = None,
+        partitions: Sequence[PartitionSpec] | None = None,
+    ) -> list[Any]:
+        """Values on a row. In host memory they stay what they are: a program is not given them there."""
+        del tag
+        if offloaded:
+            return list(arrays)
+        given = [WHOLE] * len(arrays) if partitions is None else partitions
+        return [_on_row(value, row, partition) for value, partition in zip(arrays, given, strict=True)]
+
+    def copy_to(self, arrays: Sequence[Any], row: Row, tag: Any = None) -> list[Any]:
+        """Values on another row."""
+        del tag
+        return [_struct(value.shape, value.dtype, row) for value in arrays]
+
+    def underway(self, limit: int | None) -> Underway:
+        """Nothing is."""
+        del limit
+        return Underway(None)
+
+    def launch(self, template: Template, arguments: list[Any], chunk: int) -> Sequence[Any]:
+        """Starts to compile a program."""
+        del chunk
+        row = template.row
+        arguments = [value.wait() if isinstance(value, _Divided) else value for value in arguments]
+        found = jax.eval_shape(template.jitted, *arguments)
+        if not row.is_here:
+            shardings = jax.tree.map(
+                lambda own, whole=row.replicated: whole if own is None else own,
+                template.shardings,
+                is_leaf=lambda own: own is None,
+            )
+            template.function = NotRun(template.jitted, shardings, found)
+            return self._place(template, found)
+        is_forward = template.kind is ActionKind.FORWARD
+        own = (self._options.of_forward if is_forward else self._options.of_backward)(template.stage)
+        install = functools.partial(setattr, template, "function")
+        compiled = self._programs.start(template.jitted, arguments, row, own, install)
+        results = self._place(template, found)
+        if not row.is_divided or compiled is None:
+            return results
+        chosen = [place for place, sharding in enumerate(template.shardings) if sharding is None]
+        for place in chosen:
+            results[place] = _Divided(found[place], compiled, place)
+        residuals = dict(template.given(BindingKind.RESIDUAL))
+        if residuals:
+            self._programs.divided[template.stage] = [
+                _Divided(found[place], compiled, place) for place in residuals
+            ]
+        return results
+
+    def launch_jointly(self, joint: Joint, template: Template, arguments: Sequence[Any]) -> Sequence[Any]:
+        """Starts to compile a program for all replicas at once."""
+        is_forward = template.kind is ActionKind.FORWARD
+        own = (self._options.of_forward if is_forward else self._options.of_backward)(template.stage)
+        self._programs.start_joint(joint, arguments, own)
+        return self._place(template, jax.eval_shape(template.jitted, *arguments))
+
+    def _place(self, template: Template, found: Sequence[Any]) -> list[Any]:
+        """Results with where they lie, as far as that is known."""
+        row, given = template.row, template.shardings
+        known = given if isinstance(given, list) else [given] * len(found)
+        return [
+            result.update(sharding=row.replicated if sharding is None else sharding)
+            for result, sharding in zip(found, known, strict=True)
+        ]
+
+
+class ShapesTogether:
+    """What columns do at the same time, with shapes; see `steps.Together`."""
+
+    def __init__(self, replicas: Replicas) -> None:
+        """Begins."""
+        self._replicas = replicas
+
+    def gather(self, columns: Sequence[ColumnRun], stage: int, names: Sequence[str]) -> list[list[Any]]:
+        """Variables of a stage, whole for each column."""
+        del columns
+        found = []
+        for column in self._replicas.columns:
+            residence, row = column.residence, column.residence.rows[stage]
+            specs = [(residence.traced.variables[name], name) for name in names]
+            found.append(
+                [
+                    jax.ShapeDtypeStruct(
+                        spec.shape, spec.dtype, sharding=residence.sharding_in_program(name, row)
+                    )
+                    for spec, name in specs
+                ]
+            )
+        return found
+
+    def launch(
+        self,
+        columns: Sequence[ColumnRun],
+        templates: Sequence[Template],
+        arguments: Sequence[list[Any]],
+        chunk: int,
+    ) -> list[Sequence[Any]]:
+        """Starts to compile a program for all replicas at once."""
+        del chunk
+        joint = self._replicas.joint[templates[0].index]
+        return [
+            cast(Shapes, column.reading).launch_jointly(joint, template, own)
+            for column, template, own in zip(columns, templates, arguments, strict=True)
+        ]
+
+    def reduce(self, row: Row, columns: Sequence[ColumnRun]) -> None:
+        """Nothing: the program is as the first step has it."""
 
 
 def compile_ahead(
-    columns: Sequence[Column],
+    replicas: Replicas,
+    states: Sequence[RunState],
+    prepared: Sequence[list[list[Any]]],
+    order: Order,
     weight_update: WeightUpdate,
     chunk: ChunkForm,
     options: CompilerOptions,
     is_shared: bool,
-    kept: KeptPrograms | None = None,
+    kept: KeptPrograms | None,
 ) -> Compiled:
-    """Compiles what a step dispatches, and its weight update.
+    """Compiles all programs of a step; returns when that has been done.
+
+    Programs that several devices run the same, apart from where, are compiled once.
 
     Args:
-      columns: the micro-batches of each replica.
-      weight_update: what follows them.
+      replicas: the columns.
+      states: as each of them has it.
+      prepared: of each, the arguments that stay the same during a step, by program.
+      order: the actions of a micro-batch.
+      weight_update: what follows the micro-batches.
       chunk: how many micro-batches a program handles.
       options: XLA's, per program.
       is_shared: whether programs that are the same on several devices may be compiled once.
       kept: has compiled programs of earlier pipelines, and gets those of this one.
     """
     updates = weight_update.residence.updates
-    rows = [template.row for column in columns for template in column.plan.templates.values()]
+    rows = [template.row for column in replicas.columns for template in column.plan.templates.values()]
     if updates is not None:
         rows += [weight_update.residence.rows[program.stage] for program in updates.updates]
     with compiling(sum(row.is_here for row in rows)) as told:
         programs = _Programs(is_shared, told, kept)
         try:
-            for column in columns:
-                results = _start_templates(column, chunk, options, programs)
+            runs = [
+                column.run_of(Shapes(column, options, programs), state, own, None, _make_fed(column, chunk))
+                for column, state, own in zip(replicas.columns, states, prepared, strict=True)
+            ]
+            run = StepRun(runs, ShapesTogether(replicas))
+            for action, number in order:
+                action(run, number)
             if updates is not None:
-                accumulators = columns[0].accumulators
-                _start_updates(accumulators, weight_update, results, options.update, programs)
+                outputs = list(weight_update.residence.traced.output_avals)
+                _start_updates(states[0].accumulators, weight_update, outputs, options.update, programs)
             return programs.finish(chunk.size)
         finally:  # after an error or an interrupt, what has not begun is not waited for
             programs.threads.shutdown(wait=False, cancel_futures=True)
 
 
-def _start_templates(
-    column: Column, chunk: ChunkForm, options: CompilerOptions, programs: _Programs
-) -> list[Any]:
-    """Starts the programs of micro-batches. Returns what the last stage returns, for one micro-batch."""
-    plan, prepared, accumulators, residence, _gathered = column
-    traced = residence.traced
-    element = jax.tree.leaves(traced.element)
-    slots: list[Any] = [None] * plan.num_slots
-    for leaf, row, slot in plan.feed_slots:
-        slots[slot] = _struct((*chunk.axes, *element[leaf].shape), element[leaf].dtype, row)
-    for template in plan.templates.values():
-        row = template.row
-        arguments = list(prepared[template.index])
-        for place, key in enumerate(template.accumulators):
-            sharding = residence.sharding_in_program(variable_of(key), row)
-            known = accumulators[key]
-            arguments[place] = jax.ShapeDtypeStruct(known.shape, known.dtype, sharding=sharding)
-        for place, name in template.variables:
-            if name in residence.offloaded or name in column.gathered:
-                spec, sharding = traced.variables[name], residence.sharding_in_program(name, row)
-                arguments[place] = jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=sharding)
-        for place, slot in template.loads:
-            if isinstance(slots[slot], _Divided):
-                slots[slot] = slots[slot].wait()
-            arguments[place] = slots[slot]
-        for place in (*template.micro_batches, *template.accumulated):
-            arguments[place] = _struct((), np.int32, row)
-        is_forward = template.kind is ActionKind.FORWARD
-        own = (options.of_forward if is_forward else options.of_backward)(template.stage)
-        install = functools.partial(setattr, template, "function")
-        results = jax.eval_shape(template.jitted, *arguments)
-        compiled = None
-        if template.joint is not None:
-            programs.start_joint(template.joint, arguments, own)
-        elif row.is_here:
-            compiled = programs.start(template.jitted, arguments, row, own, install)
-        else:
-            shardings = jax.tree.map(
-                lambda own, whole=row.replicated: whole if own is None else own,
-                template.shardings,
-                is_leaf=lambda own: own is None,
-            )
-            template.function = NotRun(template.jitted, shardings, results)
-        moved = [
-            (place, slot)
-            for _row, places, to in template.transfers
-            for place, slot in zip(places, to, strict=True)
-        ]
-        for place, slot in (*template.stores, *moved):
-            slots[slot] = results[place].update(sharding=plan.slot_rows[slot].replicated)
-            if compiled is not None and row.is_divided and template.shardings[place] is None:
-                slots[slot] = _Divided(results[place], compiled, place)
-        if compiled is not None and row.is_divided and template.residuals:
-            programs.divided[template.stage] = [
-                _Divided(results[place], compiled, place) for place in template.residuals
-            ]
-    return list(traced.output_avals)
+def _make_fed(column: Column, chunk: ChunkForm) -> Callable[[], Sequence[Any]]:
+    """What gives the shapes of a micro-batch or chunk, where it is read."""
+    element = jax.tree.leaves(column.residence.traced.element)
+    fed = [
+        _struct((*chunk.axes, *element[leaf].shape), element[leaf].dtype, row)
+        for leaf, row, _slot in column.plan.feed_slots
+    ]
+    return lambda: fed
 
 
 def _start_updates(
@@ -355,6 +439,16 @@ def _start_updates(
         for value, result in zip(program.results, jax.eval_shape(jitted, *arguments), strict=True):
             if value.kind == UpdateKind.SENT:
                 known[value] = result
+
+
+def _on_row(value: Any, row: Row, partition: PartitionSpec) -> Any:
+    """The shape of what is in host memory, on a row; others are there already."""
+    if isinstance(value, _Divided) or value.sharding.memory_kind != HOST_MEMORY:
+        return value
+    sharding = row.divided(partition)
+    if value.sharding.mesh == row.replicated.mesh:
+        sharding = value.sharding.with_memory_kind(row.replicated.memory_kind)
+    return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
 
 
 def _struct(shape: Sequence[int], dtype: Any, row: Row) -> jax.ShapeDtypeStruct:

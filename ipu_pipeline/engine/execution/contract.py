@@ -92,6 +92,7 @@ class Runner(abc.ABC, Generic[PendingT]):
 
     Attributes:
       residence: where the state lives.
+      homes: where each replica's part of it lives; of one replica the same.
       iterated: for the body of a loop; None for a pipeline.
       programs: of the stages, for one micro-batch.
       temporary_bytes: the most that a program takes besides its arguments and results, by IPU; empty as
@@ -110,10 +111,15 @@ class Runner(abc.ABC, Generic[PendingT]):
     kept: KeptPrograms | None = None
 
     def __init__(
-        self, residence: Residence, programs: Sequence[StagePrograms], iterated: Iterated | None
+        self,
+        residence: Residence,
+        programs: Sequence[StagePrograms],
+        iterated: Iterated | None,
+        homes: Sequence[Residence] | None = None,
     ) -> None:
         """Takes what all kinds have."""
         self.residence = residence
+        self.homes = (residence,) if homes is None else tuple(homes)
         platform = residence.rows[0].devices[0].platform
         self.programs = tuple(own.on(platform) for own in programs)
         self.iterated = iterated

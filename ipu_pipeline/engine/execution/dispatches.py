@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from jax.sharding import NamedSharding
 
@@ -24,10 +24,9 @@ from ipu_pipeline.engine.execution.templates import SlotNumbers, Template, Templ
 from ipu_pipeline.engine.programs.bindings import Binding, BindingKind, Bindings
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms
 from ipu_pipeline.engine.schedules.actions import ActionKind
-from ipu_pipeline.engine.schedules.checking import Timetable
 from ipu_pipeline.engine.tracing.traced import TracedPipeline
 
-__all__ = ["Dispatch", "FeedSlot", "Plan", "make_plan"]
+__all__ = ["FeedSlot", "Plan", "make_plan"]
 
 
 class FeedSlot(NamedTuple):
@@ -36,9 +35,6 @@ class FeedSlot(NamedTuple):
     leaf: int
     row: Row
     slot: int
-
-
-Dispatch: TypeAlias = "tuple[Template, int]"  # what runs, and for which micro-batch
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,14 +62,6 @@ class Plan:
     def num_slots(self) -> int:
         """How many slots a micro-batch has."""
         return len(self.slot_rows)
-
-    def dispatches(self, timetable: Timetable) -> list[Dispatch]:
-        """What the host starts, in that order."""
-        return [
-            (self.templates[action.kind, action.stage], action.micro_batch)
-            for action in timetable.order
-            if (action.kind, action.stage) in self.templates
-        ]
 
 
 def make_plan(
@@ -128,7 +116,7 @@ def make_plan(
     for number, work in enumerate(order):
         own = options.of_forward if work.kind is ActionKind.FORWARD else options.of_backward
         template = make(number, work, own(work.stage), donate_accumulators)
-        template.releases = tuple(slot for slot, last in last_use.items() if last == number)
+        _add_releases(template, number, last_use)
         templates[work.kind, work.stage] = template
     last_forward = templates[ActionKind.FORWARD, last_stage]
     _find_kept(list(templates.values()), {slot: last_forward for kind, slot in collected if kind == "slot"})
@@ -146,6 +134,26 @@ def make_plan(
     )
 
 
+def _add_releases(template: Template, number: int, last_use: Mapping[int, int]) -> None:
+    """Enters which slots are free behind a template, and behind what it sends: the last send frees them.
+
+    Args:
+      template: the template.
+      number: its place in the order of a micro-batch.
+      last_use: slot -> the place of the last program that reads it on its row.
+    """
+    sent = {slot for send in template.sends for slot in send.sources}
+    ended = [slot for slot, last in last_use.items() if last == number]
+    template.releases = tuple(slot for slot in ended if slot not in sent)
+    left = {slot for slot in sent if last_use.get(slot, number) == number}
+    sends = []
+    for send in reversed(template.sends):
+        own = tuple(slot for slot in dict.fromkeys(send.sources) if slot in left)
+        left -= set(own)
+        sends.append(send._replace(releases=own))
+    template.sends = tuple(reversed(sends))
+
+
 def _find_kept(templates: Sequence[Template], collected: Mapping[int, Template]) -> None:
     """Enters into forwards which slots are kept for backwards from then on.
 
@@ -157,7 +165,7 @@ def _find_kept(templates: Sequence[Template], collected: Mapping[int, Template])
     for template in templates:
         if template.kind is ActionKind.FORWARD:
             used = [slot for _place, slot in (*template.loads, *template.stores)]
-            used += [slot for _row, _results, slots in template.transfers for slot in slots]
+            used += [slot for send in template.sends for slot in send.targets]
             last_forward.update(dict.fromkeys(used, template))
     last_forward.update(collected)
     read = {slot for t in templates if t.kind is ActionKind.BACKWARD for _place, slot in t.loads}

@@ -11,7 +11,7 @@ import jax
 from ipu_pipeline.engine.devices.crossing import move
 from ipu_pipeline.engine.devices.residence import Residence
 from ipu_pipeline.engine.devices.rows import stack_replicas
-from ipu_pipeline.engine.execution.dispatching import Accumulated
+from ipu_pipeline.engine.execution.outputs import Accumulated
 from ipu_pipeline.engine.state import Collected, Handed
 
 __all__ = ["gather_outputs", "join_collected", "join_handed"]

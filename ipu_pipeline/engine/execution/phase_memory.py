@@ -1,66 +1,84 @@
 """What execution phases have on the devices: brought from host memory, or on its way there.
 
-A step is walked through as `phases` and `Residence.run_update` do it. A piece of work is a phase of a
-micro-batch, or a program of the weight update. Nobody waits within a piece: all that its programs are
-brought, and all that leaves at its end, may be on the devices at once, and until the piece has ended. A
-piece begins when all but `num_ahead` of those before it have ended. Micro-batches and updates are counted
-apart, so that at the begin of either the last pieces of the other may still be there.
+A piece of work is a phase of a micro-batch, or a program of the weight update. Nobody waits within a
+piece: all that its programs are brought, and all that leaves at its end, may be on the devices at once, and
+until the piece has ended. A piece begins when all but `num_ahead` of those before it have ended.
+Micro-batches and updates are counted apart, so that at the begin of either the last pieces of the other may
+still be there.
+
+The actions of a step are gone through with ghosts in place of arrays (`Ghosts`): what they take of the
+devices, and when they are let go of, falls out of it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import jax
+from jax.sharding import PartitionSpec
 
 from ipu_pipeline.engine.devices.residence import Residence
-from ipu_pipeline.engine.execution.dispatches import Dispatch, Plan
+from ipu_pipeline.engine.devices.rows import Row
+from ipu_pipeline.engine.devices.underway import Underway
+from ipu_pipeline.engine.execution.columns import Column
+from ipu_pipeline.engine.execution.dispatches import Plan
+from ipu_pipeline.engine.execution.steps import ColumnRun, Order, StepRun
 from ipu_pipeline.engine.execution.templates import Template
 from ipu_pipeline.engine.jaxprs.shapes import num_bytes
 from ipu_pipeline.engine.planning.memory_plans import Brought
 from ipu_pipeline.engine.programs.bindings import BindingKind
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms
+from ipu_pipeline.engine.schedules.actions import ActionKind
 from ipu_pipeline.engine.schedules.clusters import LinkSpeed
 from ipu_pipeline.engine.schedules.execution_phases import ExecutionPhases
 from ipu_pipeline.engine.schedules.host_memory import HostMemory
+from ipu_pipeline.engine.state import PipelineState, RunState
 from ipu_pipeline.engine.updates.accumulators import variable_of
 from ipu_pipeline.engine.updates.optimizer_tracing import UpdateKind, UpdateValue
 
-__all__ = ["Bringing", "find_brought", "find_host_memory", "find_slot_bytes"]
+__all__ = ["PhasedStep", "find_brought", "find_host_memory"]
 
 _CATEGORIES = ("variables", "optimizer", "accumulators", "activations")
 
 Sizes: TypeAlias = "Counter[tuple[int, str]]"  # (IPU, category) -> bytes
+_Program: TypeAlias = "tuple[str, int]"  # the kind of a program, and its stage
 
 
 @dataclass(frozen=True, eq=False)
-class Bringing:
+class PhasedStep:
     """A pipeline in phases, as its memory is planned.
 
     Attributes:
       phases: of the pipeline.
-      plan: the programs of a replica.
-      residence: where their state lives.
+      column: the programs of a replica.
       updating: where the state lives that the weight update reads; of replicas that of all of them.
-      gathered: full names of variables that are gathered for each program.
-      slot_bytes: of each slot of a micro-batch, on each device.
+      programs: of the stages, for one micro-batch.
+      order: the actions of so many micro-batches, or chunks of them.
+      chunk_size: how many micro-batches a program handles.
+      residual_bytes: by stage, what a device has of all its residuals, where devices have parts.
       accumulator_dtypes: of each trained variable's accumulators, by full name.
       donates_accumulators: whether a program takes the memory of the accumulators that it adds to.
       donates_state: whether an update takes the memory of what it replaces.
     """
 
     phases: ExecutionPhases
-    plan: Plan
-    residence: Residence
+    column: Column
     updating: Residence
-    gathered: Collection[str]
-    slot_bytes: Sequence[int]
+    programs: Sequence[StagePrograms]
+    order: Callable[[int], Order]
+    chunk_size: int
+    residual_bytes: Mapping[int, int]
     accumulator_dtypes: Mapping[str, Any]
     donates_accumulators: bool
     donates_state: bool
+
+    @property
+    def residence(self) -> Residence:
+        """Where the replica's state lives."""
+        return self.column.residence
 
     @property
     def leaves_devices(self) -> bool:
@@ -68,7 +86,7 @@ class Bringing:
         return self.residence.offloads_anything or not self.phases.keeps_values
 
 
-def find_slot_bytes(
+def _find_slot_bytes(
     plan: Plan,
     residence: Residence,
     programs: Sequence[StagePrograms],
@@ -99,26 +117,23 @@ def find_slot_bytes(
     return sizes
 
 
-def find_brought(
-    bringing: Bringing, count: int, order: Callable[[int], list[Dispatch]]
-) -> dict[int, Brought]:
+def find_brought(step: PhasedStep, count: int) -> dict[int, Brought]:
     """What is on each IPU at the fullest moment of a step, besides what stays there.
 
     Args:
-      bringing: the pipeline.
+      step: the pipeline.
       count: micro-batches, or chunks of them, per weight update.
-      order: what is dispatched for so many.
 
     Returns:
       By IPU; empty if nothing leaves the devices.
     """
-    if not bringing.leaves_devices:
+    if not step.leaves_devices:
         return {}
-    ahead = bringing.phases.num_ahead
+    ahead = step.phases.num_ahead
     if ahead is not None:
         count = min(count, 2 + ahead)  # which have all moments that there are
-    micro_batches = _MicroBatches(bringing, order(count)).pieces
-    updates = _find_updates(bringing)
+    micro_batches = _go_through(step, count).pieces
+    updates = _find_updates(step)
     if ahead is None:  # all of a step may be there
         moments = [_add([piece.own for piece in (*micro_batches, *updates)])]
     else:
@@ -126,44 +141,41 @@ def find_brought(
             *_find_moments(micro_batches, updates, ahead),
             *_find_moments(updates, micro_batches, ahead),
         ]
-    ipus = {row.ipu for row in bringing.residence.rows}
+    ipus = {row.ipu for row in step.residence.rows}
     return {
         ipu: max((Brought(*(moment[ipu, name] for name in _CATEGORIES)) for moment in moments), key=sum)
         for ipu in ipus
     }
 
 
-def find_host_memory(
-    bringing: Bringing, order: Callable[[int], list[Dispatch]], link: LinkSpeed
-) -> HostMemory | None:
+def find_host_memory(step: PhasedStep, link: LinkSpeed) -> HostMemory | None:
     """What is brought and taken away, for the simulator.
 
     Args:
-      bringing: the pipeline.
-      order: what is dispatched for so many micro-batches, or chunks of them.
+      step: the pipeline.
       link: between each IPU and host memory.
 
     Returns:
       That of a micro-batch or chunk behind the first, and of an update; None if nothing leaves the devices.
     """
-    if not bringing.leaves_devices:
+    if not step.leaves_devices:
         return None
-    moved = _MicroBatches(bringing, order(2)).moved
-    updating = bringing.updating
+    moved = _go_through(step, 2).moved[1]
+    updating = step.updating
     programs = () if updating.updates is None else updating.updates.updates
     for program in programs:
         for way, values in (("to", program.arguments), ("from", program.results)):
             moved[way, "update", program.stage] += sum(
-                _size_in_update(bringing, value, program.stage)
+                _size_in_update(step, value, program.stage)
                 for value in values
                 if updating.is_offloaded(value)
             )
 
     def of(way: str, kind: str) -> tuple[float, ...]:
-        return tuple(moved[way, kind, stage] for stage in range(len(bringing.residence.rows)))
+        return tuple(moved[way, kind, stage] for stage in range(len(step.residence.rows)))
 
     return HostMemory(
-        phases=bringing.phases,
+        phases=step.phases,
         link=link,
         num_bytes_to_forward=of("to", "forward"),
         num_bytes_to_backward=of("to", "backward"),
@@ -205,134 +217,239 @@ def _add(parts: Sequence[Sizes]) -> Sizes:
     return total
 
 
-@dataclass(eq=False)
-class _Value:
-    """An array that programs exchange."""
-
-    ipu: int
-    size: int
-    num_slots: int = 0
-
-
-class _MicroBatches:
-    """Goes through the programs of micro-batches.
+class _Meter:
+    """What ghosts take of the devices, and where they go.
 
     Attributes:
-      pieces: their phases.
-      moved: what the last one's programs are brought ("to") and leave ("from"), by the direction, the kind
-        of the program and its stage.
+      pieces: phases that have ended.
+      moved: what programs are brought ("to") and leave ("from"), by the number of the micro-batch or chunk;
+        then by the direction, the kind of the program and its stage.
     """
 
-    def __init__(self, bringing: Bringing, order: Sequence[Dispatch]) -> None:
-        """Walks.
+    def __init__(self) -> None:
+        self.pieces: list[_Piece] = []
+        self.moved: dict[int, Counter[tuple[str, str, int]]] = {}
+        self.program: _Program = ("", 0)  # the last one
+        self._live: Sizes = Counter()
+        self._own: Sizes = Counter()
+        self._brought = 0  # for the program that is next
+        self._now: Counter[tuple[str, str, int]] = Counter()
+
+    def change(self, ghost: _Ghost, sign: int) -> None:
+        """A ghost has come, or is gone: it may be on the device until the phase has ended."""
+        self._live[ghost.ipu, ghost.category] += sign * ghost.here
+        if sign < 0:
+            self._own[ghost.ipu, ghost.category] += ghost.here
+
+    def forget(self, ghost: _Ghost) -> None:
+        """A ghost's memory is another one's from now on."""
+        self._live[ghost.ipu, ghost.category] -= ghost.here
+
+    def bring(self, size: int) -> None:
+        """So much comes to the program that is next."""
+        self._brought += size
+
+    def start(self, program: _Program, chunk: int) -> None:
+        """A program is started, for a micro-batch or chunk."""
+        self.program, self._now = program, self.moved.setdefault(chunk, Counter())
+        self._now["to", *program] += self._brought
+        self._brought = 0
+
+    def leave(self, size: int, program: _Program) -> None:
+        """So much goes to host memory, which a program leaves."""
+        self._now["from", *program] += size
+
+    def close(self) -> None:
+        """A phase has ended."""
+        self.pieces.append(_Piece(+self._own, +self._live))
+        self._own = Counter()
+
+
+class _Ghost:
+    """In place of an array: how large it is.
+
+    Attributes:
+      row: where it is; None: in host memory.
+      size: in bytes, on each device.
+      category: what of.
+      here: how much of the device it takes, besides what is planned elsewhere.
+      user: the last program that has made it, or read it in a forward; None of what was fed.
+    """
+
+    def __init__(
+        self, meter: _Meter, row: Row | None, size: int, category: str, here: int | None = None
+    ) -> None:
+        self.meter, self.row, self.size, self.category = meter, row, size, category
+        self.ipu = -1 if row is None else row.ipu
+        self.here = 0 if row is None else size if here is None else here
+        self.user: _Program | None = meter.program
+        meter.change(self, 1)
+
+    def give(self) -> int:
+        """Gives its memory to another one."""
+        here = self.here
+        self.meter.forget(self)
+        self.here = 0
+        return here
+
+    def __del__(self) -> None:
+        self.meter.change(self, -1)
+
+
+class Ghosts:
+    """A reading of a step, see `readings`: values are ghosts, or None where nobody counts them."""
+
+    def __init__(self, step: PhasedStep, meter: _Meter, slot_bytes: Sequence[int]) -> None:
+        """Begins.
 
         Args:
-          bringing: the pipeline.
-          order: what is dispatched.
+          step: the pipeline.
+          meter: where ghosts are counted.
+          slot_bytes: of each slot of a micro-batch, on each device.
         """
-        self.pieces: list[_Piece] = []
-        self.moved: Counter[tuple[str, str, int]] = Counter()
-        self._given = bringing
-        self._slots: dict[int, _Value | None] = {}  # of the micro-batch; None: in host memory
-        self._live: Sizes = Counter()
-        self._kept: dict[int, tuple[str, int]] = {}  # slot -> kind and stage of the program that leaves it
-        self._last = ("", 0)
-        self._weights: set[tuple[int, str]] = set()  # that the phase has
-        fed = {feed_slot.slot for feed_slot in bringing.plan.feed_slots}
-        levels = bringing.residence.traced.levels
-        now: Any = None
-        for template, chunk in order:
-            phase = (chunk, *bringing.phases.find(template.kind, levels[template.stage]))
-            if phase != now:
-                self._end()
-                if now is None or now[0] != chunk:
-                    # Micro-batches that are fed are in the plan of the feed.
-                    self._slots = {slot: _Value(0, 0, 1) for slot in fed}
-                    self.moved.clear()
-                now = phase
-                self.pieces.append(_Piece())
-            self._last = template.kind.name.lower(), template.stage
-            self._bring(template)
-            self._make(template)
-        self._end()
+        self._step, self._meter, self._slot_bytes = step, meter, slot_bytes
 
-    def _bring(self, template: Template) -> None:
-        given, ipu, own = self._given, template.row.ipu, self.pieces[-1].own
-        residence, brought = given.residence, 0
-        for _place, name in template.variables:
-            is_known = (ipu, name) in self._weights
-            if name in given.gathered or (name in residence.offloaded and not is_known):
-                dtype = residence.traced.variables[name].dtype
-                size = num_bytes([residence.part_of_gradient(name, dtype)])
-                own[ipu, "variables"] += size
-                brought += size
-                self._weights.add((ipu, name))
-        if residence.offloads_accumulators:
-            for key in template.accumulators:
-                size = _accumulator_bytes(given, residence, key)
-                own[ipu, "accumulators"] += size if given.donates_accumulators else 2 * size
-                brought += size
-                self.moved["from", *self._last] += size
-        for _place, slot in template.loads:
-            if self._slots.get(slot, 0) is None:
-                own[ipu, "activations"] += given.slot_bytes[slot]
-                brought += given.slot_bytes[slot]
-        self.moved["to", *self._last] += brought
+    def scalar(self, number: int, row: Row) -> None:
+        """Nobody counts it."""
 
-    def _make(self, template: Template) -> None:
-        sizes, ipu = self._given.slot_bytes, template.row.ipu
-        made: dict[int, _Value] = {}
+    def put(
+        self,
+        arrays: Sequence[Any],
+        row: Row,
+        offloaded: bool = False,
+        tag: Any = None,
+        partitions: Sequence[PartitionSpec] | None = None,
+    ) -> list[Any]:
+        """Ghosts on a row, or in host memory."""
+        del tag, partitions
+        where, found = None if offloaded else row, []
+        for ghost in arrays:
+            if ghost is None or ghost.row is where:
+                found.append(ghost)
+                continue
+            if offloaded:
+                self._meter.leave(ghost.size, ghost.user or self._meter.program)
+            else:
+                self._meter.bring(ghost.size)
+            found.append(_Ghost(self._meter, where, ghost.size, ghost.category))
+        return found
+
+    def copy_to(self, arrays: Sequence[Any], row: Row, tag: Any = None) -> list[Any]:
+        """Ghosts on another row."""
+        del tag
+        return [_Ghost(self._meter, row, ghost.size, ghost.category) for ghost in arrays]
+
+    def underway(self, limit: int | None) -> Underway:
+        """Nobody waits; but where a device would be given another phase, one has ended."""
+        return _Pieces(limit, self._meter)
+
+    def launch(self, template: Template, arguments: list[Any], chunk: int) -> list[Any]:
+        """What a program leaves."""
+        meter = self._meter
+        meter.start((template.kind.name.lower(), template.stage), chunk)
+        for ghost in arguments:
+            if ghost is not None and template.kind is ActionKind.FORWARD:
+                ghost.user = meter.program
+        results: list[Any] = [None] * len(template.results)
+        for place, _key in enumerate(template.accumulators):
+            before = arguments[place]
+            here = before.give() if self._step.donates_accumulators else before.here
+            results[place] = _Ghost(meter, template.row, before.size, "accumulators", here)
         for place, slot in template.stores:
-            self._put(slot, made.setdefault(place, _Value(ipu, sizes[slot])))
-        for target, places, slots in template.transfers:
-            for place, slot in zip(places, slots, strict=True):
-                if place not in made:
-                    made[place] = _Value(ipu, sizes[slot])
-                    self.pieces[-1].own[ipu, "activations"] += sizes[slot]  # until it has been sent
-                self._put(slot, _Value(target.ipu, sizes[slot]))
-        self._kept |= dict.fromkeys(template.kept, self._last)
-        for slot in template.releases:
-            self._drop(slot)
-            self._slots.pop(slot, None)
-
-    def _put(self, slot: int, value: _Value) -> None:
-        if not value.num_slots:
-            self._live[value.ipu, "activations"] += value.size
-        value.num_slots += 1
-        self._slots[slot] = value
-
-    def _drop(self, slot: int) -> None:
-        """Takes a value out of a slot; it may be on the device until the phase has ended."""
-        value = self._slots.get(slot)
-        if value is not None:
-            value.num_slots -= 1
-            if not value.num_slots:
-                self._live[value.ipu, "activations"] -= value.size
-                self.pieces[-1].own[value.ipu, "activations"] += value.size
-
-    def _end(self) -> None:
-        if not self.pieces:
-            return
-        stored: Collection[int] = ()
-        if not self._given.phases.keeps_values:
-            stored = list(self._slots)
-        elif self._given.residence.offloads_activations:
-            stored = [slot for slot in self._kept if slot in self._slots]
-        for slot in stored:
-            if self._slots[slot] is not None:
-                self.moved["from", *self._kept.get(slot, self._last)] += self._given.slot_bytes[slot]
-            self._drop(slot)
-            self._slots[slot] = None
-        self.pieces[-1].kept = Counter(self._live)
-        self._kept, self._weights = {}, set()
+            results[place] = results[place] or _Ghost(
+                meter, template.row, self._slot_bytes[slot], "activations"
+            )
+        return results
 
 
-def _accumulator_bytes(given: Bringing, residence: Residence, key: str) -> int:
+class _Pieces(Underway):
+    """Says when a piece of work has been started."""
+
+    def __init__(self, limit: int | None, meter: _Meter) -> None:
+        super().__init__(limit)
+        self._meter = meter
+
+    def add(self, arrays: Any) -> None:
+        """Keeps nothing."""
+
+    def wait(self) -> None:
+        """All that the phase let go of has been."""
+        self._meter.close()
+
+
+class _GhostsTogether:
+    """What columns do at the same time, with ghosts; see `steps.Together`."""
+
+    def __init__(self, meter: _Meter, sizes: Mapping[str, int], rows: Sequence[Row]) -> None:
+        self._meter, self._sizes, self._rows = meter, sizes, rows
+
+    def gather(self, columns: Sequence[ColumnRun], stage: int, names: Sequence[str]) -> list[list[Any]]:
+        """They are brought."""
+        del columns
+        self._meter.bring(sum(self._sizes[name] for name in names))
+        row = self._rows[stage]
+        return [[_Ghost(self._meter, row, self._sizes[name], "variables") for name in names]]
+
+    def launch(
+        self,
+        columns: Sequence[ColumnRun],
+        templates: Sequence[Template],
+        arguments: Sequence[list[Any]],
+        chunk: int,
+    ) -> list[Sequence[Any]]:
+        """As each column would by itself."""
+        return [
+            column.reading.launch(template, own, chunk)
+            for column, template, own in zip(columns, templates, arguments, strict=True)
+        ]
+
+    def reduce(self, row: Row, columns: Sequence[ColumnRun]) -> None:
+        """That is part of the update here."""
+
+
+def _go_through(step: PhasedStep, count: int) -> _Meter:
+    """Goes through the micro-batches of a step."""
+    column, residence, meter = step.column, step.residence, _Meter()
+    plan, variables = column.plan, residence.traced.variables
+    slot_bytes = _find_slot_bytes(plan, residence, step.programs, step.chunk_size, step.residual_bytes)
+    sizes = {
+        name: num_bytes([residence.part_of_gradient(name, spec.dtype)]) for name, spec in variables.items()
+    }
+    accumulators = {}
+    for template in plan.templates.values():
+        for key in template.accumulators:
+            row = None if residence.offloads_accumulators else template.row
+            size = _accumulator_bytes(step, residence, key)
+            accumulators[key] = _Ghost(meter, row, size, "accumulators", 0)
+    stored = {name: _Ghost(meter, None, size, "variables") for name, size in sizes.items()}
+
+    def fed() -> list[Any]:  # micro-batches that are fed are in the plan of the feed
+        ghosts = [
+            _Ghost(meter, slot.row, slot_bytes[slot.slot], "activations", 0) for slot in plan.feed_slots
+        ]
+        for ghost in ghosts:
+            ghost.user = None
+        return ghosts
+
+    reading = Ghosts(step, meter, slot_bytes)
+    prepared = [[None] * len(template.arguments) for template in plan.templates.values()]
+    state = RunState(PipelineState(stored, None, 0, 0, None), accumulators)
+    run = StepRun(
+        [column.run_of(reading, state, prepared, None, fed)],
+        _GhostsTogether(meter, sizes, residence.rows),
+    )
+    del accumulators, state
+    for action, chunk in step.order(count):
+        action(run, chunk)
+    return meter
+
+
+def _accumulator_bytes(given: PhasedStep, residence: Residence, key: str) -> int:
     name = variable_of(key)
     return num_bytes([residence.part_of_gradient(name, given.accumulator_dtypes[name])])
 
 
-def _find_updates(given: Bringing) -> list[_Piece]:
+def _find_updates(given: PhasedStep) -> list[_Piece]:
     """The programs of the weight update."""
     residence, pieces = given.updating, []
     if residence.updates is None:
@@ -364,7 +481,7 @@ def _find_updates(given: Bringing) -> list[_Piece]:
     return pieces
 
 
-def _find_merged(given: Bringing) -> Sizes:
+def _find_merged(given: PhasedStep) -> Sizes:
     """The accumulators that are added up before the update: of shared variables, or over replicas.
 
     They stay for all of the update.
@@ -393,7 +510,7 @@ def _category_of(value: UpdateValue) -> str:
     return named.get(value.kind, "optimizer")
 
 
-def _size_in_update(given: Bringing, value: UpdateValue, stage: int) -> int:
+def _size_in_update(given: PhasedStep, value: UpdateValue, stage: int) -> int:
     """Bytes of a variable, gradient or leaf of the optimizer's state on a device that updates it."""
     residence = given.updating
     assert residence.updates is not None

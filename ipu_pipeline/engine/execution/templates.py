@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
@@ -12,14 +13,14 @@ from jax.sharding import NamedSharding
 from ipu_pipeline.engine.devices.compiler_options import Options
 from ipu_pipeline.engine.devices.rows import Row, over_replicas
 from ipu_pipeline.engine.programs.bindings import Binding, BindingKind, Bindings
-from ipu_pipeline.engine.programs.stage_programs import StageProgram, ValueKind
+from ipu_pipeline.engine.programs.stage_programs import StageProgram
 from ipu_pipeline.engine.schedules.actions import ActionKind
 from ipu_pipeline.engine.updates.accumulators import variable_of
 from ipu_pipeline.engine.updates.cutting import UpdateProgram
 from ipu_pipeline.engine.updates.optimizer_tracing import UpdateKind, UpdateValue
 
 __all__ = [
-    "Joint",
+    "Send",
     "SlotNumbers",
     "Template",
     "TemplateMaker",
@@ -29,17 +30,20 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, eq=False)
-class Joint:
-    """A program that runs on all replicas at once.
+class Send(NamedTuple):
+    """What goes from a program's row to another one, once the program has been started.
 
     Attributes:
-      jitted: the program; its arguments and results are one for all, see `rows.join`.
-      row: where it runs.
+      target: the other row.
+      sources: slots, on the program's row.
+      targets: likewise, on the other one.
+      releases: those of the sources that nobody reads afterwards.
     """
 
-    jitted: Callable[..., list[Any]]
-    row: Row
+    target: Row
+    sources: tuple[int, ...]
+    targets: tuple[int, ...]
+    releases: tuple[int, ...] = ()
 
 
 @dataclass(eq=False)
@@ -50,60 +54,54 @@ class Template:
       index: its place among the plan's templates.
       kind: forward or backward.
       stage: whose.
+      row: where it runs.
       jitted: the jitted program.
       shardings: of its results; where an IPU is several devices a list, with None for what the partitioner
         decides on.
       function: what is called: that, or what was loaded in its place.
       jit_jointly: jits it for all replicas at once, for a row with their devices.
-      row: where it runs.
-      num_arguments: how many there are.
-      accumulators: keys of accumulators, in the order of the first arguments and the first results.
-      variables: (argument, full name).
-      inputs: (argument, position among the pipeline's inputs).
-      keys: arguments that are the session's key.
-      execution_counts: arguments that are the execution count.
-      update_counts: arguments that are the number of weight updates.
-      loss_scales: arguments that are the scale that the backward starts from.
-      assigned: (result, full name).
-      enqueued: (result, number of the leaf).
-      micro_batches: arguments that are the micro-batch's index.
-      accumulated: arguments that are the number of micro-batches in the accumulators.
+      arguments: what they stand for; accumulators come first.
+      results: what each stands for, accumulators first again.
       loads: (argument, slot).
       stores: (result, slot).
-      transfers: (row, results, slots).
-      releases: slots that nobody reads afterwards.
-      residuals: results that the backward of the stage reads.
-      kept: slots that only backwards read from now on.
-      joint: what is called for all replicas at once, in place of `function` for each; None for most.
+      sends: what goes to other rows.
+      releases: slots that nobody reads once it has been started; those that it sends are in `sends`.
+      kept: slots that only backwards read once it and its sends have been started.
     """
 
     index: int
     kind: ActionKind
     stage: int
+    row: Row
     jitted: Any
     shardings: Any
     function: Callable[..., list[Any]]
     jit_jointly: Callable[[Row], Callable[..., list[Any]]]
-    row: Row
-    num_arguments: int
-    accumulators: tuple[str, ...]
-    variables: tuple[tuple[int, str], ...] = ()
-    inputs: tuple[tuple[int, int], ...] = ()
-    keys: tuple[int, ...] = ()
-    execution_counts: tuple[int, ...] = ()
-    update_counts: tuple[int, ...] = ()
-    loss_scales: tuple[int, ...] = ()
-    assigned: tuple[tuple[int, str], ...] = ()
-    enqueued: tuple[tuple[int, int], ...] = ()
-    micro_batches: tuple[int, ...] = ()
-    accumulated: tuple[int, ...] = ()
-    loads: tuple[tuple[int, int], ...] = ()
-    stores: tuple[tuple[int, int], ...] = ()
-    transfers: tuple[tuple[Row, tuple[int, ...], tuple[int, ...]], ...] = ()
+    arguments: tuple[Binding, ...]
+    results: tuple[tuple[Binding, ...], ...]
+    loads: tuple[tuple[int, int], ...]
+    stores: tuple[tuple[int, int], ...]
+    sends: tuple[Send, ...]
     releases: tuple[int, ...] = ()
-    residuals: tuple[int, ...] = ()
     kept: tuple[int, ...] = ()
-    joint: Joint | None = None
+
+    def taken(self, kind: BindingKind) -> tuple[tuple[int, Any], ...]:
+        """The arguments of a kind, each as its place and the binding's key."""
+        return tuple((place, own.key) for place, own in enumerate(self.arguments) if own.kind is kind)
+
+    def given(self, kind: BindingKind) -> tuple[tuple[int, Any], ...]:
+        """The results of a kind, likewise."""
+        return tuple(
+            (place, own.key)
+            for place, bound in enumerate(self.results)
+            for own in bound
+            if own.kind is kind
+        )
+
+    @functools.cached_property
+    def accumulators(self) -> tuple[str, ...]:
+        """The keys of what it adds to, in the order of its first arguments and first results."""
+        return tuple(key for _place, key in self.taken(BindingKind.ACCUMULATOR))
 
 
 class Work(NamedTuple):
@@ -161,47 +159,34 @@ class TemplateMaker:
           donate_accumulators: whether the program may destroy what it adds to.
         """
         row = self.rows[work.stage]
-        arguments = list(enumerate(self.bindings.arguments(work.stage, work.program)))
-
-        def named(kind: BindingKind) -> tuple[tuple[int, Any], ...]:
-            return tuple((place, binding.key) for place, binding in arguments if binding.kind is kind)
-
-        def scalars(kind: ValueKind) -> tuple[int, ...]:
-            return tuple(place for place, key in named(BindingKind.SCALAR) if key is kind)
-
-        accumulators = named(BindingKind.ACCUMULATOR)
-        assert [place for place, _key in accumulators] == list(range(len(accumulators)))
-        loads = [(place, slot_of(binding, row)) for place, binding in arguments]
-        num_donated = len(accumulators) if donate_accumulators else 0
-        shardings = self._shardings(work, row)
+        arguments = self.bindings.arguments(work.stage, work.program)
+        results = self.bindings.results(work.stage, work.program)
+        accumulating = [place for place, own in enumerate(arguments) if own.kind is BindingKind.ACCUMULATOR]
+        assert accumulating == list(range(len(accumulating)))
+        loads = [(place, slot_of(binding, row)) for place, binding in enumerate(arguments)]
+        num_donated = len(accumulating) if donate_accumulators else 0
+        shardings = self._shardings(results, row)
         jitted = _jit(work.program, row, num_donated, options, shardings)
-        template = Template(
+        stores, sends = self._find_stored(results, row)
+        return Template(
             index=index,
             kind=work.kind,
             stage=work.stage,
+            row=row,
             jitted=jitted,
             shardings=shardings,
             function=jitted,
             jit_jointly=lambda row: _jit(
                 work.program, row, num_donated, options, row.replicated, is_joint=True
             ),
-            row=row,
-            num_arguments=len(arguments),
-            accumulators=tuple(key for _place, key in accumulators),
-            variables=named(BindingKind.VARIABLE),
-            inputs=named(BindingKind.INPUT),
-            keys=scalars(ValueKind.KEY),
-            execution_counts=scalars(ValueKind.EXECUTION_COUNT),
-            update_counts=scalars(ValueKind.UPDATE_COUNT),
-            loss_scales=scalars(ValueKind.LOSS_SCALE),
-            micro_batches=scalars(ValueKind.MICRO_BATCH),
-            accumulated=scalars(ValueKind.ACCUMULATED),
+            arguments=tuple(arguments),
+            results=tuple(map(tuple, results)),
             loads=tuple((place, self.slots[slot]) for place, slot in loads if slot is not None),
+            stores=stores,
+            sends=sends,
         )
-        self._add_results(template, work)
-        return template
 
-    def _shardings(self, work: Work, row: Row) -> Any:
+    def _shardings(self, results: Sequence[Sequence[Binding]], row: Row) -> Any:
         """Where the results of a program lie; None where the partitioner decides, of what only it reads."""
         if not row.is_divided:
             return row.replicated
@@ -214,42 +199,32 @@ class TemplateMaker:
                     return self.sharding_of(variable_of(binding.key), row)
             return None if all(b.kind is BindingKind.RESIDUAL for b in bound) else row.replicated
 
-        return [of(bound) for bound in self.bindings.results(work.stage, work.program)]
+        return list(map(of, results))
 
-    def _add_results(self, template: Template, work: Work) -> None:
-        """Enters where a program's results go."""
-        row = template.row
+    def _find_stored(
+        self, results: Sequence[Sequence[Binding]], row: Row
+    ) -> tuple[tuple[tuple[int, int], ...], tuple[Send, ...]]:
+        """Which results go to slots, and what of these then goes to other rows."""
         stores: list[tuple[int, int]] = []
-        assigned: list[tuple[int, str]] = []
-        enqueued: list[tuple[int, int]] = []
-        residuals: list[int] = []
-        transfers: dict[Row, list[tuple[int, int]]] = {}
-        for place, bound in enumerate(self.bindings.results(work.stage, work.program)):
-            if any(binding.kind is BindingKind.RESIDUAL for binding in bound):
-                residuals.append(place)
+        sent: dict[Row, list[tuple[int, int]]] = {}
+        for place, bound in enumerate(results):
             for binding in bound:
-                if binding.kind is BindingKind.ASSIGNED:
-                    assigned.append((place, binding.key))
-                if binding.kind is BindingKind.ENQUEUED:
-                    enqueued.append((place, binding.key))
-                if not binding.is_of_micro_batch:
-                    continue
-                for target in dict.fromkeys(self.rows):
-                    if (binding, target) not in self.slots:
-                        continue
-                    slot = self.slots[binding, target]
-                    if target is row:
-                        stores.append((place, slot))
-                    else:
-                        transfers.setdefault(target, []).append((place, slot))
-        template.stores = tuple(stores)
-        template.assigned = tuple(assigned)
-        template.enqueued = tuple(enqueued)
-        template.residuals = tuple(residuals)
-        template.transfers = tuple(
-            (target, tuple(place for place, _slot in pairs), tuple(slot for _place, slot in pairs))
-            for target, pairs in transfers.items()
-        )
+                targets = [
+                    target
+                    for target in dict.fromkeys(self.rows)
+                    if binding.is_of_micro_batch and (binding, target) in self.slots
+                ]
+                if targets:
+                    stores.append((place, self.slots[binding, row]))
+                for target in targets:
+                    if target is not row:
+                        slots = self.slots[binding, row], self.slots[binding, target]
+                        sent.setdefault(target, []).append(slots)
+        sends = [
+            Send(target, tuple(source for source, _to in pairs), tuple(to for _source, to in pairs))
+            for target, pairs in sent.items()
+        ]
+        return tuple(stores), tuple(sends)
 
 
 def _jit(

@@ -20,8 +20,7 @@ from ipu_pipeline.engine.execution.agreeing import answer_everywhere
 from ipu_pipeline.engine.execution.blocks.runner import BlockRunner
 from ipu_pipeline.engine.execution.comparing import agree_on
 from ipu_pipeline.engine.execution.contract import Iterated, Runner
-from ipu_pipeline.engine.execution.executor import Executor
-from ipu_pipeline.engine.execution.replicated import Replicated
+from ipu_pipeline.engine.execution.runner import ColumnRunner
 from ipu_pipeline.engine.loops.bodies import TracedBody
 from ipu_pipeline.engine.planning.memory import plan_stages
 from ipu_pipeline.engine.planning.memory_plans import IpuMemory
@@ -127,8 +126,8 @@ class Loop:
     def set_replicas(self, num_replicas: int, identical_keys: bool = False) -> None:
         """Says how many replicas there are; see `Pipeline.set_replicas`."""
         self._has_identical_keys = identical_keys
-        if isinstance(self._runner, Replicated):
-            self._runner.has_identical_keys = identical_keys
+        if isinstance(self._runner, ColumnRunner):
+            self._runner.replicas.has_identical_keys = identical_keys
         if num_replicas != self._num_replicas:
             self._num_replicas, self._runner = num_replicas, None
 
@@ -164,23 +163,21 @@ class Loop:
                 iterated=iterated,
             )
             return self._runner
-        columns = [
-            Executor(
-                self._make_residence(used[replica * size :], 1),
-                self.programs,
-                lambda _count: self._timetable,
-                True,
-                collecting,
-                iterated=iterated,
-            )
-            for replica in range(number)
-        ]
-        if number == 1:
-            self._runner = columns[0]
-            return self._runner
-        replicated = Replicated(self._make_residence(used, number), columns, True, NO_OPTIONS)
-        replicated.has_identical_keys = self._has_identical_keys
-        self._runner = replicated
+        residence = self._make_residence(used, number)
+        homes = [residence]
+        if number > 1:
+            homes = [self._make_residence(used[start:], 1) for start in range(0, size * number, size)]
+        self._runner = runner = ColumnRunner(
+            residence,
+            homes,
+            self.programs,
+            lambda _count: self._timetable,
+            True,
+            collecting,
+            NO_OPTIONS,
+            iterated=iterated,
+        )
+        runner.replicas.has_identical_keys = self._has_identical_keys
         return self._runner
 
     def _make_residence(self, devices: Sequence[Any], num_replicas: int) -> Residence:
@@ -272,11 +269,10 @@ class Loop:
         """What stands for carried values that iterations gave, in a process without devices of the loop."""
         runner, first = self._runner, self.body.num_read
         assert runner is not None
-        columns = runner.columns if isinstance(runner, Replicated) else [runner]
         avals = self.body.pipeline.output_avals[first : first + len(self.body.changing)]
-        rows = [column.residence.rows[-1] for column in columns]
+        rows = [home.rows[-1] for home in runner.homes]
         carried = [[absent(aval.shape, aval.dtype, row.replicated) for row in rows] for aval in avals]
-        if len(columns) == 1:
+        if len(rows) == 1:
             return [value for (value,) in carried]
         return [OfReplicas(tuple(values)) for values in carried]
 
@@ -290,10 +286,8 @@ class Loop:
             return True
         runner = self._runner
         assert runner is not None
-        columns = runner.columns if isinstance(runner, Replicated) else [runner]
-        asked, rows = [], [column.residence.rows[0] for column in columns]
-        for replica, column in enumerate(columns):
-            residence, row = column.residence, rows[replica]
+        asked, rows = [], [home.rows[0] for home in runner.homes]
+        for replica, (residence, row) in enumerate(zip(runner.homes, rows, strict=True)):
             if residence.has_peers:
                 residence.begin_step()
             groups = ("inputs of the condition", inputs), ("carried values of the condition", changing)

@@ -1,0 +1,349 @@
+"""A replica's part of a pipeline: its programs, on devices of its own, and its micro-batches."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from ipu_pipeline.engine import watching
+from ipu_pipeline.engine.devices.compiler_options import CompilerOptions
+from ipu_pipeline.engine.devices.elsewhere import absent
+from ipu_pipeline.engine.devices.feeds import Element, Feed, Take, gather
+from ipu_pipeline.engine.devices.placing import put, put_host_copies
+from ipu_pipeline.engine.devices.residence import Residence
+from ipu_pipeline.engine.devices.rows import WHOLE, Row
+from ipu_pipeline.engine.execution.contract import Request
+from ipu_pipeline.engine.execution.dispatches import make_plan
+from ipu_pipeline.engine.execution.kept import jit_zeros
+from ipu_pipeline.engine.execution.outputs import NoOutputs, Outputs, Wanted
+from ipu_pipeline.engine.execution.phases import PhaseRun
+from ipu_pipeline.engine.execution.readings import Counting, Devices, Reading, WatchedDevices
+from ipu_pipeline.engine.execution.steps import ColumnRun
+from ipu_pipeline.engine.execution.templates import Template
+from ipu_pipeline.engine.execution.watched import watched_feed
+from ipu_pipeline.engine.programs.bindings import BindingKind
+from ipu_pipeline.engine.programs.chunks import ChunkForm
+from ipu_pipeline.engine.programs.collecting import Collecting
+from ipu_pipeline.engine.programs.stage_programs import StagePrograms, ValueKind
+from ipu_pipeline.engine.schedules.execution_phases import ExecutionPhases
+from ipu_pipeline.engine.state import RunState
+from ipu_pipeline.engine.tracing.keys import as_int32
+
+__all__ = ["Column"]
+
+
+@dataclass(frozen=True, eq=False)
+class Steady:
+    """The arguments of a program that stay the same during a step.
+
+    Attributes:
+      row: where it runs.
+      num_arguments: how many it has in all.
+      variables: (argument, full name).
+      partitions: how these are divided over the devices of the row.
+      inputs: (argument, position among the pipeline's inputs).
+      scalars: (argument, kind).
+    """
+
+    row: Row
+    num_arguments: int
+    variables: tuple[tuple[int, str], ...]
+    partitions: list[Any]
+    inputs: tuple[tuple[int, int], ...]
+    scalars: tuple[tuple[int, ValueKind], ...]
+
+
+def _find_steady(template: Template, lacking: Collection[str], partitions: Mapping[str, Any]) -> Steady:
+    """What stays the same for a program; of its variables those that are not brought for each."""
+    variables = tuple(one for one in template.taken(BindingKind.VARIABLE) if one[1] not in lacking)
+    return Steady(
+        template.row,
+        len(template.arguments),
+        variables,
+        [partitions.get(name, WHOLE) for _place, name in variables],
+        template.taken(BindingKind.INPUT),
+        template.taken(BindingKind.SCALAR),
+    )
+
+
+class Column:
+    """The programs of a replica.
+
+    Attributes:
+      residence: where its part of the state lives.
+      plan: its programs, and what they exchange.
+    """
+
+    def __init__(
+        self,
+        residence: Residence,
+        programs: Sequence[StagePrograms],
+        chunk: ChunkForm,
+        collecting: Collecting,
+        read: tuple[Collection[int], Collection[int]],
+        carried: Sequence[int],
+        options: CompilerOptions,
+        gathered: frozenset[str],
+        phases: ExecutionPhases | None,
+        donates_accumulators: bool,
+    ) -> None:
+        """Jits the programs; XLA compiles each at its first call.
+
+        Args:
+          residence: where its part of the state lives.
+          programs: of its stages, for a chunk.
+          chunk: how many micro-batches a program handles.
+          collecting: what is wanted of the last stage.
+          read: positions of the outputs that the optimizer reads, see `WeightUpdate.read`.
+          carried: of a loop, positions of the outputs that the next iteration takes.
+          options: XLA's, per program.
+          gathered: full names of the variables that the replicas have parts of.
+          phases: in which its programs run, if they do.
+          donates_accumulators: whether programs may destroy what they add to.
+        """
+        traced = residence.traced
+        self.residence = residence
+        self.plan = make_plan(
+            traced,
+            programs,
+            residence.rows,
+            residence.accumulator_plan.keys,
+            options,
+            residence.sharding_in_program,
+            donates_accumulators,
+        )
+        self._chunk, self._collecting, self._phases = chunk, collecting, phases
+        lacking = residence.offloaded | gathered
+        templates = list(self.plan.templates.values())
+        self._steady = [_find_steady(template, lacking, residence.partitions) for template in templates]
+        last_row = self.plan.last_forward.row
+        read_inputs = [(own.row, position) for own in self._steady for _place, position in own.inputs]
+        read_inputs += [(last_row, position) for kind, position in self.plan.collected if kind == "input"]
+        self._placed_inputs = tuple(dict.fromkeys(read_inputs))
+        self._num_carried = len(carried)
+        self._fed_slots = [slot for slot in self.plan.feed_slots if slot.leaf >= len(carried)]
+        self._feed = Feed(functools.partial(self._place_leaves, put, len(carried)), chunk.size)
+        self._devices = Devices(residence.constants)
+        self._wanted = Wanted(
+            self.plan,
+            chunk,
+            collecting,
+            read,
+            carried,
+            len(traced.outputs),
+            phases is not None and not phases.keeps_values,
+        )
+        self._zero_sums = last_row.program(jit_zeros(collecting.avals, last_row.replicated))
+
+    # Micro-batches.
+
+    def place_element(self, leaves: Sequence[Any]) -> Element:
+        """A micro-batch, on the devices that read it; of a chunk, when that is whole."""
+        return self._feed.add(leaves)
+
+    def place_ahead(self, elements: Sequence[Element]) -> list[Element]:
+        """Micro-batches on the devices that read them.
+
+        Raises:
+          ValueError: they do not make whole chunks.
+        """
+        size = self._chunk.size
+        if len(elements) % size:
+            raise ValueError(
+                f"place_micro_batches: programs handle {size} micro-batches each, by the pipeline's "
+                f"dispatch_plan; {len(elements)} do not make whole ones."
+            )
+        return self._feed.place_ahead(elements, size, size) if self.plan.feed_slots else list(elements)
+
+    @property
+    def fed_rows(self) -> list[Row]:
+        """The rows of the stages that read micro-batches, one for each thing that they read."""
+        return [slot.row for slot in self._fed_slots]
+
+    @functools.cached_property
+    def is_fed_here(self) -> bool:
+        """Whether this process puts micro-batches on devices."""
+        return any(feed_slot.row.is_here for feed_slot in self._fed_slots)
+
+    @property
+    def takes_elements(self) -> bool:
+        """Whether this process has a stage that reads micro-batches; or there is nothing to read."""
+        return not self._fed_slots or self.is_fed_here
+
+    def feed_from(self, take: Take) -> Callable[[], Sequence[Any]]:
+        """What returns one chunk of micro-batches after the other, placed, in the order of `feed_slots`."""
+        size = self._chunk.size
+
+        def next_chunk() -> Sequence[Any]:
+            if self._fed_slots and not self.is_fed_here:
+                return self._not_fed()
+            elements = gather(take, size, size)
+            return self._feed.place(elements) if self._fed_slots else []
+
+        return next_chunk
+
+    def take_iteration(self, take: Take) -> Sequence[Any]:
+        """What an iteration of a loop takes of the feed."""
+        return [] if self._fed_slots and not self.is_fed_here else take(1)
+
+    def feed_iteration(self, elements: Sequence[Any], request: Request) -> Callable[[], Sequence[Any]]:
+        """What returns the carried values and micro-batch of an iteration, likewise.
+
+        Args:
+          elements: from `take_iteration`.
+          request: with the carried values.
+        """
+        residence = self.residence
+        if residence.has_peers:
+            residence.begin_step()
+
+        def put_carried(arrays: Sequence[Any], row: Row) -> list[Any]:
+            return put_host_copies(arrays, row, tag=residence.tag(f"carried values to {row.ipu}"))
+
+        carried = iter(self._place_leaves(put_carried, 0, request.carried))
+        if self._fed_slots and not self.is_fed_here:
+            fed = iter(self._not_fed())
+        else:
+            fed = iter(self._feed.place(elements) if self._fed_slots else [])
+        slots = self.plan.feed_slots
+        chunk = [next(carried if slot.leaf < self._num_carried else fed) for slot in slots]
+        return lambda: chunk
+
+    def _place_leaves(self, put: Callable[..., list[Any]], first: int, leaves: Sequence[Any]) -> list[Any]:
+        """Leaves of a micro-batch or chunk where they are needed, in the order of `feed_slots`.
+
+        Args:
+          put: puts arrays on a row.
+          first: the number of the first one that is given.
+          leaves: all that follow, or some.
+        """
+        places = range(first, first + len(leaves))
+        feed_slots = [feed_slot for feed_slot in self.plan.feed_slots if feed_slot.leaf in places]
+        placed: list[Any] = [None] * len(feed_slots)
+        for row in dict.fromkeys(self.residence.rows):
+            wanted = [p for p, feed_slot in enumerate(feed_slots) if feed_slot.row is row]
+            if wanted:
+                arrays = [leaves[feed_slots[p].leaf - first] for p in wanted]
+                for p, array in zip(wanted, put(arrays, row), strict=True):
+                    placed[p] = array
+        return placed
+
+    def _not_fed(self) -> list[Any]:
+        """What stands for the leaves of a micro-batch or chunk in a process that has none of them."""
+        element = jax.tree.leaves(self.residence.traced.element)
+        return [
+            absent((*self._chunk.axes, *element[leaf].shape), element[leaf].dtype, row.replicated)
+            for leaf, row, _slot in self._fed_slots
+        ]
+
+    # A step.
+
+    def begin(
+        self,
+        state: RunState,
+        request: Request,
+        next_chunk: Callable[[], Sequence[Any]],
+        num_chunks: int,
+        runner: Any,
+    ) -> ColumnRun:
+        """The micro-batches of a step, of which none has begun. It takes the memory of the accumulators.
+
+        Args:
+          state: before them.
+          request: what they are a part of.
+          next_chunk: from `feed_from` or `feed_iteration`. What it raises ends the step; the variables then
+            have not changed.
+          num_chunks: how many chunks there are.
+          runner: that a watcher knows.
+        """
+        reading: Reading = self._devices
+        step = int(as_int32(state.pipeline.execution_count))
+        if (watcher := watching.current()) is not None:
+            counting = Counting(step, request.iteration, self._chunk.size)
+            reading = WatchedDevices(self.residence.constants, watcher, runner, counting)
+            next_chunk = watched_feed(watcher, step, self._chunk.size, next_chunk)
+        prepared, inputs = self.prepare(state, request.inputs)
+        sums = self._zero_sums() if self._collecting.is_summed else []
+        outputs = Outputs(self._wanted, num_chunks, inputs, sums)
+        return self.run_of(reading, state, prepared, outputs, next_chunk, request.iteration, step)
+
+    def run_of(
+        self,
+        reading: Reading,
+        state: RunState,
+        prepared: list[list[Any]],
+        outputs: Outputs | None,
+        next_chunk: Callable[[], Sequence[Any]],
+        first: int = 0,
+        step: int = 0,
+    ) -> ColumnRun:
+        """Micro-batches as `ColumnRun` has them; arguments as its fields, outputs may be None."""
+        return ColumnRun(
+            reading=reading,
+            prepared=prepared,
+            accumulators=dict(state.accumulators),
+            next_chunk=next_chunk,
+            outputs=outputs or NoOutputs(),
+            feed_slots=[feed_slot.slot for feed_slot in self.plan.feed_slots],
+            num_slots=self.plan.num_slots,
+            size=self._chunk.size,
+            step=step,
+            first=first,
+            num_accumulated=state.num_accumulated,
+            phase=self._begin_phases(reading),
+            enqueued=[[] for _aval in self.residence.traced.enqueued_avals],
+            stored=state.pipeline.variables,
+        )
+
+    def _begin_phases(self, reading: Reading) -> PhaseRun | None:
+        if self._phases is None:
+            return None
+        return PhaseRun(self._phases, self.plan, self.residence.offloads_activations, reading)
+
+    def prepare(
+        self, state: RunState, inputs: Sequence[Any]
+    ) -> tuple[list[list[Any]], dict[tuple[Row, int], Any]]:
+        """What stays the same during a step.
+
+        Returns:
+          Per template its arguments, None where they differ by micro-batch; and the inputs by row and
+          position, where they are needed.
+        """
+        residence, pipeline = self.residence, state.pipeline
+        known = pipeline.optimizer_state
+        loss_scale = residence.loss_scale(None if known is None else jax.tree.leaves(known))
+        if residence.has_peers:
+            residence.begin_step()
+        placed = {
+            (row, position): put_host_copies(
+                [inputs[position]], row, tag=residence.tag(f"input {position} to {row.ipu}")
+            )[0]
+            for row, position in self._placed_inputs
+        }
+        prepared: list[list[Any]] = []
+        for steady in self._steady:
+            row, index = steady.row, len(prepared)
+            arguments: list[Any] = [None] * steady.num_arguments
+            # A shared variable is copied from its home once per step.
+            shared = residence.tag("variables of others", index)
+            here = [pipeline.variables[name] for _place, name in steady.variables]
+            read = put(here, row, False, shared, steady.partitions)
+            for (place, _name), value in zip(steady.variables, read, strict=True):
+                arguments[place] = value
+            for place, position in steady.inputs:
+                arguments[place] = placed[row, position]
+            for place, kind in steady.scalars:
+                if kind is ValueKind.KEY:
+                    arguments[place] = residence.constants.key(pipeline.key, row)
+                elif kind is ValueKind.LOSS_SCALE:
+                    (arguments[place],) = put([loss_scale], row, tag=residence.tag("loss scale", index))
+                elif kind is ValueKind.EXECUTION_COUNT:
+                    (arguments[place],) = put([as_int32(pipeline.execution_count)], row)
+                elif kind is ValueKind.UPDATE_COUNT:
+                    (arguments[place],) = put([as_int32(pipeline.update_count)], row)
+            prepared.append(arguments)
+        return prepared, placed

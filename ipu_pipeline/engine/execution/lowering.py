@@ -1,0 +1,207 @@
+"""From a schedule to the actions of a step.
+
+The schedule is a checked list of forwards and backwards. Each becomes the program's `Compute`, with what
+must come before it and behind it; the last stage's forward and backward are one program, which stands where
+the schedule has the forward, and a backward with nothing to compute is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from ipu_pipeline.engine.devices.rows import Row
+from ipu_pipeline.engine.execution.columns import Column
+from ipu_pipeline.engine.execution.replicas import Replicas
+from ipu_pipeline.engine.execution.steps import (
+    Action,
+    Compute,
+    ComputeTogether,
+    Gather,
+    Observe,
+    Observer,
+    Order,
+    Reduce,
+    SendOn,
+    Store,
+    end_phase,
+    feed,
+    make_dispatch,
+    wait,
+)
+from ipu_pipeline.engine.execution.templates import Template
+from ipu_pipeline.engine.programs.bindings import BindingKind
+from ipu_pipeline.engine.schedules.actions import ActionKind
+from ipu_pipeline.engine.schedules.checking import Timetable
+from ipu_pipeline.engine.schedules.execution_phases import ExecutionPhases
+
+__all__ = ["Lowering"]
+
+_MAX_ORDERS = 8  # that are kept, where the number of micro-batches is known at run only
+
+
+class Lowering:
+    """Makes the actions of steps, and keeps them."""
+
+    def __init__(
+        self,
+        columns: Sequence[Column],
+        replicas: Replicas,
+        make_timetable: Callable[[int], Timetable],
+        phases: ExecutionPhases | None,
+        waits: bool,
+    ) -> None:
+        """Makes the actions of each program.
+
+        Args:
+          columns: the programs of each replica.
+          replicas: what they start together.
+          make_timetable: the checked schedule for so many micro-batches or chunks.
+          phases: of the pipeline, if it has some.
+          waits: whether the host waits for the micro-batches, as programs call Python.
+        """
+        self._columns, self._replicas, self._phases, self._waits = columns, replicas, phases, waits
+        self._make_timetable = make_timetable
+        self._templates = columns[0].plan.templates
+        self._observer: Observer | None = None
+        self._actions = {key: self._make_actions(key) for key in self._templates}
+        self._rows = self._find_reduced() if len(columns) > 1 else {}
+        self._known: dict[tuple[int, bool], Order] = {}
+
+    @property
+    def micro_batch(self) -> Order:
+        """One micro-batch or chunk, program after program, in whatever order the schedule has them."""
+        return self._order([(key, 0) for key in self._templates], has_phases=False)
+
+    def observe(self, observer: Observer | None) -> None:
+        """Has somebody told from the next step on; None: nobody any more."""
+        self._observer = observer
+        self._known.clear()
+
+    def find(self, num_chunks: int, reduces: bool = True) -> Order:
+        """The actions of a step.
+
+        Args:
+          num_chunks: micro-batches, or chunks of them.
+          reduces: whether a weight update follows.
+        """
+        key = num_chunks, reduces
+        if key not in self._known:
+            if len(self._known) == _MAX_ORDERS:
+                del self._known[next(iter(self._known))]
+            self._known[key] = self._make(num_chunks, reduces, self._observer)
+        return self._known[key]
+
+    def unobserved(self, num_chunks: int) -> Order:
+        """The actions of the micro-batches of a step, with nobody told, and nothing joined."""
+        return self._make(num_chunks, False, None)
+
+    def _make(self, num_chunks: int, reduces: bool, observer: Observer | None) -> Order:
+        timetable = self._make_timetable(num_chunks)
+        dispatched = [
+            ((action.kind, action.stage), action.micro_batch)
+            for action in timetable.order
+            if (action.kind, action.stage) in self._templates
+        ]
+        order = self._order(dispatched, self._phases is not None, observer)
+        rows = self._rows if reduces else {}
+        if self._waits:
+            order.append((wait, 0))
+        if not rows:
+            return order
+        if self._waits:
+            return [*order, *((Reduce(row), 0) for row in rows)]
+        return self._with_reductions(order, rows)
+
+    def _order(
+        self,
+        dispatched: Iterable[tuple[tuple[ActionKind, int], int]],
+        has_phases: bool,
+        observer: Observer | None = None,
+    ) -> list[tuple[Action, int]]:
+        order: list[tuple[Action, int]] = []
+        observers: dict[tuple[ActionKind, int], Action] = {}
+        if observer is not None:
+            for key in self._templates:
+                templates = tuple(column.plan.templates[key] for column in self._columns)
+                observers[key] = Observe(observer, templates)
+        levels = self._columns[0].residence.traced.levels
+        fed, now = set[int](), None
+        for key, chunk in dispatched:
+            if chunk not in fed:
+                fed.add(chunk)
+                order.append((feed, chunk))
+            if has_phases and self._phases is not None:
+                phase = chunk, *self._phases.find(key[0], levels[key[1]])
+                if now is not None and now != phase:
+                    order.append((end_phase, now[0]))
+                now = phase
+            order += [(action, chunk) for action in self._actions[key]]
+            if observers:
+                order.append((observers[key], chunk))
+        if now is not None:
+            order.append((end_phase, now[0]))
+        return order
+
+    def _make_actions(self, key: tuple[ActionKind, int]) -> list[Action]:
+        """A program with what goes before and behind it."""
+        columns, residence = self._columns, self._replicas.residence
+        templates = tuple(column.plan.templates[key] for column in columns)
+        first, gathered = templates[0], residence.sharded
+        found: list[Action] = []
+        names = [name for _place, name in first.taken(BindingKind.VARIABLE) if name in gathered]
+        if names:
+            found.append(Gather(first.stage, tuple(names)))
+        kind = ComputeTogether if first.index in self._replicas.joint else Compute
+        found.append(
+            kind(
+                tuple(
+                    make_dispatch(template, column.plan, column.residence, gathered, self._phases)
+                    for template, column in zip(templates, columns, strict=True)
+                )
+            )
+        )
+        for number in range(len(first.sends)):
+            found.append(_make_send(columns, templates, number))
+        if self._phases is None and columns[0].residence.offloads_activations and first.kept:
+            found.append(Store(tuple(map(_find_kept, columns, templates))))
+        return found
+
+    def _find_reduced(self) -> dict[Row, set[int]]:
+        """The rows on which anything is joined, and the indices of the templates that make it."""
+        replicas, found = self._replicas, dict[Row, set[int]]()
+        rows, owners = replicas.residence.rows, replicas.residence.traced.owners
+        for template in self._templates.values():
+            stages = [replicas.stage_of(key) for key in template.accumulators]
+            stages += [owners[name] for _place, name in template.given(BindingKind.ASSIGNED)]
+            for stage in stages:
+                found.setdefault(rows[stage], set()).add(template.index)
+        return found
+
+    def _with_reductions(self, order: list[tuple[Action, int]], rows: dict[Row, set[int]]) -> Order:
+        """Each row is joined as soon as all of it is there."""
+        left = {row: set(indices) for row, indices in rows.items()}
+        turned: list[tuple[Action, int]] = []
+        for action, chunk in reversed(order):
+            if isinstance(action, Compute):
+                ended = [row for row, indices in left.items() if action.template.index in indices]
+                for row in ended:
+                    turned.append((Reduce(row), 0))
+                    del left[row]
+            turned.append((action, chunk))
+        return turned[::-1]
+
+
+def _make_send(columns: Sequence[Column], templates: Sequence[Template], number: int) -> SendOn:
+    sends = tuple(template.sends[number] for template in templates)
+    if not any(column.residence.has_peers for column in columns):
+        return SendOn(sends)
+    kind, stage, target = templates[0].kind.name, templates[0].stage, sends[0].target.ipu
+    edge = f"{kind} of stage {stage} to {target}"
+    return SendOn(sends, lambda column, chunk: columns[column].residence.tag(edge, chunk))
+
+
+def _find_kept(column: Column, template: Template) -> dict[Row, list[int]]:
+    of_rows: dict[Row, list[int]] = {}
+    for slot in template.kept:
+        of_rows.setdefault(column.plan.slot_rows[slot], []).append(slot)
+    return of_rows

@@ -1,0 +1,158 @@
+"""What the last stage returns: what was to be collected, and what the optimizer and a loop read."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from ipu_pipeline.engine.devices.elsewhere import absent
+from ipu_pipeline.engine.devices.rows import Row
+from ipu_pipeline.engine.execution.dispatches import Plan
+from ipu_pipeline.engine.execution.readings import Reading
+from ipu_pipeline.engine.programs.chunks import ChunkForm
+from ipu_pipeline.engine.programs.collecting import Collecting
+from ipu_pipeline.engine.state import Collected, Handed
+
+__all__ = ["Accumulated", "NoOutputs", "Outputs", "Wanted"]
+
+
+@dataclass(frozen=True, eq=False)
+class Accumulated:
+    """What a column's micro-batches give before a weight update.
+
+    Attributes:
+      first_outputs: the leaves of what the last stage returned for the first one; None where the optimizer
+        does not read them.
+      last_outputs: likewise for the last one.
+      carried: of a loop, what the next iteration takes.
+      collected: what was to be collected, per micro-batch or chunk; or one entry, the sums.
+      enqueued: what stages enqueued, per micro-batch or chunk.
+      assigned: new values of the variables that stages assign, by full name.
+      accumulators: by key; empty without training.
+    """
+
+    first_outputs: list[Any]
+    last_outputs: list[Any]
+    carried: list[Any]
+    collected: list[Collected]
+    enqueued: list[Handed]
+    assigned: dict[str, Any]
+    accumulators: dict[str, Any]
+
+
+class Wanted:
+    """What is wanted of the last stage's outputs.
+
+    Attributes:
+      collecting: what is collected.
+      read: positions of the outputs of the first micro-batch that are read, and of those of the last one.
+      carried: of a loop, the positions of what the next iteration takes.
+      empties_devices: whether outputs may be in host memory.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        chunk: ChunkForm,
+        collecting: Collecting,
+        read: tuple[Collection[int], Collection[int]],
+        carried: Sequence[int],
+        num_outputs: int,
+        empties_devices: bool,
+    ) -> None:
+        """Takes the programs of a column, the form of its chunks and how many outputs there are, too."""
+        self.plan, self.chunk, self.num_outputs = plan, chunk, num_outputs
+        self.collecting, self.read, self.carried = collecting, read, carried
+        self.empties_devices = empties_devices
+        self.places = [*collecting.places, *([-1] if collecting.has_loss else [])]
+        self.spread = plan.last_forward.row.program(chunk.spread)
+
+
+class Outputs:
+    """Takes what a step's micro-batches give, one after another.
+
+    Attributes:
+      first: the leaves of what the last stage returned for the first one; None where nobody reads them.
+      last: those for the last one, likewise.
+      carried: of a loop, what the next iteration takes.
+    """
+
+    def __init__(
+        self, wanted: Wanted, num_chunks: int, inputs: Mapping[tuple[Row, int], Any], sums: list[Any]
+    ) -> None:
+        """Begins a step.
+
+        Args:
+          wanted: what is to be kept.
+          num_chunks: how many micro-batches or chunks there are.
+          inputs: what stays the same during the step, by row and position.
+          sums: zeros, if outputs are summed; their memory is taken.
+        """
+        self.first: list[Any] = []
+        self.last: list[Any] = []
+        self.carried: list[Any] = []
+        self._wanted, self._last_chunk, self._inputs, self._sums = wanted, num_chunks - 1, inputs, sums
+        self._collected: list[Collected] = []
+
+    def take(self, reading: Reading, slots: Sequence[Any], chunk: int) -> None:
+        """Takes what is in the slots of a micro-batch or chunk."""
+        wanted, row = self._wanted, self._wanted.plan.last_forward.row
+        collected, number = wanted.plan.collected, wanted.num_outputs
+        leaves = [slots[key] if kind == "slot" else self._inputs[row, key] for kind, key in collected]
+        if wanted.empties_devices:
+            leaves = reading.put(leaves, row)
+        if chunk == 0:
+            self.first = self._only(leaves[:number], wanted.read[0], 0)
+        if chunk == self._last_chunk:
+            self.last = self._only(leaves[:number], wanted.read[1], -1)
+            self.carried = [leaves[place] for place in wanted.carried]
+        own = [
+            leaves[place] if collected[place][0] == "slot" else wanted.spread(leaves[place])
+            for place in wanted.places
+        ]
+        if not wanted.collecting.is_summed:
+            self._collected.append(wanted.collecting.collect(own, wanted.chunk.num_stacked))
+        elif row.is_here:
+            self._sums = _add(self._sums, own)
+
+    @property
+    def collected(self) -> list[Collected]:
+        """What was collected, per micro-batch or chunk; or one entry, the sums."""
+        collecting = self._wanted.collecting
+        return [collecting.collect(self._sums, None)] if collecting.is_summed else self._collected
+
+    def _only(self, leaves: Sequence[Any], places: Collection[int], number: int) -> list[Any]:
+        """The leaves of one micro-batch of a chunk, None in other places."""
+        only: list[Any] = [None] * len(leaves)
+        row, chunk = self._wanted.plan.last_forward.row, self._wanted.chunk
+        for place in places:
+            is_stacked = self._wanted.plan.collected[place][0] == "slot"
+            if is_stacked and not row.is_here:
+                shape = leaves[place].shape[len(chunk.axes) :]
+                only[place] = absent(shape, leaves[place].dtype, row.replicated)
+                continue
+            only[place] = chunk.pick(leaves[place], number) if is_stacked else leaves[place]
+        return only
+
+
+class NoOutputs(Outputs):
+    """For who only goes through a step: takes nothing."""
+
+    def __init__(self) -> None:
+        """There is nothing to know."""
+
+    def take(self, reading: Reading, slots: Sequence[Any], chunk: int) -> None:
+        """Does nothing."""
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _add(totals: Any, parts: Any) -> Any:
+    def add(total: jax.Array, part: jax.Array) -> jax.Array:
+        chunk_axes = tuple(range(part.ndim - total.ndim))
+        return total + part.sum(chunk_axes, dtype=total.dtype)  # else JAX sums integers in 64 bits
+
+    return jax.tree.map(add, totals, parts)

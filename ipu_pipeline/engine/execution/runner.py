@@ -1,0 +1,425 @@
+"""Runs a pipeline or loop over several devices: its stages are programs of their own, in columns.
+
+A column is a replica's part: its programs on its devices, and its micro-batches; micro-batch k of replica r
+is element k * R + r of the data. All of a step is a list of actions (`steps`), made of the schedule once
+and gone through with each step. Dispatch is asynchronous: the host runs ahead of the devices, which wait
+for data only. A weight update ends the step, on the rows of all replicas.
+
+A loop runs one iteration at a time. Each replica has its own carried values; what it accumulates, and the
+variables that its stages assign, stay its own until the next weight update, or the end of the run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from ipu_pipeline.engine.devices.compiler_options import CompilerOptions
+from ipu_pipeline.engine.devices.feeds import Take
+from ipu_pipeline.engine.devices.residence import Residence
+from ipu_pipeline.engine.devices.threads import warn_unless_one_is_free
+from ipu_pipeline.engine.execution import watched
+from ipu_pipeline.engine.execution.columns import Column
+from ipu_pipeline.engine.execution.compiling import compile_ahead
+from ipu_pipeline.engine.execution.contract import Iterated, Request, Runner
+from ipu_pipeline.engine.execution.dealing import Dealer
+from ipu_pipeline.engine.execution.gathering import gather_outputs, join_collected, join_handed
+from ipu_pipeline.engine.execution.lowering import Lowering
+from ipu_pipeline.engine.execution.outputs import Accumulated
+from ipu_pipeline.engine.execution.phase_memory import PhasedStep, find_brought, find_host_memory
+from ipu_pipeline.engine.execution.replicas import Reduced, Replicas, TogetherRun
+from ipu_pipeline.engine.execution.steps import Observer, Order, StepRun
+from ipu_pipeline.engine.execution.weight_updates import WeightUpdate
+from ipu_pipeline.engine.planning.dispatch_plans import ONE_BY_ONE, DispatchPlan
+from ipu_pipeline.engine.planning.memory_plans import Brought
+from ipu_pipeline.engine.programs.chunks import ChunkForm, chunk_programs
+from ipu_pipeline.engine.programs.collecting import Collecting
+from ipu_pipeline.engine.programs.stage_programs import StagePrograms
+from ipu_pipeline.engine.schedules.checking import Timetable
+from ipu_pipeline.engine.schedules.clusters import LinkSpeed
+from ipu_pipeline.engine.schedules.execution_phases import ExecutionPhases
+from ipu_pipeline.engine.schedules.host_memory import HostMemory
+from ipu_pipeline.engine.state import Handed, OfReplicas, Progress, RunState
+from ipu_pipeline.engine.tracing.keys import as_int32
+from ipu_pipeline.engine.updates.environment import UpdateCounts
+
+__all__ = ["ColumnRunner"]
+
+
+@dataclass(frozen=True, eq=False)
+class Stepped:
+    """What the micro-batches of a step give.
+
+    Attributes:
+      columns: of each replica.
+      reduced: what has been joined of them; of one replica nothing.
+    """
+
+    columns: list[Accumulated]
+    reduced: Reduced
+
+
+@dataclass(frozen=True, eq=False)
+class PendingStep:
+    """Micro-batches that a pipeline has run, or that a loop is about to run.
+
+    Attributes:
+      request: what they are a part of.
+      count: how many there are per replica.
+      stepped: what they gave; None of a loop, whose accumulators are part of its state.
+      elements: of a loop, what each replica takes of the feed.
+    """
+
+    request: Request
+    count: int
+    stepped: Stepped | None
+    elements: Sequence[Sequence[Any]] = ()
+
+
+class ColumnRunner(Runner[PendingStep]):
+    """Runs a pipeline or loop over several devices.
+
+    Attributes:
+      columns: what runs the micro-batches of each replica.
+      replicas: what they have apart.
+    """
+
+    def __init__(
+        self,
+        residence: Residence,
+        homes: Sequence[Residence],
+        programs: Sequence[StagePrograms],
+        make_timetable: Callable[[int], Timetable],
+        donate: bool,
+        collecting: Collecting,
+        options: CompilerOptions,
+        dispatch_plan: DispatchPlan = ONE_BY_ONE,
+        iterated: Iterated | None = None,
+        phases: ExecutionPhases | None = None,
+    ) -> None:
+        """Jits the programs; XLA compiles each at its first call.
+
+        Args:
+          residence: where the state of all replicas lives.
+          homes: where that of each replica's column does; of one replica it is the same.
+          programs: the programs of the stages.
+          make_timetable: the checked schedule for so many micro-batches, or chunks of them.
+          donate: whether an update may reuse the memory of the variables and optimizer state before it.
+          collecting: what is wanted of the last stage.
+          options: XLA's, per program.
+          dispatch_plan: how many micro-batches a program handles.
+          iterated: for the body of a loop, of which one iteration runs at a time.
+          phases: in which its programs run, if they do.
+        """
+        super().__init__(residence, programs, iterated, homes)
+        traced, updates = residence.traced, residence.updates
+        if iterated is None:  # of a pipeline, `fetch` waits for what stages call
+            self.waits_for_python = updates is not None and updates.has_callbacks
+        self._weight_update = WeightUpdate(residence, donate, options.update, self.waits_for_python)
+        self._chunk, self._options, self._phases = ChunkForm(dispatch_plan.chunk_size), options, phases
+        carried = () if iterated is None else iterated.carried
+        own = chunk_programs(traced, self.programs, self._chunk.size)
+        self.columns = tuple(
+            Column(
+                home,
+                own,
+                self._chunk,
+                collecting,
+                self._weight_update.read,
+                [traced.outputs.index(source) for source in carried],
+                options,
+                residence.sharded,
+                phases,
+                not self.has_callbacks,
+            )
+            for home in homes
+        )
+        self.replicas = Replicas(residence, self.columns)
+        self._lowering = Lowering(self.columns, self.replicas, make_timetable, phases, self.has_callbacks)
+        self._dealer = Dealer(residence, self.columns, self._chunk.size)
+        self._is_compiled = False
+        self._told = list(range(len(homes)))  # the replicas whose outputs this process hands on
+        self._gathers_outputs = True
+        if len(homes) > 1:
+            warn_unless_one_is_free(residence.rows)
+
+    @property
+    def weight_update(self) -> WeightUpdate:
+        """What follows the micro-batches."""
+        return self._weight_update
+
+    @property
+    def chunk_size(self) -> int:
+        """How many micro-batches a program handles."""
+        return self._chunk.size
+
+    def observe(self, observer: Observer | None) -> None:
+        """Has somebody told what is held after each program and what follows it; None: nobody any more."""
+        self._lowering.observe(observer)
+
+    def order(self, num_chunks: int) -> Order:
+        """The actions of a step of so many micro-batches, or chunks of them."""
+        return self._lowering.find(num_chunks)
+
+    def keep_outputs(self) -> None:
+        """Leaves what replicas collect and enqueue in their processes, each of which hands on its own.
+
+        Raises:
+          ValueError: a replica is in several processes.
+        """
+        homes = [column.residence.rows[0] for column in self.columns]
+        for replica, row in enumerate(homes):
+            if processes := row.processes[1:]:
+                raise ValueError(
+                    f"gathers_outputs=False needs each replica in one process; replica {replica} is in "
+                    f"{1 + len(processes)}. Give each process the devices of whole replicas."
+                )
+        self._told = [n for n, row in enumerate(homes) if row.is_here] or self._told
+        self._gathers_outputs = False
+
+    # Micro-batches.
+
+    @property
+    def takes_elements(self) -> bool:
+        """Whether a replica reads micro-batches in this process."""
+        return any(column.takes_elements for column in self.columns)
+
+    def place_element(self, leaves: Sequence[Any]) -> Any:
+        """A micro-batch, placed for the replica whose turn it seems to be; `fetch` knows."""
+        return self._dealer.place_element(leaves)
+
+    def place_ahead(self, elements: Sequence[Any]) -> list[Any]:
+        """The micro-batches of one update, of all replicas, on the devices that read them."""
+        return self._dealer.place_ahead(elements)
+
+    def num_waiting(self, total: int, every: int) -> int:
+        """Four chunks, as the host takes several before devices are busy; of a loop one iteration.
+
+        Where a replica is in several processes, all of a step, which are there before it begins
+        (`agreeing`).
+        """
+        del total
+        if self.iterated is not None:
+            return 1
+        return max(4 * self._chunk.size, every if self.columns[0].residence.has_peers else 0)
+
+    def num_fetched(self, total: int, every: int) -> int:
+        """As many for each column."""
+        return len(self.columns) * self.num_waiting(total, every)
+
+    # Running.
+
+    def compile(self, state: RunState, request: Request) -> None:
+        """Compiles the programs of all columns, and those of the weight update."""
+        if self._is_compiled:
+            return
+        states = self.replicas.split_state(state)
+        prepared = [
+            column.prepare(own, request.of_replica(replica).inputs)[0]
+            for replica, (column, own) in enumerate(zip(self.columns, states, strict=True))
+        ]
+        found = compile_ahead(
+            self.replicas,
+            states,
+            prepared,
+            self._lowering.micro_batch,
+            self._weight_update,
+            self._chunk,
+            self._options,
+            not self.has_callbacks,
+            self.kept,
+        )
+        self.temporary_bytes, self.residual_bytes = found
+        self._is_compiled = True
+
+    def fetch(self, state: RunState, request: Request, take: Take) -> PendingStep:
+        """Runs the micro-batches of an update; of a loop, only gets those of an iteration."""
+        self.compile(state, request)
+        if self.iterated is not None:
+            takes = self._dealer.take_everywhere(take, 1)
+            # All are tried before the first error is raised: other processes wait for each of them.
+            return PendingStep(request, 1, None, _of_each(Column.take_iteration, self.columns, takes))
+        takes = self._dealer.take_everywhere(take, request.every)
+        feeds = _of_each(Column.feed_from, self.columns, takes)
+        num_chunks = request.every // self._chunk.size
+        return PendingStep(
+            request, request.every, self._follow(state, request, feeds, num_chunks, is_full=True)
+        )
+
+    def _follow(
+        self,
+        state: RunState,
+        request: Request,
+        feeds: Sequence[Callable[[], Sequence[Any]]],
+        num_chunks: int,
+        is_full: bool,
+    ) -> Stepped:
+        """Goes through the actions of a step."""
+        states = self.replicas.split_state(state)
+        columns = [
+            column.begin(own, request.of_replica(replica), next_chunk, num_chunks, self)
+            for replica, (column, own, next_chunk) in enumerate(
+                zip(self.columns, states, feeds, strict=True)
+            )
+        ]
+        step = int(as_int32(state.pipeline.execution_count))
+        together = TogetherRun(self.replicas, state.pipeline.variables, step)
+        run = StepRun(columns, together)
+        for action, chunk in self._lowering.find(num_chunks, is_full):
+            action(run, chunk)
+        stacked = self._chunk.num_stacked
+        return Stepped(
+            [
+                Accumulated(
+                    own.outputs.first,
+                    own.outputs.last,
+                    own.outputs.carried,
+                    own.outputs.collected,
+                    [Handed(list(leaves), stacked) for leaves in zip(*own.enqueued, strict=True)],
+                    own.assigned,
+                    own.accumulators,
+                )
+                for own in columns
+            ],
+            together.reduced,
+        )
+
+    def run(self, state: RunState, pending: PendingStep) -> Progress:
+        """Runs the weight update on what the replicas gave; of a loop, the iteration before."""
+        request, stepped, replicas = pending.request, pending.stepped, self.replicas
+        is_full = state.num_accumulated + pending.count == request.every
+        if stepped is None:
+            feeds = [
+                column.feed_iteration(elements, request.of_replica(replica))
+                for replica, (column, elements) in enumerate(
+                    zip(self.columns, pending.elements, strict=True)
+                )
+            ]
+            stepped = self._follow(state, request, feeds, 1, is_full)
+        parts = stepped.columns
+        if self.residence.has_peers and replicas.number > 1:
+            self.residence.begin_step()
+            if self._gathers_outputs:
+                parts = gather_outputs(self.residence, parts)
+        read_first, read_last = self._weight_update.read
+        first: Sequence[Any] | None = None
+        if self.needs_outputs and state.pipeline.optimizer_state is None:
+            first = replicas.first_of([part.first_outputs for part in parts], read_first)
+        state = self.with_optimizer(state, first)
+        before = state.pipeline
+        leaves = jax.tree.leaves(before.optimizer_state)
+        if is_full and replicas.number > 1:
+            reduced = stepped.reduced
+            variables, means, accumulators = reduced.assigned, reduced.means, reduced.zeros
+        else:
+            variables = replicas.join_assigned([part.assigned for part in parts])
+            means = accumulators = replicas.pack([part.accumulators for part in parts])
+        updated: list[Handed] = []
+        if is_full and self.residence.updates is not None:
+            made = self._weight_update.run(
+                before.variables,
+                leaves,
+                means,
+                replicas.first_of([part.last_outputs for part in parts], read_last),
+                UpdateCounts(request.every, int(as_int32(before.update_count))),
+                watched.watched_updates(self, self._weight_update, int(as_int32(before.execution_count))),
+            )
+            leaves = made.state_leaves
+            if replicas.number == 1:
+                accumulators = made.accumulators
+            variables = {**variables, **made.variables}
+            updated += [Handed(made.enqueued, None)] * bool(made.enqueued)
+        after = self.advance(state, variables, leaves, accumulators, pending.count, request.every)
+        told = [parts[replica] for replica in self._told]
+        carried = [part.carried for part in parts]
+        return Progress(
+            after,
+            carried[0] if len(carried) == 1 else [OfReplicas(own) for own in zip(*carried, strict=True)],
+            [join_collected(some) for some in zip(*(part.collected for part in told), strict=True)],
+            pending.count * (1 if self.iterated is not None else replicas.number),
+            [join_handed(some) for some in zip(*(part.enqueued for part in told), strict=True)],
+            updated,
+        )
+
+    def settle(self, state: RunState) -> RunState:
+        """The state at the end of a loop's run: the same for all replicas, as after a weight update.
+
+        Accumulators become their means over the replicas, from which each replica goes on: since they are
+        linear in the gradients, the mean at the weight update is the same.
+        """
+        replicas, pipeline = self.replicas, state.pipeline
+        if replicas.number == 1:
+            return state
+        parts = {name: replicas.split(pipeline.variables[name]) for name in self.assigned}
+        numbers = range(replicas.number)
+        assigned = [{name: own[number] for name, own in parts.items()} for number in numbers]
+        accumulated = [{key: own[number] for key, own in state.accumulators.items()} for number in numbers]
+        if self.residence.has_peers:
+            self.residence.begin_step()
+        reduced, step = Reduced(), int(as_int32(pipeline.execution_count))
+        for row in dict.fromkeys(self.residence.rows):
+            replicas.reduce(row, accumulated, assigned, step, reduced)
+        pipeline = dataclasses.replace(pipeline, variables={**pipeline.variables, **reduced.assigned})
+        return RunState(pipeline, reduced.means, state.num_accumulated)
+
+    def make_accumulators(
+        self, dtypes: Mapping[str, Any], known: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Accumulators, per replica: zeros, or what `settle` left."""
+        replicas = self.replicas
+        if replicas.number == 1:
+            return super().make_accumulators(dtypes, known)
+        if known:
+            placed = self.residence.make_accumulators(dtypes, known)
+            return {key: tuple(replicas.split(value)) for key, value in placed.items()}
+        return replicas.pack([column.residence.make_accumulators(dtypes) for column in self.columns])
+
+    # Memory.
+
+    def find_brought(self, accumulator_dtypes: Mapping[str, Any], every: int) -> Mapping[int, Brought]:
+        """What execution phases bring, by IPU, the same in each replica; arguments as of `plan_memory`."""
+        step = self._find_phased(accumulator_dtypes)
+        return {} if step is None else find_brought(step, every // self.chunk_size)
+
+    def find_host_memory(self, accumulator_dtypes: Mapping[str, Any], link: LinkSpeed) -> HostMemory | None:
+        """What execution phases bring and take away, for the simulator; None if nothing."""
+        step = self._find_phased(accumulator_dtypes)
+        return None if step is None else find_host_memory(step, link)
+
+    def _find_phased(self, accumulator_dtypes: Mapping[str, Any]) -> PhasedStep | None:
+        if self._phases is None:
+            return None
+        return PhasedStep(
+            self._phases,
+            self.columns[0],
+            self.residence,
+            self.programs,
+            self._lowering.unobserved,
+            self.chunk_size,
+            self.residual_bytes,
+            accumulator_dtypes,
+            donates_accumulators=not self.has_callbacks,
+            donates_state=self._weight_update.donates,
+        )
+
+
+def _of_each(
+    function: Callable[[Column, Take], Any], columns: Sequence[Column], takes: Sequence[Take]
+) -> list[Any]:
+    """What a function of a column and its take gives for each.
+
+    It raises the first error once all were tried, since other processes wait for each of them.
+    """
+    found, errors = [], []
+    for column, take in zip(columns, takes, strict=True):
+        try:
+            found.append(function(column, take))
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+    return found

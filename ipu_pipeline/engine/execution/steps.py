@@ -1,0 +1,529 @@
+"""A step as a list of actions, which whoever reads it goes through one after another.
+
+The schedule says when which stage handles which micro-batch. Here that becomes all that is done for it: the
+micro-batch comes from the feed (`feed`), parts of variables are gathered (`Gather`), a program is started
+(`Compute`), what it made goes to other devices (`SendOn`) or to host memory (`Store`), an execution phase
+ends (`end_phase`), and what the replicas accumulated is joined (`Reduce`). What a pipeline does not use has
+no action, and no part of one, so nobody asks whether it does.
+
+An action is the same for all micro-batches and all columns. What it works on, a column's micro-batches on
+their way, is a `ColumnRun`; what is done with values there, whether they are arrays or only shapes or
+sizes, says its `Reading`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias
+
+import jax
+
+from ipu_pipeline.engine.devices import action_log
+from ipu_pipeline.engine.devices.residence import Residence
+from ipu_pipeline.engine.devices.rows import WHOLE, Row
+from ipu_pipeline.engine.execution.dispatches import Plan
+from ipu_pipeline.engine.execution.outputs import Outputs
+from ipu_pipeline.engine.execution.phases import PhaseRun
+from ipu_pipeline.engine.execution.readings import Reading, store_slots
+from ipu_pipeline.engine.execution.templates import Send, Template
+from ipu_pipeline.engine.programs.bindings import BindingKind
+from ipu_pipeline.engine.programs.stage_programs import ValueKind
+from ipu_pipeline.engine.schedules.execution_phases import ExecutionPhases
+
+__all__ = [
+    "Action",
+    "ColumnRun",
+    "Compute",
+    "ComputeTogether",
+    "Dispatch",
+    "Gather",
+    "Observe",
+    "Observer",
+    "Order",
+    "Reduce",
+    "SendOn",
+    "StepRun",
+    "Store",
+    "Together",
+    "end_phase",
+    "feed",
+    "make_dispatch",
+    "wait",
+]
+
+
+@dataclass(eq=False)
+class ColumnRun:
+    """The micro-batches of a replica, on their way.
+
+    Attributes:
+      reading: what values are.
+      prepared: of each program, by its index, the arguments that stay the same; None for others.
+      accumulators: by key; each program leaves new ones.
+      next_chunk: returns what the feed brings next, in the order of `feed_slots`.
+      outputs: takes what the last stage returns.
+      feed_slots: where that goes.
+      num_slots: of a micro-batch or chunk.
+      size: micro-batches of a chunk.
+      step: the number of the step; of a loop that of the run.
+      first: the number of the first micro-batch; of a loop the iteration.
+      num_accumulated: micro-batches in the accumulators before.
+      phase: the execution phase that runs now; None without phases.
+      stored: variables in host memory, by full name.
+      slots: of each micro-batch or chunk, by its number.
+      assigned: variables that stages have assigned, by full name.
+      enqueued: by the number of the leaf, of each micro-batch or chunk.
+      gathered: variables of which replicas have parts, whole, by full name; for the program that is next.
+    """
+
+    reading: Reading
+    prepared: list[list[Any]]
+    accumulators: dict[str, Any]
+    next_chunk: Callable[[], Sequence[Any]]
+    outputs: Outputs
+    feed_slots: Sequence[int]
+    num_slots: int
+    size: int
+    step: int
+    first: int
+    num_accumulated: int
+    phase: PhaseRun | None
+    enqueued: list[list[Any]]
+    stored: Mapping[str, Any]
+    slots: dict[int, list[Any]] = field(default_factory=dict)
+    assigned: dict[str, Any] = field(default_factory=dict)
+    gathered: dict[str, Any] = field(default_factory=dict)
+
+
+class Together(Protocol):
+    """What columns do at the same time."""
+
+    def gather(self, columns: Sequence[ColumnRun], stage: int, names: Sequence[str]) -> list[list[Any]]:
+        """Variables of a stage of which the replicas have parts, whole for each column."""
+
+    def launch(
+        self,
+        columns: Sequence[ColumnRun],
+        templates: Sequence[Template],
+        arguments: Sequence[list[Any]],
+        chunk: int,
+    ) -> Sequence[Sequence[Any]]:
+        """The results of a program that runs on all replicas at once, for each column.
+
+        Args:
+          columns: the columns.
+          templates: the program, as each of them has it.
+          arguments: of each.
+          chunk: the number of the micro-batch or chunk.
+        """
+
+    def reduce(self, row: Row, columns: Sequence[ColumnRun]) -> None:
+        """Joins what the columns have accumulated and assigned on a row."""
+
+
+@dataclass(eq=False)
+class StepRun:
+    """A step on its way.
+
+    Attributes:
+      columns: what each replica has of it.
+      together: what they do at the same time.
+    """
+
+    columns: Sequence[ColumnRun]
+    together: Together
+
+
+Action: TypeAlias = "Callable[[StepRun, int], None]"  # takes the number of the micro-batch or chunk, too
+Order: TypeAlias = "Sequence[tuple[Action, int]]"
+Before: TypeAlias = "Callable[[ColumnRun, int, list[Any]], None]"  # changes a program's arguments
+After: TypeAlias = "Callable[[ColumnRun, int, Sequence[Any]], None]"  # takes its results
+Observer: TypeAlias = "Callable[[int, Template, int, Mapping[int, Sequence[Any]]], None]"  # see `Observe`
+
+
+def feed(run: StepRun, chunk: int) -> None:
+    """A micro-batch or chunk comes from the feed."""
+    for column in run.columns:
+        slots = column.slots[chunk] = [None] * column.num_slots
+        for slot, value in zip(column.feed_slots, column.next_chunk(), strict=True):
+            slots[slot] = value
+
+
+@dataclass(frozen=True, eq=False)
+class Gather:
+    """Variables of which replicas have parts come to all of them, for the program that is next."""
+
+    stage: int
+    names: tuple[str, ...]
+
+    def __call__(self, run: StepRun, chunk: int) -> None:
+        """For all columns."""
+        del chunk
+        found = run.together.gather(run.columns, self.stage, self.names)
+        for column, values in zip(run.columns, found, strict=True):
+            column.gathered.update(zip(self.names, values, strict=True))
+
+
+@dataclass(frozen=True, eq=False)
+class Dispatch:
+    """A program of a column, and what is done around it.
+
+    Attributes:
+      template: the program.
+      micro_batches: the arguments that are the micro-batch's number.
+      accumulated: those that are the number of micro-batches in the accumulators.
+      before: what changes its arguments.
+      after: what takes results that go elsewhere than to slots and accumulators.
+    """
+
+    template: Template
+    micro_batches: tuple[int, ...]
+    accumulated: tuple[int, ...]
+    before: tuple[Before, ...]
+    after: tuple[After, ...]
+
+    def bind(self, run: ColumnRun, chunk: int) -> list[Any]:
+        """The arguments."""
+        template, slots, accumulators = self.template, run.slots[chunk], run.accumulators
+        arguments = run.prepared[template.index].copy()
+        for place, key in enumerate(template.accumulators):
+            arguments[place] = accumulators[key]
+        for place, slot in template.loads:
+            arguments[place] = slots[slot]
+        for place in self.micro_batches:
+            arguments[place] = run.reading.scalar(run.first + chunk * run.size, template.row)
+        for place in self.accumulated:
+            arguments[place] = run.reading.scalar(run.num_accumulated + chunk * run.size, template.row)
+        for prepare in self.before:
+            prepare(run, chunk, arguments)
+        return arguments
+
+    def take(self, run: ColumnRun, chunk: int, results: Sequence[Any]) -> None:
+        """Takes the results."""
+        template, slots = self.template, run.slots[chunk]
+        run.accumulators.update(zip(template.accumulators, results, strict=False))
+        for place, slot in template.stores:
+            slots[slot] = results[place]
+        for take in self.after:
+            take(run, chunk, results)
+        for slot in template.releases:
+            slots[slot] = None
+
+
+@dataclass(frozen=True, eq=False)
+class Compute:
+    """Each column starts a program."""
+
+    dispatches: tuple[Dispatch, ...]
+
+    @property
+    def template(self) -> Template:
+        """The program, as the first column has it."""
+        return self.dispatches[0].template
+
+    def __call__(self, run: StepRun, chunk: int) -> None:
+        """In turn."""
+        for own, column in zip(self.dispatches, run.columns, strict=False):
+            arguments = own.bind(column, chunk)
+            own.take(column, chunk, column.reading.launch(own.template, arguments, chunk))
+
+
+@dataclass(frozen=True, eq=False)
+class ComputeTogether(Compute):
+    """All columns start a program together, which computes with what the others have."""
+
+    def __call__(self, run: StepRun, chunk: int) -> None:
+        """At once."""
+        pairs = list(zip(self.dispatches, run.columns, strict=False))
+        arguments = [own.bind(column, chunk) for own, column in pairs]
+        templates = [own.template for own, _column in pairs]
+        found = run.together.launch(run.columns, templates, arguments, chunk)
+        for (own, column), results in zip(pairs, found, strict=True):
+            own.take(column, chunk, results)
+
+
+@dataclass(frozen=True, eq=False)
+class SendOn:
+    """What a program made goes to another row, in each column.
+
+    Attributes:
+      sends: what goes where, by column.
+      tag: says what a transfer between processes is; None if there are none.
+    """
+
+    sends: tuple[Send, ...]
+    tag: Callable[[int, int], Any] | None = None
+
+    def __call__(self, run: StepRun, chunk: int) -> None:
+        """Starts the transfers."""
+        for number, (send, column) in enumerate(zip(self.sends, run.columns, strict=False)):
+            slots = column.slots[chunk]
+            tag = None if self.tag is None else self.tag(number, chunk)
+            copies = column.reading.copy_to([slots[slot] for slot in send.sources], send.target, tag)
+            for slot, copy in zip(send.targets, copies, strict=True):
+                slots[slot] = copy
+            for slot in send.releases:
+                slots[slot] = None
+
+
+@dataclass(frozen=True, eq=False)
+class Store:
+    """What only backwards read from now on goes to host memory.
+
+    Attributes:
+      kept: by column, the slots of each row.
+    """
+
+    kept: tuple[Mapping[Row, Sequence[int]], ...]
+
+    def __call__(self, run: StepRun, chunk: int) -> None:
+        """Each in the host memory of its row."""
+        for kept, column in zip(self.kept, run.columns, strict=False):
+            store_slots(column.reading, column.slots[chunk], kept)
+
+
+@dataclass(frozen=True, eq=False)
+class Reduce:
+    """What the columns have accumulated and assigned on a row is joined."""
+
+    row: Row
+
+    def __call__(self, run: StepRun, chunk: int) -> None:
+        """For all columns."""
+        del chunk
+        run.together.reduce(self.row, run.columns)
+
+
+def end_phase(run: StepRun, chunk: int) -> None:
+    """What an execution phase had leaves the devices, and it is waited until another one may begin."""
+    for column in run.columns:
+        assert column.phase is not None
+        column.phase.end(column.slots[chunk])
+
+
+def wait(run: StepRun, chunk: int) -> None:
+    """It is waited for what the programs give, as Python that they call may raise."""
+    del chunk
+    for column in run.columns:
+        outputs = column.outputs
+        made = [(part.outputs, part.loss) for part in outputs.collected]
+        jax.block_until_ready((made, outputs.last, column.enqueued, column.assigned, column.accumulators))
+
+
+@dataclass(frozen=True, eq=False)
+class Observe:
+    """Somebody is told what is held after a program and all that follows it.
+
+    Attributes:
+      observer: is given the replica, the program, the micro-batch or chunk, and what is in slots.
+      templates: the program, by column.
+    """
+
+    observer: Observer
+    templates: tuple[Template, ...]
+
+    def __call__(self, run: StepRun, chunk: int) -> None:
+        """Of each column."""
+        for number, (template, column) in enumerate(zip(self.templates, run.columns, strict=False)):
+            self.observer(number, template, chunk, column.slots)
+
+
+# Parts of `Dispatch`: each is for one thing that a pipeline may do.
+
+
+@dataclass(frozen=True, eq=False)
+class TakeGathered:
+    """Variables come from those that were gathered, which are let go of."""
+
+    places: tuple[tuple[int, str], ...]
+
+    def __call__(self, run: ColumnRun, chunk: int, arguments: list[Any]) -> None:
+        """Into the arguments."""
+        del chunk
+        for place, name in self.places:
+            arguments[place] = run.gathered[name]
+        run.gathered.clear()
+
+
+@dataclass(frozen=True, eq=False)
+class Load:
+    """Those of a program's arguments that are in host memory come to its row.
+
+    Attributes:
+      template: the program.
+      variables: (argument, full name) of those that lie in host memory.
+      partitions: how each argument is divided over the devices of the row.
+    """
+
+    template: Template
+    variables: tuple[tuple[int, str], ...]
+    partitions: tuple[Any, ...]
+
+    def __call__(self, run: ColumnRun, chunk: int, arguments: list[Any]) -> None:
+        """A phase keeps the variables for its other programs."""
+        del chunk
+        row, known = self.template.row, {} if run.phase is None else run.phase.weights
+        for place, name in self.variables:
+            arguments[place] = known.get((row.ipu, name), run.stored[name])
+        loaded = run.reading.put(arguments, row, partitions=self.partitions)
+        arguments[:] = loaded
+        for place, name in self.variables:
+            known[row.ipu, name] = loaded[place]
+
+
+@dataclass(frozen=True, eq=False)
+class StoreAccumulators:
+    """Accumulators go back to host memory."""
+
+    template: Template
+
+    def __call__(self, run: ColumnRun, chunk: int, results: Sequence[Any]) -> None:
+        """A phase waits for them."""
+        del chunk
+        keys = self.template.accumulators
+        stored = run.reading.put(results[: len(keys)], self.template.row, offloaded=True)
+        run.accumulators.update(zip(keys, stored, strict=True))
+        if run.phase is not None:
+            run.phase.note(stored)
+
+
+@dataclass(frozen=True, eq=False)
+class NoteInPhase:
+    """The execution phase notes what it makes, and what it leaves for backwards."""
+
+    template: Template
+
+    def __call__(self, run: ColumnRun, chunk: int, results: Sequence[Any]) -> None:
+        """For its end."""
+        del chunk
+        assert run.phase is not None
+        run.phase.note(results, self.template.kept)
+
+
+@dataclass(frozen=True, eq=False)
+class Assign:
+    """Variables have new values, for the step's other programs of the stage too.
+
+    Attributes:
+      assigned: (result, full name).
+      readers: by full name, (index of the template, argument) where it is read.
+    """
+
+    assigned: tuple[tuple[int, str], ...]
+    readers: Mapping[str, Sequence[tuple[int, int]]]
+
+    def __call__(self, run: ColumnRun, chunk: int, results: Sequence[Any]) -> None:
+        """They are the state's after the step."""
+        del chunk
+        for place, name in self.assigned:
+            run.assigned[name] = results[place]
+            for index, argument in self.readers[name]:
+                run.prepared[index][argument] = results[place]
+
+
+@dataclass(frozen=True, eq=False)
+class Enqueue:
+    """What a stage enqueues is kept."""
+
+    enqueued: tuple[tuple[int, int], ...]
+
+    def __call__(self, run: ColumnRun, chunk: int, results: Sequence[Any]) -> None:
+        """In the order of the micro-batches."""
+        del chunk
+        for place, leaf in self.enqueued:
+            run.enqueued[leaf].append(results[place])
+
+
+def collect(run: ColumnRun, chunk: int, results: Sequence[Any]) -> None:
+    """What the last stage returns is kept."""
+    del results
+    run.outputs.take(run.reading, run.slots[chunk], chunk)
+
+
+@dataclass(frozen=True, eq=False)
+class Log:
+    """What this process has started, for others that wait for it.
+
+    Attributes:
+      template: the program.
+      received: slots of values that it reads and other processes send.
+    """
+
+    template: Template
+    received: tuple[int, ...]
+
+    def __call__(self, run: ColumnRun, chunk: int, results: Sequence[Any]) -> None:
+        """If there is a log."""
+        log, template, slots = action_log.current(), self.template, run.slots[chunk]
+        if log is not None:
+            kind, first = template.kind.name.lower(), run.first + chunk * run.size
+            action = action_log.Action(kind, template.stage, run.step, first, run.size)
+            log.note(action, results, [slots[slot] for slot in self.received])
+
+
+def make_dispatch(
+    template: Template,
+    plan: Plan,
+    residence: Residence,
+    gathered: frozenset[str],
+    phases: ExecutionPhases | None,
+) -> Dispatch:
+    """A program of a column with the parts that the pipeline uses.
+
+    Args:
+      template: the program.
+      plan: all of the column's.
+      residence: where the column's state lives.
+      gathered: full names of variables of which the replicas have parts.
+      phases: of the pipeline, if it has some.
+    """
+    scalars, variables = template.taken(BindingKind.SCALAR), template.taken(BindingKind.VARIABLE)
+    before: list[Before] = []
+    after: list[After] = []
+    if asked := tuple(one for one in variables if one[1] in gathered):
+        before.append(TakeGathered(asked))
+    empties_devices = phases is not None and not phases.keeps_values
+    if (residence.offloads_in_micro_batches or empties_devices) and template.row.is_here:
+        named = dict(variables)
+        away = residence.offloaded - gathered
+        names = [named.get(place, "") for place in range(len(template.arguments))]
+        partitions = [residence.partitions.get(name, WHOLE) for name in names]
+        before.append(Load(template, tuple(one for one in variables if one[1] in away), tuple(partitions)))
+    if residence.has_peers and template.row.is_here:
+        received = {
+            slot
+            for other in plan.templates.values()
+            for send in other.sends
+            for slot in send.targets
+            if not other.row.is_here
+        }
+        loaded = tuple(slot for _place, slot in template.loads if slot in received)
+        after.append(Log(template, loaded))
+    if residence.offloads_accumulators and template.accumulators:
+        after.append(StoreAccumulators(template))
+    if assigned := template.given(BindingKind.ASSIGNED):
+        own = [other for other in plan.templates.values() if other.stage == template.stage]
+        readers = {
+            name: [
+                (other.index, place)
+                for other in own
+                for place, read in other.taken(BindingKind.VARIABLE)
+                if read == name
+            ]
+            for _place, name in assigned
+        }
+        after.append(Assign(assigned, readers))
+    if enqueued := template.given(BindingKind.ENQUEUED):
+        after.append(Enqueue(enqueued))
+    if template is plan.last_forward:
+        after.append(collect)
+    if phases is not None:
+        after.append(NoteInPhase(template))
+    return Dispatch(
+        template,
+        tuple(place for place, kind in scalars if kind is ValueKind.MICRO_BATCH),
+        tuple(place for place, kind in scalars if kind is ValueKind.ACCUMULATED),
+        tuple(before),
+        tuple(after),
+    )
