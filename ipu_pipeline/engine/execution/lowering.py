@@ -7,6 +7,7 @@ the schedule has the forward, and a backward with nothing to compute is left out
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 
 from ipu_pipeline.engine.devices.rows import Row
@@ -193,11 +194,11 @@ class Lowering:
 
 def _make_send(columns: Sequence[Column], templates: Sequence[Template], number: int) -> SendOn:
     sends = tuple(template.sends[number] for template in templates)
-    if not any(column.residence.has_peers for column in columns):
-        return SendOn(sends)
     kind, stage, target = templates[0].kind.name, templates[0].stage, sends[0].target.ipu
     edge = f"{kind} of stage {stage} to {target}"
-    return SendOn(sends, lambda column, chunk: columns[column].residence.tag(edge, chunk))
+    homes = [column.residence for column in columns]
+    tags = tuple(functools.partial(home.tag, edge) if home.has_peers else None for home in homes)
+    return SendOn(sends, tags)
 
 
 def _find_kept(column: Column, template: Template) -> dict[Row, list[int]]:

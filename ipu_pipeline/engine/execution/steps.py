@@ -20,6 +20,7 @@ from typing import Any, Protocol, TypeAlias
 import jax
 
 from ipu_pipeline.engine.devices import action_log
+from ipu_pipeline.engine.devices.links import Tag
 from ipu_pipeline.engine.devices.residence import Residence
 from ipu_pipeline.engine.devices.rows import WHOLE, Row
 from ipu_pipeline.engine.execution.dispatches import Plan
@@ -165,49 +166,62 @@ class Gather:
             column.gathered.update(zip(self.names, values, strict=True))
 
 
-@dataclass(frozen=True, eq=False)
 class Dispatch:
     """A program of a column, and what is done around it.
 
     Attributes:
       template: the program.
-      micro_batches: the arguments that are the micro-batch's number.
-      accumulated: those that are the number of micro-batches in the accumulators.
-      before: what changes its arguments.
-      after: what takes results that go elsewhere than to slots and accumulators.
     """
 
-    template: Template
-    micro_batches: tuple[int, ...]
-    accumulated: tuple[int, ...]
-    before: tuple[Before, ...]
-    after: tuple[After, ...]
+    def __init__(
+        self,
+        template: Template,
+        micro_batches: Sequence[int],
+        accumulated: Sequence[int],
+        before: Sequence[Before],
+        after: Sequence[After],
+    ) -> None:
+        """Keeps what is asked for with each micro-batch where it is found at once.
+
+        Args:
+          template: the program.
+          micro_batches: the arguments that are the micro-batch's number.
+          accumulated: those that are the number of micro-batches in the accumulators.
+          before: what changes its arguments.
+          after: what takes results that go elsewhere than to slots and accumulators.
+        """
+        self.template = template
+        self._index, self._row, self._keys = template.index, template.row, template.accumulators
+        self._loads, self._stores, self._releases = template.loads, template.stores, template.releases
+        self._micro_batches, self._accumulated = micro_batches, accumulated
+        self._before, self._after = before, after
 
     def bind(self, run: ColumnRun, chunk: int) -> list[Any]:
         """The arguments."""
-        template, slots, accumulators = self.template, run.slots[chunk], run.accumulators
-        arguments = run.prepared[template.index].copy()
-        for place, key in enumerate(template.accumulators):
+        slots, accumulators = run.slots[chunk], run.accumulators
+        arguments = run.prepared[self._index].copy()
+        for place, key in enumerate(self._keys):
             arguments[place] = accumulators[key]
-        for place, slot in template.loads:
+        for place, slot in self._loads:
             arguments[place] = slots[slot]
-        for place in self.micro_batches:
-            arguments[place] = run.reading.scalar(run.first + chunk * run.size, template.row)
-        for place in self.accumulated:
-            arguments[place] = run.reading.scalar(run.num_accumulated + chunk * run.size, template.row)
-        for prepare in self.before:
+        for place in self._micro_batches:
+            arguments[place] = run.reading.scalar(run.first + chunk * run.size, self._row)
+        for place in self._accumulated:
+            arguments[place] = run.reading.scalar(run.num_accumulated + chunk * run.size, self._row)
+        for prepare in self._before:
             prepare(run, chunk, arguments)
         return arguments
 
     def take(self, run: ColumnRun, chunk: int, results: Sequence[Any]) -> None:
         """Takes the results."""
-        template, slots = self.template, run.slots[chunk]
-        run.accumulators.update(zip(template.accumulators, results, strict=False))
-        for place, slot in template.stores:
+        slots, accumulators = run.slots[chunk], run.accumulators
+        for place, key in enumerate(self._keys):
+            accumulators[key] = results[place]
+        for place, slot in self._stores:
             slots[slot] = results[place]
-        for take in self.after:
+        for take in self._after:
             take(run, chunk, results)
-        for slot in template.releases:
+        for slot in self._releases:
             slots[slot] = None
 
 
@@ -224,9 +238,9 @@ class Compute:
 
     def __call__(self, run: StepRun, chunk: int) -> None:
         """In turn."""
-        for own, column in zip(self.dispatches, run.columns, strict=False):
-            arguments = own.bind(column, chunk)
-            own.take(column, chunk, column.reading.launch(own.template, arguments, chunk))
+        # Each keyword of a call takes a fiftieth of what the library takes for a program.
+        for column, own in zip(run.columns, self.dispatches):  # noqa: B905
+            own.take(column, chunk, column.reading.launch(own.template, own.bind(column, chunk), chunk))
 
 
 @dataclass(frozen=True, eq=False)
@@ -249,21 +263,22 @@ class SendOn:
 
     Attributes:
       sends: what goes where, by column.
-      tag: says what a transfer between processes is; None if there are none.
+      tags: likewise, what says what a transfer between processes is; None where there are none.
     """
 
     sends: tuple[Send, ...]
-    tag: Callable[[int, int], Any] | None = None
+    tags: tuple[Callable[[int], Tag | None] | None, ...]
 
     def __call__(self, run: StepRun, chunk: int) -> None:
         """Starts the transfers."""
-        for number, (send, column) in enumerate(zip(self.sends, run.columns, strict=False)):
-            slots = column.slots[chunk]
-            tag = None if self.tag is None else self.tag(number, chunk)
-            copies = column.reading.copy_to([slots[slot] for slot in send.sources], send.target, tag)
-            for slot, copy in zip(send.targets, copies, strict=True):
+        for (target, sources, targets, releases), column, find_tag in zip(  # noqa: B905  # see `Compute`
+            self.sends, run.columns, self.tags
+        ):
+            slots, tag = column.slots[chunk], None if find_tag is None else find_tag(chunk)
+            copies = column.reading.copy_to([slots[slot] for slot in sources], target, tag)
+            for slot, copy in zip(targets, copies):  # noqa: B905
                 slots[slot] = copy
-            for slot in send.releases:
+            for slot in releases:
                 slots[slot] = None
 
 
