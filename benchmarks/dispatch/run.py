@@ -8,7 +8,7 @@ without its weight update, is divided by the number of dispatches: a forward and
 micro-batch, one of both on the last stage. Programs handle one micro-batch each, so a dispatch is an
 action. Every case is a process of its own.
 
-Two cases are split: further rounds time the calls of jitted functions and of `placement.copy_to` within
+Two cases are split: further rounds time the calls of jitted functions and of `placing.copy_to` within
 `accumulate`; what is left is Python of the library. In the same process as many jitted functions of as many
 arguments and results are called, and as many arrays copied, in bare loops: the least that jaxlib takes. The
 last figure is the time to make and check the largest schedule, which happens once.
@@ -55,8 +55,7 @@ def measure_case(num_stages: int, num_micro_batches: int, num_rounds: int) -> di
     import optax
 
     from ipu_pipeline import engine
-    from ipu_pipeline.engine.execution import executor as executor_module
-    from ipu_pipeline.engine.execution.executor import Executor
+    from ipu_pipeline.engine.execution.runner import ColumnRunner
 
     def multiply(w: Any, x: Any) -> Any:
         return w * x
@@ -74,7 +73,7 @@ def measure_case(num_stages: int, num_micro_batches: int, num_rounds: int) -> di
     state = pipeline.init(jax.random.key(0), x)
     placed = pipeline.place_micro_batches([x] * num_micro_batches)
     executor = pipeline.prepare()
-    assert isinstance(executor, Executor)
+    assert isinstance(executor, ColumnRunner)
     num_dispatches = (2 * num_stages - 1) * num_micro_batches
     num_steps = max(1, round(NUM_DISPATCHES / num_dispatches))
     clocks = Clocks()
@@ -83,7 +82,7 @@ def measure_case(num_stages: int, num_micro_batches: int, num_rounds: int) -> di
         nonlocal state
         taker = placed.taker(executor, num_micro_batches)
         pending = clocks.run("dispatch", pipeline.accumulate, state, taker, [])
-        state, _collected = clocks.run("update", pipeline.update, state, pending)
+        state = clocks.run("update", pipeline.update, state, pending).state.pipeline
         jax.block_until_ready(state)
 
     def run_rounds(*steps: Callable[[], None]) -> dict[str, list[float]]:
@@ -101,10 +100,11 @@ def measure_case(num_stages: int, num_micro_batches: int, num_rounds: int) -> di
 
     taken = run_rounds(run_step)
     if (num_stages, num_micro_batches) in SPLIT_CASES:
-        bare_loops = make_bare_loops(executor, pipeline.timetable(num_micro_batches), clocks)
-        for template in executor.plan.templates.values():
+        (column,) = executor.columns
+        bare_loops = make_bare_loops(column, executor.order(num_micro_batches), clocks)
+        for template in column.plan.templates.values():
             template.function = functools.partial(clocks.run, "calls", template.function)
-        executor_module.copy_to = functools.partial(clocks.run, "copies", executor_module.copy_to)
+        column.devices.copy_to = functools.partial(clocks.run, "copies", column.devices.copy_to)
         split = run_rounds(run_step, *bare_loops)
         columns = zip(split.pop("dispatch"), split["calls"], split["copies"], strict=True)
         taken |= split | {"rest": [dispatch - calls - copies for dispatch, calls, copies in columns]}
@@ -126,29 +126,30 @@ class Clocks:
 
 
 def make_bare_loops(
-    executor: Any, timetable: Any, clocks: Clocks
+    column: Any, order: Any, clocks: Clocks
 ) -> tuple[Callable[[], None], Callable[[], None]]:
     """Loops that call and copy as often and as much as a step does; on the clocks as "bare ..."."""
     import jax
     import jax.numpy as jnp
 
     from ipu_pipeline.engine.devices.placing import copy_to
+    from ipu_pipeline.engine.execution.steps import Compute
 
-    numbers = Counter(template.index for template, _chunks in executor.plan.dispatches(timetable))
+    computed = [action.template for action, _chunk in order if isinstance(action, Compute)]
+    numbers = Counter(template.index for template in computed)
     calls, copies = [], []
-    for template in executor.plan.templates.values():
-        arguments = jax.device_put([jnp.ones(())] * template.num_arguments, template.row.replicated)
-        moved = {result for _row, results, _slots in template.transfers for result in results}
+    for template in column.plan.templates.values():
+        arguments = jax.device_put([jnp.ones(())] * len(template.arguments), template.row.replicated)
         stored = {result for result, _slot in template.stores}
-        num_results = len(template.accumulators) + len(moved | stored)
+        num_results = len(template.accumulators) + len(stored)
 
         def multiply(*values: Any, num_results: int = num_results) -> list[Any]:
             return [values[number % len(values)] * 2.0 for number in range(num_results)]
 
         function = jax.jit(multiply, donate_argnums=tuple(range(len(template.accumulators))))
         calls.append((function, arguments, len(template.accumulators), numbers[template.index]))
-        for row, results, _slots in template.transfers:
-            copies.append((arguments[-1:] * len(results), row, numbers[template.index]))
+        for send in template.sends:
+            copies.append((arguments[-1:] * len(send.sources), send.target, numbers[template.index]))
 
     def call() -> None:
         for function, arguments, num_accumulators, number in calls:

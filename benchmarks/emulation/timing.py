@@ -12,7 +12,7 @@ import jax
 
 from ipu_pipeline import engine
 from ipu_pipeline.engine.devices.placing import copy_to
-from ipu_pipeline.engine.execution.executor import Executor
+from ipu_pipeline.engine.execution.runner import ColumnRunner
 from ipu_pipeline.engine.schedules import ActionKind, Costs, LinkSpeed, Scenario, predict_step_time
 
 __all__ = ["ProgramTimer", "Times", "ideal_seconds", "make_scenario", "time_programs"]
@@ -50,20 +50,22 @@ class ProgramTimer:
           micro_batches: of a step; or what `place_micro_batches` returned.
 
         Raises:
-          ValueError: all stages are on one IPU, and one program.
+          ValueError: all stages are on one IPU, and one program; or there are several replicas.
         """
         executor = pipeline.prepare()
-        if not isinstance(executor, Executor):
+        if not isinstance(executor, ColumnRunner) or len(executor.columns) > 1:
             raise ValueError(
-                "time_programs: all stages are on one IPU, where they are one program; device_mapping is "
-                f"{list(pipeline.device_mapping)}."
+                "time_programs: it times programs of stages, of one replica; all stages on one IPU are one "
+                f"program. device_mapping is {list(pipeline.device_mapping)}, num_replicas "
+                f"{pipeline.num_replicas}."
             )
         running = _copies(jax.tree.leaves(pipeline.place(state)))
         state = jax.tree.unflatten(jax.tree.structure(state), running)
         micro_batches = micro_batches if hasattr(micro_batches, "taker") else list(micro_batches)
         state, _outputs = pipeline.step(state, micro_batches)  # compiles
 
-        templates, functions = list(executor.plan.templates.values()), executor.weight_update.functions
+        templates = list(executor.columns[0].plan.templates.values())
+        functions = executor.weight_update.functions
         known = [template.function for template in templates], list(functions)
         given: dict[Any, list[Any]] = {}
 
@@ -84,7 +86,7 @@ class ProgramTimer:
                 template.function = function
             functions[:] = known[1]
         self._programs = {(t.kind, t.stage): (t.function, given[t]) for t in templates}
-        self._transfers = {(t.kind, t.stage): self._sends(t, given[t]) for t in templates if t.transfers}
+        self._transfers = {(t.kind, t.stage): self._sends(t, given[t]) for t in templates if t.sends}
         updates = [] if pipeline.updates is None else pipeline.updates.updates
         self._updates = [
             (pipeline.device_mapping[program.stage], functions[number], given[number])
@@ -97,8 +99,9 @@ class ProgramTimer:
     @staticmethod
     def _sends(template: Any, arguments: Sequence[Any]) -> tuple[Callable[..., Any], list[Any]]:
         results = template.function(*_copies(arguments))
-        places = [places for _row, places, _slots in template.transfers]
-        targets = [row for row, _places, _slots in template.transfers]
+        place_of = {slot: place for place, slot in template.stores}
+        places = [[place_of[slot] for slot in send.sources] for send in template.sends]
+        targets = [send.target for send in template.sends]
 
         def send(*arrays: Any) -> list[Any]:
             left = iter(arrays)

@@ -38,7 +38,7 @@ def measure(schedule: str, plan: str) -> Row:
 
     from benchmarks import models
     from ipu_pipeline import engine
-    from ipu_pipeline.engine.execution.executor import Executor
+    from ipu_pipeline.engine.execution.runner import ColumnRunner
     from ipu_pipeline.reports.live_bytes import LiveBytes
 
     model = models.make_mlp(64, 32, 8, NUM_STAGES)
@@ -54,7 +54,7 @@ def measure(schedule: str, plan: str) -> Row:
     micro_batches = model.micro_batches(NUM_MICRO_BATCHES)
     state = pipeline.init(jax.random.key(0), micro_batches[0])
     executor: Any = pipeline.prepare()
-    assert isinstance(executor, Executor)
+    assert isinstance(executor, ColumnRunner)
     measured = LiveBytes(executor)
     jax.block_until_ready(pipeline.step(state, micro_batches)[0])
     worst, text = 1.0, ""

@@ -138,12 +138,12 @@ class Pipeline:
         self._chosen_plan: DispatchPlan | None = None
         self._built: Built | None = None
         self._programs: tuple[StagePrograms, ...] = ()
-        self._executor: Runner[Any] | None = None
+        self._runner: Runner[Any] | None = None
         self._kept = kept.current()
         self._accumulators: dict[str, Any] | None = None  # the zeros that the last update left
         self._placed: weakref.ref[PipelineState] | None = None  # the last state that is known to be placed
         # A function by itself, so that what calls it does not hold the pipeline: an infeed holds the
-        # executor, and the pipeline's program the infeed.
+        # runner, and the pipeline's program the infeed.
         self._make_timetable = functools.partial(
             _make_timetable, schedule, mapping, options.loss is not None, levels
         )
@@ -266,7 +266,7 @@ class Pipeline:
             in_flight: Sequence[int] = (self.num_serialized,) * len(self.device_mapping)
         else:
             in_flight = [chunk_size * chunks for chunks in self.timetable(count // chunk_size).in_flight]
-        known = {} if self._executor is None else self._executor.residual_bytes
+        known = {} if self._runner is None else self._runner.residual_bytes
         return plan_stages(self.traced, self._programs, self.device_mapping, in_flight, known)
 
     def plan_ipu_memory(self, num_micro_batches: int | None = None) -> tuple[IpuMemory, ...]:
@@ -392,7 +392,7 @@ class Pipeline:
         other = copy.copy(self)
         options = dataclasses.replace(self.options, dispatch_plan=plan)
         recipe = dataclasses.replace(self._recipe, options=options)
-        vars(other).update(_recipe=recipe, _executor=None, _accumulators=None, _placed=None)
+        vars(other).update(_recipe=recipe, _runner=None, _accumulators=None, _placed=None)
         return other
 
     def plan_accumulators(self) -> AccumulatorPlan:
@@ -438,7 +438,7 @@ class Pipeline:
         """Says what stages keep for their backward. If that is new, everything is compiled again."""
         if recompute is self._recompute:
             return
-        self._recompute, self._executor = recompute, None
+        self._recompute, self._runner = recompute, None
         self._chosen_plan = None
         if self._built is not None:
             self._programs = self._built.make_programs(recompute)
@@ -454,12 +454,12 @@ class Pipeline:
           ValueError: the number is not usable.
         """
         self._has_identical_keys = identical_keys
-        if isinstance(self._executor, ColumnRunner):
-            self._executor.replicas.has_identical_keys = identical_keys
+        if isinstance(self._runner, ColumnRunner):
+            self._runner.replicas.has_identical_keys = identical_keys
         if num_replicas == self._num_replicas:
             return
         check_replicas(num_replicas, self.num_serialized)
-        self._num_replicas, self._executor, self._chosen_plan = num_replicas, None, None
+        self._num_replicas, self._runner, self._chosen_plan = num_replicas, None, None
         self._compiler_options = self._plan_compiler_options()
 
     def prepare(self, devices: Sequence[Any] | None = None) -> Runner[Any]:
@@ -472,8 +472,8 @@ class Pipeline:
         Raises:
           ValueError: there are too few devices, or XLA refuses a compiler option.
         """
-        if self._executor is not None and (devices is None or self._has_devices(devices)):
-            return self._executor
+        if self._runner is not None and (devices is None or self._has_devices(devices)):
+            return self._runner
         if devices is None:
             devices = jax.devices() if self._devices is None else self._devices
         number, each = self._num_replicas, self.options.num_devices_per_ipu
@@ -500,7 +500,7 @@ class Pipeline:
         self._placed = self._accumulators = None
         self._agree(devices[:needed])
         if self.is_one_program:
-            self._executor = BlockRunner(
+            self._runner = BlockRunner(
                 self._make_residence(rows),
                 self._programs,
                 self.collecting,
@@ -518,7 +518,7 @@ class Pipeline:
                 own = [make_rows(devices[start:], self.device_mapping, 1, each) for start in starts]
                 homes = list(map(self._make_residence, own))
             assert plan is not None
-            self._executor = runner = ColumnRunner(
+            self._runner = runner = ColumnRunner(
                 residence,
                 homes,
                 self._programs,
@@ -533,8 +533,8 @@ class Pipeline:
             runner.replicas.has_identical_keys = self._has_identical_keys
             if number > 1 and not self.options.gathers_outputs:
                 runner.keep_outputs()
-        self._executor.kept = self._kept
-        return self._executor
+        self._runner.kept = self._kept
+        return self._runner
 
     def _agree(self, devices: Sequence[Any]) -> None:
         """Sees that all processes of the run have the same pipeline."""
@@ -584,11 +584,11 @@ class Pipeline:
                 "jax.random.wrap_key_data makes one of a raw key."
             )
         self.trace(micro_batch, *inputs)
-        executor = self.prepare()
+        runner = self.prepare()
         variables: dict[str, Any] = {}
         for name, spec in self.variables.items():  # one at a time: together they may not fit one device
-            made = initial_value(spec, key) if executor.residence.has_variable(name) else spec
-            variables |= executor.residence.place_variables({name: made})
+            made = initial_value(spec, key) if runner.residence.has_variable(name) else spec
+            variables |= runner.residence.place_variables({name: made})
         return PipelineState(
             variables=variables,
             optimizer_state=self.init_optimizer_state(variables),
@@ -683,7 +683,7 @@ class Pipeline:
                 raise OutOfRangeError(_describe_shortage(0, every)) from None
             self.trace(first, *inputs)
             iterator = _chain(first, iterator)
-        executor = self.prepare()
+        runner = self.prepare()
         numbers = iter(range(every))
 
         def take(wanted: int) -> list[Any]:
@@ -693,7 +693,7 @@ class Pipeline:
                 element = next(iterator)
             except StopIteration:
                 raise OutOfRangeError(_describe_shortage(number, every)) from None
-            return [executor.place_element(self.check_element(element, number))]
+            return [runner.place_element(self.check_element(element, number))]
 
         has_feed = bool(jax.tree.leaves(self.traced.element))
         return self._step(state, take if has_feed else take_nothing, inputs, num_micro_batches)
@@ -709,12 +709,12 @@ class Pipeline:
           ValueError: a micro-batch has another shape, dtype or structure than the pipeline was traced for;
             or a program handles several, and there is another number than these make.
         """
-        executor = self.prepare()
+        runner = self.prepare()
         elements: list[Any] = [
-            executor.place_element(self.check_element(element, number))
+            runner.place_element(self.check_element(element, number))
             for number, element in enumerate(micro_batches)
         ]
-        return PlacedMicroBatches(executor, len(elements), executor.place_ahead(elements))
+        return PlacedMicroBatches(runner, len(elements), runner.place_ahead(elements))
 
     def _step(
         self, state: PipelineState, take: Take, inputs: Sequence[Any], num_micro_batches: int | None

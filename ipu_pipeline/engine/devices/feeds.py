@@ -188,29 +188,29 @@ def _stack(*parts: Any) -> Any:
 class PlacedMicroBatches:
     """The micro-batches of a step on the devices of a pipeline."""
 
-    def __init__(self, executor: Any, number: int, elements: Sequence[Any]) -> None:
+    def __init__(self, runner: Any, number: int, elements: Sequence[Any]) -> None:
         """Made by `Pipeline.place_micro_batches`.
 
         Args:
-          executor: what placed them.
+          runner: what placed them.
           number: how many micro-batches there are.
           elements: what it takes.
         """
-        self._executor = executor
+        self._runner = runner
         self._number = number
         self._elements = elements
 
-    def taker(self, executor: Any, every: int) -> Take:
+    def taker(self, runner: Any, every: int) -> Take:
         """A function that takes them.
 
         Args:
-          executor: what they are for.
+          runner: what they are for.
           every: how many a step has.
 
         Raises:
           ValueError: they are for another pipeline, or other devices; or too few or too many.
         """
-        if executor is not self._executor:
+        if runner is not self._runner:
             raise ValueError(
                 "micro_batches: they were placed by another pipeline, or before this one got other devices "
                 "or recomputation; call its place_micro_batches again."

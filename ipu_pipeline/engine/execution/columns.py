@@ -17,10 +17,10 @@ from ipu_pipeline.engine.devices.placing import put, put_host_copies
 from ipu_pipeline.engine.devices.residence import Residence
 from ipu_pipeline.engine.devices.rows import WHOLE, Row
 from ipu_pipeline.engine.execution.contract import Request
-from ipu_pipeline.engine.execution.dispatches import make_plan
 from ipu_pipeline.engine.execution.kept import jit_zeros
 from ipu_pipeline.engine.execution.outputs import NoOutputs, Outputs, Wanted
 from ipu_pipeline.engine.execution.phases import PhaseRun
+from ipu_pipeline.engine.execution.plans import make_plan
 from ipu_pipeline.engine.execution.readings import Counting, Devices, Reading, WatchedDevices
 from ipu_pipeline.engine.execution.steps import ColumnRun
 from ipu_pipeline.engine.execution.templates import Template
@@ -76,6 +76,7 @@ class Column:
     Attributes:
       residence: where its part of the state lives.
       plan: its programs, and what they exchange.
+      devices: what values are where nobody watches.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class Column:
         self._num_carried = len(carried)
         self._fed_slots = [slot for slot in self.plan.feed_slots if slot.leaf >= len(carried)]
         self._feed = Feed(functools.partial(self._place_leaves, put, len(carried)), chunk.size)
-        self._devices = Devices(residence.constants)
+        self.devices = Devices(residence.constants)
         self._wanted = Wanted(
             self.plan,
             chunk,
@@ -260,7 +261,7 @@ class Column:
           num_chunks: how many chunks there are.
           runner: that a watcher knows.
         """
-        reading: Reading = self._devices
+        reading: Reading = self.devices
         step = int(as_int32(state.pipeline.execution_count))
         if (watcher := watching.current()) is not None:
             counting = Counting(step, request.iteration, self._chunk.size)

@@ -11,7 +11,7 @@ import jax
 
 from ipu_pipeline.engine.devices.elsewhere import absent
 from ipu_pipeline.engine.devices.rows import Row
-from ipu_pipeline.engine.execution.dispatches import Plan
+from ipu_pipeline.engine.execution.plans import Plan
 from ipu_pipeline.engine.execution.readings import Reading
 from ipu_pipeline.engine.programs.chunks import ChunkForm
 from ipu_pipeline.engine.programs.collecting import Collecting

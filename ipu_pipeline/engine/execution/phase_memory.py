@@ -24,7 +24,7 @@ from ipu_pipeline.engine.devices.residence import Residence
 from ipu_pipeline.engine.devices.rows import Row
 from ipu_pipeline.engine.devices.underway import Underway
 from ipu_pipeline.engine.execution.columns import Column
-from ipu_pipeline.engine.execution.dispatches import Plan
+from ipu_pipeline.engine.execution.plans import Plan
 from ipu_pipeline.engine.execution.steps import ColumnRun, Order, StepRun
 from ipu_pipeline.engine.execution.templates import Template
 from ipu_pipeline.engine.jaxprs.shapes import num_bytes

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ipu_pipeline.engine.devices.rows import Row
-from ipu_pipeline.engine.execution.dispatches import Plan
+from ipu_pipeline.engine.execution.plans import Plan
 from ipu_pipeline.engine.execution.readings import Reading, store_slots
 from ipu_pipeline.engine.schedules.execution_phases import ExecutionPhases
 

@@ -23,9 +23,9 @@ from ipu_pipeline.engine.devices import action_log
 from ipu_pipeline.engine.devices.links import Tag
 from ipu_pipeline.engine.devices.residence import Residence
 from ipu_pipeline.engine.devices.rows import WHOLE, Row
-from ipu_pipeline.engine.execution.dispatches import Plan
 from ipu_pipeline.engine.execution.outputs import Outputs
 from ipu_pipeline.engine.execution.phases import PhaseRun
+from ipu_pipeline.engine.execution.plans import Plan
 from ipu_pipeline.engine.execution.readings import Reading, store_slots
 from ipu_pipeline.engine.execution.templates import Send, Template
 from ipu_pipeline.engine.programs.bindings import BindingKind

@@ -1,7 +1,7 @@
 """A stage's joint jaxpr of forward and backward, cut into the programs that run.
 
 Equations that depend on a cotangent are the backward. What crosses is a residual, with two exceptions: the
-executor holds the inputs of the stage anyway, and what depends on variables and constants alone is computed
+runner holds the inputs of the stage anyway, and what depends on variables and constants alone is computed
 again in the backward.
 """
 

@@ -4,7 +4,7 @@ A stage's jaxpr is differentiated once, by `jax.vjp`, which gives a joint jaxpr 
 backward. What depends on a cotangent is the backward, the rest is the forward, and what crosses from
 one to the other is a residual, unless the backward can have it without storing it:
 
-1. inputs of the stage are held by the executor anyway;
+1. inputs of the stage are held by the runner anyway;
 2. what depends on variables and constants alone is computed again in the backward;
 3. with recomputation the stage is differentiated in segments (see `recomputation`), and only their
    beginnings cross.

@@ -93,7 +93,7 @@ class StagePrograms:
       forward: the forward; on the last stage of a pipeline that trains, forward and backward.
       backward: None if the forward does it, or if nothing needs a gradient.
       residuals: shapes and dtypes of what is stored between the two; the stage's inputs, which the
-        executor holds anyway, are not among them.
+        runner holds anyway, are not among them.
       trained: positions in the stage's variables of those that have an accumulator.
     """
 

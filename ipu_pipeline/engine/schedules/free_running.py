@@ -1,7 +1,7 @@
 """IPUs that wait for data only: when each program of a step runs. No JAX.
 
 The host starts the programs one after another, in the order of the timetable, and runs ahead of the IPUs,
-as the engine's executor does. A program begins as soon as it has been started, its IPU is done with the one
+as the engine's runner does. A program begins as soon as it has been started, its IPU is done with the one
 before, and all that it reads has arrived. So it begins at the latest of three times, and one pass in the
 order of the timetable finds them all.
 

@@ -1,7 +1,7 @@
 """IPUs that wait for data only, in execution phases: when each program of a step runs. No JAX.
 
 Each IPU has a link from host memory and one to it, and each carries one thing at a time. The host asks for
-what a program needs right before it starts the program, as the engine's executor does, and it waits where
+what a program needs right before it starts the program, as the engine's runner does, and it waits where
 another phase begins, until all but `num_ahead` of those before have ended and what they leave has arrived
 in host memory. Weight updates follow behind the last phase, and each is waited for likewise.
 

@@ -1,13 +1,9 @@
-"""From a schedule to dispatches: what the executor starts, with every argument's place worked out.
+"""The programs of a column, and the slots of what they exchange.
 
-An action of a schedule says which stage handles which micro-batch. A dispatch is a jitted program, a
-`Template`, which is the same for all micro-batches: arguments that stay the same during a step are filled
-in once a step, the others are numbers of slots. A micro-batch's values live in a list of slots, from the
-program that makes them to the last one that reads them. Where programs handle chunks of micro-batches, a
-chunk takes a micro-batch's place here.
-
-A dispatch is an action. The last stage's forward and backward are one program, dispatched where the
-schedule has the forward; a backward with nothing to compute is no dispatch.
+A program is a `Template`, which is the same for all micro-batches: arguments that stay the same during a
+step are filled in once a step, the others are numbers of slots. A micro-batch's values live in a list of
+slots, from the program that makes them to the last one that reads them; what goes to another row has a slot
+on either. Where programs handle chunks of micro-batches, a chunk takes a micro-batch's place.
 """
 
 from __future__ import annotations
