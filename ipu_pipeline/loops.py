@@ -11,8 +11,8 @@ import numpy as np
 from jax.extend import core as jex_core
 
 from ipu_pipeline.engine import jax_compat
+from ipu_pipeline.engine.loop import Loop
 from ipu_pipeline.engine.loops.bodies import trace_body
-from ipu_pipeline.engine.loops.loop import Loop
 from ipu_pipeline.engine.tracing import frames
 from ipu_pipeline.engine.tracing.captures import Captures
 from ipu_pipeline.engine.tracing.faults import describe_arguments, name_of

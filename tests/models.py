@@ -76,7 +76,7 @@ def run_loop(loop, state, elements, iteration=0):
     runner = loop.prepare(jax.devices())
     taken = iter([runner.place_element(element) for element in elements])
     for number in range(len(elements)):
-        request = Request([], loop.updated_every, limit=1, total=1, iteration=iteration + number)
+        request = Request([], loop.updated_every(), limit=1, total=1, iteration=iteration + number)
         pending = runner.fetch(state, request, lambda _wanted: [next(taken)])
         state = runner.run(state, pending).state
     return state

@@ -13,7 +13,7 @@ import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline import loops
-from ipu_pipeline.engine.loops.loop import Loop
+from ipu_pipeline.engine.loop import Loop
 from ipu_pipeline.errors import OutOfRangeError
 from ipu_pipeline.ipu_infeed_queue import IPUInfeedQueue
 from ipu_pipeline.ipu_outfeed_queue import IPUOutfeedMode, IPUOutfeedQueue

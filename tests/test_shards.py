@@ -9,8 +9,8 @@ import optax
 import pytest
 
 import ipu_pipeline as ipu
+from ipu_pipeline.engine.loop import Loop
 from ipu_pipeline.engine.loops.bodies import trace_body
-from ipu_pipeline.engine.loops.loop import Loop
 from ipu_pipeline.engine.state import PipelineState
 from ipu_pipeline.engine.tracing import frames
 from ipu_pipeline.engine.tracing.specs import initial_value
@@ -43,7 +43,7 @@ def run(body, *element):
     key = jax.random.key(5)
     variables = {name: initial_value(spec, key) for name, spec in loop.variables.items()}
     start = jax.tree.map(np.asarray, variables)
-    state = loop.place(PipelineState(variables, None, np.int32(0), np.int32(0), key), {}, 0)
+    state = loop.place_run(PipelineState(variables, None, np.int32(0), np.int32(0), key), {}, 0)
     state = models.run_loop(loop, state, [element])
     assert state.num_accumulated == 0
     new = jax.tree.map(np.asarray, state.pipeline.variables)
@@ -301,7 +301,7 @@ def test_state_stays_where_its_shard_is(rng):
     loop.prepare(jax.devices())
     key = jax.random.key(0)
     variables = {name: initial_value(spec, key) for name, spec in loop.variables.items()}
-    state = loop.place(PipelineState(variables, None, np.int32(0), np.int32(0), key), {}, 0)
+    state = loop.place_run(PipelineState(variables, None, np.int32(0), np.int32(0), key), {}, 0)
     x = rng.normal(size=SHAPE).astype("float32")
     state = models.run_loop(loop, state, [[x]] * 2)
     for kept in (state.pipeline.variables, state.accumulators, state.pipeline.optimizer_state.trace):
@@ -427,7 +427,7 @@ def test_what_each_ipu_takes(shards):
     loop, start, trace_, _new = run(body, x)
     sizes = {name: value.nbytes for name, value in start.items()}
     assert sizes == {name: value.nbytes for name, value in trace_.items()}
-    for plan in loop.plan_memory(1):
+    for plan in loop.plan_ipu_memory(1):
         own = sum(
             sizes[name] for name, ipu in zip(("first", "second"), shards, strict=True) if ipu == plan.ipu
         )

@@ -8,8 +8,8 @@ import pytest
 
 from ipu_pipeline import engine, scopes
 from ipu_pipeline.engine import reference
+from ipu_pipeline.engine.loop import Loop
 from ipu_pipeline.engine.loops.bodies import trace_body
-from ipu_pipeline.engine.loops.loop import Loop
 from ipu_pipeline.engine.state import PipelineState
 from ipu_pipeline.engine.tracing import frames
 from ipu_pipeline.engine.tracing.specs import initial_value
@@ -46,7 +46,7 @@ def run(dtype, accumulator_dtype, reduction, elements):
     variables = {name: initial_value(spec, key) for name, spec in loop.variables.items()}
     start = PipelineState(variables, None, np.int32(0), np.int32(0), key)
     expected = jax.tree.map(jnp.copy, start)
-    state = loop.place(start, {}, 0)
+    state = loop.place_run(start, {}, 0)
     for number, element in enumerate(elements):
         state = models.run_loop(loop, state, [element], number)
         if (number + 1) % COUNT == 0:

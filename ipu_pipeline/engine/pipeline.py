@@ -30,7 +30,7 @@ from ipu_pipeline.engine.enumerations import parse_member
 from ipu_pipeline.engine.errors import OutOfRangeError
 from ipu_pipeline.engine.execution import kept
 from ipu_pipeline.engine.execution.blocks.runner import BlockRunner
-from ipu_pipeline.engine.execution.contract import Pending, Request, Runner
+from ipu_pipeline.engine.execution.contract import Iterated, Pending, Request, Runner
 from ipu_pipeline.engine.execution.runner import ColumnRunner
 from ipu_pipeline.engine.execution.watched import rehearse
 from ipu_pipeline.engine.jaxprs.shapes import as_shape, check_like, describe_structures
@@ -121,7 +121,21 @@ class Pipeline:
             )
         if options.execution_phases is not None:
             options.execution_phases.check(levels[-1] + 1, schedule, options.num_serialized)
-        self._recipe = Recipe(functions, mapping, options)
+        self._begin(Recipe(functions, mapping, options), levels, options.loss is not None)
+        # One program needs no timetable, but a schedule of the user's is checked all the same.
+        known = 1 if count is None else count
+        self.timetable(min(known, 64) if self.is_one_program else known)
+
+    def _begin(self, recipe: Recipe, levels: Sequence[int], trains: bool) -> None:
+        """Checks what is said of a pipeline, and takes it.
+
+        Args:
+          recipe: what it is made of.
+          levels: of its stages.
+          trains: whether it goes backward.
+        """
+        self._recipe, options, mapping = recipe, recipe.options, recipe.mapping
+        schedule, count = options.schedule, options.num_micro_batches
         self._num_replicas, self._has_identical_keys = options.num_replicas, False
         if options.dispatch_plan is not None:
             check_dispatch_plan(options.dispatch_plan, count, self.is_one_program)
@@ -144,12 +158,9 @@ class Pipeline:
         self._placed: weakref.ref[PipelineState] | None = None  # the last state that is known to be placed
         # A function by itself, so that what calls it does not hold the pipeline: an infeed holds the
         # runner, and the pipeline's program the infeed.
-        self._make_timetable = functools.partial(
-            _make_timetable, schedule, mapping, options.loss is not None, levels
+        self._make_timetable: Callable[[int], schedules.Timetable] = functools.partial(
+            _make_timetable, schedule, mapping, trains, tuple(levels)
         )
-        # One program needs no timetable, but a schedule of the user's is checked all the same.
-        known = 1 if count is None else count
-        self.timetable(min(known, 64) if self.is_one_program else known)
 
     def _plan_compiler_options(self) -> CompilerOptions:
         options = self.options
@@ -201,6 +212,16 @@ class Pipeline:
             return False
         is_one_device = self._num_replicas == self.options.num_devices_per_ipu == 1
         return is_one_device and len(set(self.device_mapping)) == 1
+
+    @property
+    def _iterated(self) -> Iterated | None:
+        """What makes it the body of a loop."""
+        return None
+
+    @property
+    def num_carried(self) -> int:
+        """How many leaves at the beginning of a micro-batch come from the one before; 0 but in a loop."""
+        return 0 if self._iterated is None else len(self._iterated.carried)
 
     @property
     def built(self) -> Built:
@@ -508,6 +529,7 @@ class Pipeline:
                 block_bytes=self.options.block_bytes,
                 num_serialized=self.num_serialized,
                 has_fixed_room=self.num_micro_batches is None,
+                iterated=self._iterated,
                 options=self._compiler_options.whole,
             )
         else:
@@ -527,7 +549,8 @@ class Pipeline:
                 self.collecting,
                 self._compiler_options,
                 plan,
-                phases=self.options.execution_phases,
+                self._iterated,
+                self.options.execution_phases,
             )
             runner.replicas.joins_assigned = self.options.joins_assigned
             runner.replicas.has_identical_keys = self._has_identical_keys

@@ -25,7 +25,7 @@ import jax
 
 from ipu_pipeline.engine.devices.elsewhere import is_here
 from ipu_pipeline.engine.execution.contract import Runner
-from ipu_pipeline.engine.loops.loop import Loop
+from ipu_pipeline.engine.loop import Loop
 from ipu_pipeline.engine.pipeline import Pipeline
 from ipu_pipeline.engine.planning.memory_plans import IpuMemory
 from ipu_pipeline.processes import board, interrupts, launched
@@ -45,16 +45,15 @@ _logger = logging.getLogger("ipu_pipeline")
 class Run:
     """A pipeline or loop that has been run, and may be again; a context manager for while it runs."""
 
-    def __init__(self, name: str, model: Pipeline | Loop, devices: Sequence[Any], count: int) -> None:
+    def __init__(self, name: str, model: Pipeline, devices: Sequence[Any], count: int) -> None:
         """Made by `running`."""
-        is_loop = isinstance(model, Loop)
         self._size = model.num_ipus  # of each replica
         starts = range(0, self._size * model.num_replicas, self._size)
         ipus = {start + ipu for start in starts for ipu in model.device_mapping}
         self._facts = {
             "name": name,
             "trains": model.updates is not None,
-            "unit": "iteration" if is_loop else "micro-batch",
+            "unit": "iteration" if isinstance(model, Loop) else "micro-batch",
             "batch_size": _find_batch_size(model),
             "process": jax.process_index(),
             "num_processes": jax.process_count(),
@@ -258,7 +257,7 @@ os.register_at_fork(after_in_child=_begin_anew)
 def running(
     owner: object,
     name: str,
-    model: Pipeline | Loop,
+    model: Pipeline,
     runner: Runner[Any],
     devices: Sequence[Any],
     count: int,
@@ -276,10 +275,8 @@ def running(
     Returns:
       What counts.
     """
-    last = model.body.shards[-1] if isinstance(model, Loop) else model.device_mapping[-1]
-    if isinstance(model, Pipeline):  # an IPU is known by its first device
-        devices = devices[:: model.options.num_devices_per_ipu]
-    launched.tell_results(devices[last].process_index)
+    devices = devices[:: model.options.num_devices_per_ipu]  # an IPU is known by its first device
+    launched.tell_results(devices[model.device_mapping[-1]].process_index)
     if os.environ.get(SWITCH_VARIABLE) == "0":
         return _unannounced
     announcer, key = _announcer, (id(owner), name, model.updates is not None)
@@ -302,25 +299,18 @@ def _program() -> str:
     return (sys.argv[0] if getattr(sys, "argv", None) else "") or "python"
 
 
-def _find_batch_size(model: Pipeline | Loop) -> int | None:
+def _find_batch_size(model: Pipeline) -> int | None:
     """How many samples a micro-batch has: the first size of all that is fed; None if it has no such."""
-    if isinstance(model, Loop):
-        leaves = jax.tree.leaves(model.body.pipeline.element)[len(model.body.changing) :]
-    else:
-        leaves = jax.tree.leaves(model.traced.element)
+    leaves = jax.tree.leaves(model.traced.element)[model.num_carried :]
     sizes = {leaf.shape[0] for leaf in leaves if leaf.shape}
     return sizes.pop() if len(sizes) == 1 else None
 
 
-def _make_plan(
-    model_of: weakref.ref[Pipeline | Loop], count: int
-) -> Callable[[Runner[Any]], Sequence[IpuMemory]]:
+def _make_plan(model_of: weakref.ref[Pipeline], count: int) -> Callable[[Runner[Any]], Sequence[IpuMemory]]:
     def plan(runner: Runner[Any]) -> Sequence[IpuMemory]:
         model = model_of()
         if model is None:
             return ()
-        if isinstance(model, Loop):
-            return model.plan_memory(count)
         stages = model.plan_memory(count)
         return runner.plan_memory(model.built.accumulator_dtypes, stages, count * model.num_serialized)
 

@@ -18,7 +18,7 @@ from jax.extend import core as jex_core
 
 from ipu_pipeline import config
 from ipu_pipeline.engine import jax_compat
-from ipu_pipeline.engine.loops.loop import Loop
+from ipu_pipeline.engine.loop import Loop
 from ipu_pipeline.engine.pipeline import Pipeline
 from ipu_pipeline.engine.planning.summaries import PipelineSummary
 from ipu_pipeline.engine.programs.recomputation import Recomputation
@@ -71,7 +71,7 @@ class _Call(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def runner(self) -> Pipeline | Loop:
+    def runner(self) -> Pipeline:
         """The engine's pipeline or loop."""
 
     @property
@@ -297,7 +297,7 @@ class LoopCall(_Call):
     @property
     def updated_every(self) -> int:
         """Its mini-batches per weight update."""
-        return self.loop.updated_every
+        return self.loop.updated_every()
 
     @property
     def accumulated(self) -> set[str]:
@@ -333,7 +333,7 @@ class LoopCall(_Call):
     def placement(self) -> CallPlacement:
         """What went where."""
         body = self.loop.body
-        summary = summarize(body.pipeline, self.loop.programs, body.shards, len(body.changing))
+        summary = summarize(body.pipeline, self.loop.programs, body.shards, self.loop.num_carried)
         sent = summarize_update(self.loop.updates, body.shards)
         return CallPlacement(
             self.name, *summary, unit="iteration", sent=sent, replicas=self.replication.name_devices()

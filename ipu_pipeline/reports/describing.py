@@ -12,9 +12,7 @@ import jax
 
 from ipu_pipeline.engine.execution.blocks.runner import BlockRunner
 from ipu_pipeline.engine.jaxprs.shapes import num_bytes
-from ipu_pipeline.engine.pipeline import Pipeline
 from ipu_pipeline.engine.planning.crossings import find_flows
-from ipu_pipeline.engine.planning.memory import plan_stages
 from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.engine.watching import Launch, LaunchKind
 from ipu_pipeline.reports.profile import (
@@ -63,18 +61,13 @@ def describe_pipeline(one: Introduced, launches: Sequence[Launch]) -> PipelineFa
     """
     runner, owner, shares = one.runner, one.owner, one.shares
     traced = runner.residence.traced
-    is_pipeline = isinstance(owner, Pipeline)
-    kind = "loop" if not is_pipeline else "inference" if runner.residence.updates is None else "training"
-    schedule = owner.options.schedule if is_pipeline else "sequential"
-    plan = owner.dispatch_plan if is_pipeline else None
-    count = _count_micro_batches(launches) if is_pipeline else 1
+    is_loop = runner.iterated is not None
+    kind = "loop" if is_loop else "inference" if runner.residence.updates is None else "training"
+    schedule, plan = owner.options.schedule, owner.dispatch_plan
+    count = 1 if is_loop else _count_micro_batches(launches)
     chunk_size = 1 if plan is None else plan.chunk_size
-    if is_pipeline:
-        given = None if owner.num_micro_batches is not None else max(1, count // shares.num_serialized)
-        held, planned = owner.plan_memory(given), owner.plan_ipu_memory(given)
-    else:
-        held = plan_stages(traced, runner.programs, shares.ipus, [1] * len(traced.stages))
-        planned = owner.plan_memory(1)
+    given = None if owner.num_micro_batches is not None else max(1, count // shares.num_serialized)
+    held, planned = owner.plan_memory(given), owner.plan_ipu_memory(given)
     stages = [
         StageFacts(
             index=index,

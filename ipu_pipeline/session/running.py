@@ -274,7 +274,7 @@ def _run_loop(
     _introduce(call, runner)
     # Tables in host memory change between iterations.
     total = 1 if rows.trained_by(call) else _block_limit(call, count)
-    every = loop.updated_every
+    every = loop.updated_every()
     num_fetched = runner.num_fetched(total, every)  # by all replicas
     most = num_fetched // num_replicas
     state = store.place_loop_state(call)

@@ -285,7 +285,7 @@ class Store:
                 "another `name`."
             )
         accumulators, count = ({}, 0) if kept is None else (kept.accumulators, kept.count)
-        return call.loop.place(self.make_pipeline_state(call), accumulators, count)
+        return call.loop.place_run(self.make_pipeline_state(call), accumulators, count)
 
     def optimizer(self, name: str) -> KeptOptimizer:
         """The optimizer's state under a name.

@@ -56,9 +56,9 @@ FLOORS = (
     _folder("engine/loops"),
     _beside(
         "engine: roof",
-        "engine.pipeline_options engine.building engine.fingerprints engine.pipeline engine.measuring "
-        "engine.reference engine",
-        "The public call, Pipeline, and the plain loop that all is compared with",
+        "engine.pipeline_options engine.building engine.fingerprints engine.pipeline engine.loop "
+        "engine.measuring engine.reference engine",
+        "The public call, Pipeline, Loop, and the plain loop that all is compared with",
     ),
     _folder("processes"),
     _beside(

@@ -195,7 +195,7 @@ class Runner(abc.ABC, Generic[PendingT]):
         """The rest. It takes the memory of accumulators, and if that was allowed of all the state."""
 
     def settle(self, state: RunState) -> RunState:
-        """The state at the end of a loop's run, with what replicas have apart joined; see `ColumnRunner`."""
+        """The state at the end of a loop's run, with what replicas have apart joined."""
         return state
 
     def plan_memory(
