@@ -86,7 +86,7 @@ def test_tied_embeddings_equal_plain_jax(rng):
     state = pipeline.init(jax.random.key(0), step[0])
     variables = models.on_one_device(state.variables)
     elements = iter([[pipeline.prepare().place_element(micro_batch)] for micro_batch in step])
-    accumulated = pipeline.accumulate(state, lambda wanted: next(elements), []).accumulated
+    accumulated = pipeline.accumulate(state, lambda wanted: next(elements), []).stepped.columns[0]
     grads = [jax.grad(loss)(variables, *micro_batch) for micro_batch in step]
     total = jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *grads)
     accumulators = models.on_one_device(accumulated.accumulators)

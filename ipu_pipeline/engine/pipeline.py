@@ -5,6 +5,7 @@ Over 400 lines, a third of them docstrings: it offers building, running and ques
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -745,8 +746,15 @@ class Pipeline:
         _check_targets(self.traced, self.updates)
         state = self.place(state)
         input_leaves = self.check_inputs(inputs)
-        pending = self.accumulate(state, take, input_leaves, num_micro_batches=num_micro_batches)
-        progress = self.update(state, pending)
+        found: list[Progress] = []
+        self.run(
+            state,
+            take,
+            input_leaves,
+            lambda progress, _count: found.append(progress),
+            num_micro_batches=num_micro_batches,
+        )
+        (progress,) = found
         collects = self.options.collect_outputs
         unflatten = list if callable(collects) else self.traced.output_tree.unflatten if collects else None
         reader, reported = self.metrics, self.metrics.select(progress)
@@ -799,6 +807,55 @@ class Pipeline:
         inputs = [np.zeros(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(self.traced.inputs)]
         total = num_updates * every
         runner.compile(RunState(state, accumulators), Request(inputs, every, limit=total, total=total))
+
+    def run(
+        self,
+        state: PipelineState,
+        take: Take,
+        input_leaves: Sequence[Any],
+        on_update: Callable[[Progress, int], Any],
+        num_updates: int = 1,
+        num_total: int | None = None,
+        *,
+        num_micro_batches: int | None = None,
+        one_by_one: bool = False,
+        replacing: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+        should_stop: Callable[[], bool] | None = None,
+    ) -> PipelineState:
+        """Does weight updates, or executions without training, one after another or several together.
+
+        What is raised before an update has begun leaves the state of the last one, which was told.
+
+        Args:
+          state: placed, see `place`.
+          take: as for `accumulate`, and the next two.
+          input_leaves: the leaves of the inputs.
+          on_update: told what there is after some updates, and how many these were.
+          num_updates: how many are to be done.
+          num_total: how many there are in the run that they are a part of; None: as many.
+          num_micro_batches: as for `step`.
+          one_by_one: whether each is told before the next one begins.
+          replacing: gives a context for while the old state may be gone (its memory is given to the new
+            one) and the new one has not been told.
+          should_stop: asked after each time that `on_update` was told; True ends the run.
+
+        Returns:
+          The state after the last update, still being computed.
+        """
+        done, total = 0, num_updates if num_total is None else num_total
+        while done < num_updates:
+            wanted = (1, 1) if one_by_one else (num_updates - done, total)
+            pending = self.accumulate(state, take, input_leaves, *wanted, num_micro_batches)
+            with replacing():
+                before = int(state.execution_count)
+                progress = self.update(state, pending)
+                state = progress.state.pipeline
+                num_done = int(state.execution_count) - before
+                done += num_done
+                on_update(progress, num_done)
+            if should_stop is not None and should_stop():
+                break
+        return state
 
     def accumulate(
         self,

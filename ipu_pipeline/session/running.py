@@ -7,7 +7,8 @@ iterations.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +27,7 @@ from ipu_pipeline.engine.devices.placing import put_host_copies
 from ipu_pipeline.engine.devices.rows import Row, make_rows
 from ipu_pipeline.engine.execution.contract import Request, Runner
 from ipu_pipeline.engine.execution.watched import rehearse
-from ipu_pipeline.engine.state import OfReplicas, RunState, of_replica
+from ipu_pipeline.engine.state import OfReplicas, Progress, RunState, of_replica
 from ipu_pipeline.graph.placeholders import Placeholder
 from ipu_pipeline.processes import announcing, interrupts
 from ipu_pipeline.program.calls import Call, LoopCall, PipelineCall, find_num_replicas
@@ -202,38 +203,38 @@ def _run_pipeline(
     elif call.infeed_queue is not None and runner.takes_elements:
         num_fetched = pipeline.num_fetched(call.repeat_count, count)
         take = call.infeed_queue.connect(runner.place_element, num_fetched)
-    state = pipeline.place(store.make_pipeline_state(call))
-    done, wanted = 0, call.repeat_count
-    if limit.max_updates is not None:
-        wanted = min(wanted, limit.max_updates)
+    wanted = call.repeat_count if limit.max_updates is None else min(call.repeat_count, limit.max_updates)
     micro_batches = pipeline.num_micro_batches if count is None else count
     assert micro_batches is not None
-    check_tables(rows.tables, call, pipeline.updated_every(count))
-    is_single = is_synthetic or bool(rows.trained_by(call))
+    every = pipeline.updated_every(count)
+    check_tables(rows.tables, call, every)
     with announcing.running(store, call.name, pipeline, runner, devices, micro_batches) as told:
-        while done < wanted:
+
+        def keep(progress: Progress, num_done: int) -> None:
+            after = progress.state.pipeline
+            with store.lock:
+                store.keep(call, after)
+                rows.keep(call, is_update=True)
+            if not is_synthetic and call.infeed_queue is not None and runner.takes_elements:
+                call.infeed_queue.mark()
+            call.hand_out(progress)
+            last = int(after.update_count if call.trains else after.execution_count)
+            store.metrics.add(call, num_done, last, progress)
+            told.done(num_done * every * num_replicas, last)
+
+        state = pipeline.run(
+            pipeline.place(store.make_pipeline_state(call)),
+            take,
+            inputs,
+            keep,
+            wanted,
+            call.repeat_count,
+            num_micro_batches=count,
             # With synthetic data what is on the devices is one update's. Tables change between updates.
-            left, total = (1, 1) if is_single else (wanted - done, call.repeat_count)
-            pending = pipeline.accumulate(state, take, inputs, left, total, count)
-            # From here the old state may be gone (its memory is given to the new one) before the new
-            # one is in its place.
-            with interrupts.deferred(), _replacing(store, runner):
-                before = int(state.execution_count)
-                progress = pipeline.update(state, pending)
-                state = progress.state.pipeline
-                num_done = int(state.execution_count) - before
-                done += num_done
-                with store.lock:
-                    store.keep(call, state)
-                    rows.keep(call, is_update=True)
-                if not is_synthetic and call.infeed_queue is not None and runner.takes_elements:
-                    call.infeed_queue.mark()
-                call.hand_out(progress)
-                last = state.update_count if call.trains else state.execution_count
-                store.metrics.add(call, num_done, int(last), progress)
-                told.done(num_done * pipeline.updated_every(count) * num_replicas, int(last))
-            if limit.should_stop is not None and limit.should_stop():
-                break
+            one_by_one=is_synthetic or bool(rows.trained_by(call)),
+            replacing=functools.partial(_replacing, store, runner),
+            should_stop=limit.should_stop,
+        )
         jax.block_until_ready((state.variables, state.optimizer_state))
 
 
@@ -309,7 +310,7 @@ def _run_loop(
                 limit = most if count is None else min(most, count - done.count)
                 request = Request(inputs, every, limit, total, changing, done.count)
                 pending = runner.fetch(state, request, take)
-                with interrupts.deferred(), _replacing(store, runner):  # see _run_pipeline
+                with _replacing(store, runner):
                     progress = runner.run(state, pending)
                     state, changing = progress.state, progress.carried
                     num_unneeded = pending.count - progress.count
@@ -342,7 +343,7 @@ def _settle(call: LoopCall, runner: Runner[Any], store: Store, state: RunState, 
     """The state at the end of a loop's run, kept; what is still to be joined of replicas is."""
     if not done.count:
         return state
-    with interrupts.deferred(), _replacing(store, runner):
+    with _replacing(store, runner):
         state = runner.settle(state)
         store.keep_loop(call, state)
     return state
@@ -374,12 +375,15 @@ def _introduce(call: Call, runner: Runner[Any]) -> None:
         watcher.introduce(runner, call.runner, call.name)
 
 
-def _replacing(store: Store, runner: Runner[Any]) -> contextlib.AbstractContextManager[Any]:
-    """For while a state is replaced by the next one; see `Store.lock`.
+@contextlib.contextmanager
+def _replacing(store: Store, runner: Runner[Any]) -> Iterator[None]:
+    """For while a state is replaced by the next one: interrupts wait, and `Store.lock` is held.
 
     What waits for Python must not keep that from reading the session. Its arrays then stay readable anyway.
     """
-    return contextlib.nullcontext() if runner.waits_for_python else store.lock
+    lock = contextlib.nullcontext() if runner.waits_for_python else store.lock
+    with interrupts.deferred(), lock:
+        yield
 
 
 def _block_limit(call: LoopCall, count: int | None) -> int:

@@ -13,7 +13,7 @@ import torch
 
 from ipu_pipeline import engine
 from ipu_pipeline.engine import peers
-from ipu_pipeline.engine.state import Collected, PipelineState
+from ipu_pipeline.engine.state import Collected, PipelineState, Progress
 from ipu_pipeline.poptorch.dtypes import to_torch
 from ipu_pipeline.poptorch.errors import Error
 from ipu_pipeline.poptorch.execution.host_changes import HostChanges, writing
@@ -213,34 +213,41 @@ class CompiledModel:
                     note_placed()
             return placed
 
-        state = pipeline.place(self.state)
         collected: list[Collected] = []
-        done = 0
         with announcing.running(self, self._name, pipeline, runner, self._devices, every) as told:
-            while done < total:
-                # Synthetic data are those of one update, on the devices as it takes them.
-                updates = (total - done, total) if synthetic is None else (1, 1)
-                pending = pipeline.accumulate(state, take, (), *updates)
-                # From here the old state may be gone before the new one is in its place.
-                with interrupts.deferred():
-                    with self._waiting():
-                        progress = pipeline.update(state, pending)
-                    state, made = progress.state.pipeline, progress.collected
-                    if self._checks_numbers:
-                        _check_numbers(state, made)
-                    if checks is not None and (wrong := checks.take()) is not None:
-                        raise Error(f"{wrong} The weights and buffers are those of before this step.")
-                    num_done = state.execution_count - self.state.execution_count
-                    done += num_done
-                    self.state = state
-                    told.done(num_done * every, state.update_count or state.execution_count)
-                collected += made
+
+            def keep(progress: Progress, num_done: int) -> None:
+                after = progress.state.pipeline
+                if self._checks_numbers:
+                    _check_numbers(after, progress.collected)
+                if checks is not None and (wrong := checks.take()) is not None:
+                    raise Error(f"{wrong} The weights and buffers are those of before this step.")
+                self.state = after
+                told.done(num_done * every, after.update_count or after.execution_count)
+                collected.extend(progress.collected)
+
+            # Synthetic data are those of one update, on the devices as it takes them.
+            state = pipeline.run(
+                pipeline.place(self.state),
+                take,
+                (),
+                keep,
+                total,
+                one_by_one=synthetic is not None,
+                replacing=self._replacing,
+            )
         if self._processes.count > 1:  # an error of another process is one of this call
             with self._waiting():
                 jax.block_until_ready((state.variables, state.optimizer_state))
         if self.stages.prints:
             jax.effects_barrier()  # what a call prints stands there when it returns
         return collected if gradients is None else gradients.join(collected, pipeline.num_replicas > 1)
+
+    @contextlib.contextmanager
+    def _replacing(self) -> Iterator[None]:
+        """For while the old state may be gone before the new one is in its place: interrupts wait."""
+        with interrupts.deferred(), self._waiting():
+            yield
 
     def _waiting(self) -> contextlib.AbstractContextManager[None]:
         """For where gradients of other processes are waited for, if the model trains."""
