@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from ipu_pipeline.engine import watching
+from ipu_pipeline.engine.devices import action_log
 from ipu_pipeline.engine.devices.compiler_options import CompilerOptions
 from ipu_pipeline.engine.devices.elsewhere import absent
 from ipu_pipeline.engine.devices.feeds import Element, Feed, Take, gather
@@ -270,7 +271,9 @@ class Column:
         prepared, inputs = self.prepare(state, request.inputs)
         sums = self._zero_sums() if self._collecting.is_summed else []
         outputs = Outputs(self._wanted, num_chunks, inputs, sums)
-        return self.run_of(reading, state, prepared, outputs, next_chunk, request.iteration, step)
+        run = self.run_of(reading, state, prepared, outputs, next_chunk, request.iteration, step)
+        run.log = action_log.current() if self.residence.has_peers else None
+        return run
 
     def run_of(
         self,

@@ -14,7 +14,6 @@ from ipu_pipeline.engine.devices.rows import Row
 from ipu_pipeline.engine.execution.columns import Column
 from ipu_pipeline.engine.execution.replicas import Replicas
 from ipu_pipeline.engine.execution.steps import (
-    Action,
     Compute,
     ComputeTogether,
     Gather,
@@ -23,6 +22,7 @@ from ipu_pipeline.engine.execution.steps import (
     Order,
     Reduce,
     SendOn,
+    StepAction,
     Store,
     end_phase,
     feed,
@@ -118,9 +118,9 @@ class Lowering:
         dispatched: Iterable[tuple[tuple[ActionKind, int], int]],
         has_phases: bool,
         observer: Observer | None = None,
-    ) -> list[tuple[Action, int]]:
-        order: list[tuple[Action, int]] = []
-        observers: dict[tuple[ActionKind, int], Action] = {}
+    ) -> list[tuple[StepAction, int]]:
+        order: list[tuple[StepAction, int]] = []
+        observers: dict[tuple[ActionKind, int], StepAction] = {}
         if observer is not None:
             for key in self._templates:
                 templates = tuple(column.plan.templates[key] for column in self._columns)
@@ -143,12 +143,12 @@ class Lowering:
             order.append((end_phase, now[0]))
         return order
 
-    def _make_actions(self, key: tuple[ActionKind, int]) -> list[Action]:
+    def _make_actions(self, key: tuple[ActionKind, int]) -> list[StepAction]:
         """A program with what goes before and behind it."""
         columns, residence = self._columns, self._replicas.residence
         templates = tuple(column.plan.templates[key] for column in columns)
         first, gathered = templates[0], residence.sharded
-        found: list[Action] = []
+        found: list[StepAction] = []
         names = [name for _place, name in first.taken(BindingKind.VARIABLE) if name in gathered]
         if names:
             found.append(Gather(first.stage, tuple(names)))
@@ -178,10 +178,10 @@ class Lowering:
                 found.setdefault(rows[stage], set()).add(template.index)
         return found
 
-    def _with_reductions(self, order: list[tuple[Action, int]], rows: dict[Row, set[int]]) -> Order:
+    def _with_reductions(self, order: list[tuple[StepAction, int]], rows: dict[Row, set[int]]) -> Order:
         """Each row is joined as soon as all of it is there."""
         left = {row: set(indices) for row, indices in rows.items()}
-        turned: list[tuple[Action, int]] = []
+        turned: list[tuple[StepAction, int]] = []
         for action, chunk in reversed(order):
             if isinstance(action, Compute):
                 ended = [row for row, indices in left.items() if action.template.index in indices]

@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeAlias
 
 import jax
 
-from ipu_pipeline.engine.devices import action_log
+from ipu_pipeline.engine.devices.action_log import Action, ActionLog
 from ipu_pipeline.engine.devices.links import Tag
 from ipu_pipeline.engine.devices.residence import Residence
 from ipu_pipeline.engine.devices.rows import WHOLE, Row
@@ -33,7 +33,6 @@ from ipu_pipeline.engine.programs.stage_programs import ValueKind
 from ipu_pipeline.engine.schedules.execution_phases import ExecutionPhases
 
 __all__ = [
-    "Action",
     "ColumnRun",
     "Compute",
     "ComputeTogether",
@@ -44,6 +43,7 @@ __all__ = [
     "Order",
     "Reduce",
     "SendOn",
+    "StepAction",
     "StepRun",
     "Store",
     "Together",
@@ -72,6 +72,7 @@ class ColumnRun:
       num_accumulated: micro-batches in the accumulators before.
       phase: the execution phase that runs now; None without phases.
       stored: variables in host memory, by full name.
+      log: of what this process starts; None if nobody keeps it, or nothing is started.
       slots: of each micro-batch or chunk, by its number.
       assigned: variables that stages have assigned, by full name.
       enqueued: by the number of the leaf, of each micro-batch or chunk.
@@ -92,6 +93,7 @@ class ColumnRun:
     phase: PhaseRun | None
     enqueued: list[list[Any]]
     stored: Mapping[str, Any]
+    log: ActionLog | None = None
     slots: dict[int, list[Any]] = field(default_factory=dict)
     assigned: dict[str, Any] = field(default_factory=dict)
     gathered: dict[str, Any] = field(default_factory=dict)
@@ -136,8 +138,10 @@ class StepRun:
     together: Together
 
 
-Action: TypeAlias = "Callable[[StepRun, int], None]"  # takes the number of the micro-batch or chunk, too
-Order: TypeAlias = "Sequence[tuple[Action, int]]"
+StepAction: TypeAlias = (
+    "Callable[[StepRun, int], None]"  # takes the number of the micro-batch or chunk, too
+)
+Order: TypeAlias = "Sequence[tuple[StepAction, int]]"
 Before: TypeAlias = "Callable[[ColumnRun, int, list[Any]], None]"  # changes a program's arguments
 After: TypeAlias = "Callable[[ColumnRun, int, Sequence[Any]], None]"  # takes its results
 Observer: TypeAlias = "Callable[[int, Template, int, Mapping[int, Sequence[Any]]], None]"  # see `Observe`
@@ -470,11 +474,11 @@ class Log:
 
     def __call__(self, run: ColumnRun, chunk: int, results: Sequence[Any]) -> None:
         """If there is a log."""
-        log, template, slots = action_log.current(), self.template, run.slots[chunk]
-        if log is not None:
+        template, slots = self.template, run.slots[chunk]
+        if run.log is not None:
             kind, first = template.kind.name.lower(), run.first + chunk * run.size
-            action = action_log.Action(kind, template.stage, run.step, first, run.size)
-            log.note(action, results, [slots[slot] for slot in self.received])
+            action = Action(kind, template.stage, run.step, first, run.size)
+            run.log.note(action, results, [slots[slot] for slot in self.received])
 
 
 def make_dispatch(
