@@ -31,15 +31,6 @@ __all__ = ["agree_on_elements", "answer_everywhere", "take_everywhere"]
 def take_everywhere(residence: Residence, readers: Sequence[Row], take: Take, wanted: int) -> Take:
     """Gets the micro-batches of a step, or raises, in all processes of the pipeline.
 
-    Args:
-      residence: of the pipeline, which is in several processes.
-      readers: the rows that read micro-batches.
-      take: gives micro-batches; called only in processes that have such rows.
-      wanted: how many a step has.
-
-    Returns:
-      What gives the same micro-batches; none in other processes.
-
     Raises:
       OutOfRangeError: there are too few, here or in the process that reads them.
       ProcessError: the process that reads them had another error.
@@ -80,11 +71,6 @@ def take_everywhere(residence: Residence, readers: Sequence[Row], take: Take, wa
 def agree_on_elements(residence: Residence, readers: Sequence[Any], error: Exception | None) -> None:
     """Raises, in all processes of a pipeline or loop, if one did not get the micro-batches of a step.
 
-    Args:
-      residence: its own.
-      readers: a device of each process that reads micro-batches, for each replica.
-      error: why this process did not get its own.
-
     Raises:
       error: as given; of several processes that have one, in the first.
       OutOfRangeError: there were too few in another process.
@@ -108,12 +94,6 @@ def answer_everywhere(
     residence: Residence, asked: Sequence[Any], homes: Sequence[Any], what: str
 ) -> list[bool]:
     """Boolean scalars, in all processes that have a part in a pipeline or loop. Waits for them.
-
-    Args:
-      residence: its own.
-      asked: each on a device, or in its process on the host.
-      homes: these devices; some are in other processes.
-      what: what they are of, for errors.
 
     Raises:
       ProcessError: the process that has one has ended, or does not go on.

@@ -23,41 +23,25 @@ __all__ = ["Joined", "Parts", "join_replicas", "take_first"]
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """What each replica has on a row, one array per replica.
+    """What each replica has on a row, one array per replica."""
 
-    Attributes:
-      accumulators: by key; their memory is taken.
-      assigned: new values of variables that stages assign, by full name.
-    """
-
-    accumulators: dict[str, Sequence[Any]] = field(default_factory=dict)
+    accumulators: dict[str, Sequence[Any]] = field(default_factory=dict)  # by key; their memory is taken
+    # new values of variables that stages assign, by full name
     assigned: dict[str, Sequence[Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
 class Joined:
-    """The same for all replicas.
+    """The same for all replicas."""
 
-    Attributes:
-      means: of the accumulators, by key.
-      zeros: in the memory of the accumulators, by key.
-      assigned: the means of floating-point numbers, and else what the first replica has, by full name.
-    """
-
-    means: dict[str, Any]
-    zeros: dict[str, Any]
+    means: dict[str, Any]  # of the accumulators, by key
+    zeros: dict[str, Any]  # in the memory of the accumulators, by key
+    # the means of floating-point numbers, and else what the first replica has, by full name
     assigned: dict[str, Any]
 
 
 def join_replicas(row: Row, parts: Parts, stage: int, step: int) -> Joined:
-    """Joins what the replicas have on a row, without waiting for it where devices do not.
-
-    Args:
-      row: of the stage.
-      parts: what they have.
-      stage: for whoever asks how far this process has come.
-      step: likewise, the number of the step.
-    """
+    """Joins what the replicas have on a row, without waiting for it where devices do not."""
     accumulators, assigned = _join_all(row, parts.accumulators), _join_all(row, parts.assigned)
     divided, kept = _partitions(accumulators), _partitions(assigned)
     joining = _joining(row.replicated.mesh, divided, kept)

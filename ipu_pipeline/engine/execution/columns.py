@@ -39,23 +39,14 @@ __all__ = ["Column"]
 
 @dataclass(frozen=True, eq=False)
 class Steady:
-    """The arguments of a program that stay the same during a step.
+    """The arguments of a program that stay the same during a step."""
 
-    Attributes:
-      row: where it runs.
-      num_arguments: how many it has in all.
-      variables: (argument, full name).
-      partitions: how these are divided over the devices of the row.
-      inputs: (argument, position among the pipeline's inputs).
-      scalars: (argument, kind).
-    """
-
-    row: Row
-    num_arguments: int
-    variables: tuple[tuple[int, str], ...]
-    partitions: list[Any]
-    inputs: tuple[tuple[int, int], ...]
-    scalars: tuple[tuple[int, ValueKind], ...]
+    row: Row  # where it runs
+    num_arguments: int  # how many it has in all
+    variables: tuple[tuple[int, str], ...]  # (argument, full name)
+    partitions: list[Any]  # how these are divided over the devices of the row
+    inputs: tuple[tuple[int, int], ...]  # (argument, position among the pipeline's inputs)
+    scalars: tuple[tuple[int, ValueKind], ...]  # (argument, kind)
 
 
 def _find_steady(template: Template, lacking: Collection[str], partitions: Mapping[str, Any]) -> Steady:
@@ -93,20 +84,7 @@ class Column:
         phases: ExecutionPhases | None,
         donates_accumulators: bool,
     ) -> None:
-        """Jits the programs; XLA compiles each at its first call.
-
-        Args:
-          residence: where its part of the state lives.
-          programs: of its stages, for a chunk.
-          chunk: how many micro-batches a program handles.
-          collecting: what is wanted of the last stage.
-          read: positions of the outputs that the optimizer reads, see `WeightUpdate.read`.
-          carried: of a loop, positions of the outputs that the next iteration takes.
-          options: XLA's, per program.
-          gathered: full names of the variables that the replicas have parts of.
-          phases: in which its programs run, if they do.
-          donates_accumulators: whether programs may destroy what they add to.
-        """
+        """Jits the programs; XLA compiles each at its first call."""
         traced = residence.traced
         self.residence = residence
         self.plan = make_plan(
@@ -193,12 +171,7 @@ class Column:
         return [] if self._fed_slots and not self.is_fed_here else take(1)
 
     def feed_iteration(self, elements: Sequence[Any], request: Request) -> Callable[[], Sequence[Any]]:
-        """What returns the carried values and micro-batch of an iteration, likewise.
-
-        Args:
-          elements: from `take_iteration`.
-          request: with the carried values.
-        """
+        """What returns the carried values and micro-batch of an iteration, likewise."""
         residence = self.residence
         if residence.has_peers:
             residence.begin_step()
@@ -216,13 +189,7 @@ class Column:
         return lambda: chunk
 
     def _place_leaves(self, put: Callable[..., list[Any]], first: int, leaves: Sequence[Any]) -> list[Any]:
-        """Leaves of a micro-batch or chunk where they are needed, in the order of `feed_slots`.
-
-        Args:
-          put: puts arrays on a row.
-          first: the number of the first one that is given.
-          leaves: all that follow, or some.
-        """
+        """Leaves of a micro-batch or chunk where they are needed, in the order of `feed_slots`."""
         places = range(first, first + len(leaves))
         feed_slots = [feed_slot for feed_slot in self.plan.feed_slots if feed_slot.leaf in places]
         placed: list[Any] = [None] * len(feed_slots)
@@ -252,16 +219,7 @@ class Column:
         num_chunks: int,
         runner: Any,
     ) -> ColumnRun:
-        """The micro-batches of a step, of which none has begun. It takes the memory of the accumulators.
-
-        Args:
-          state: before them.
-          request: what they are a part of.
-          next_chunk: from `feed_from` or `feed_iteration`. What it raises ends the step; the variables then
-            have not changed.
-          num_chunks: how many chunks there are.
-          runner: that a watcher knows.
-        """
+        """The micro-batches of a step, of which none has begun. It takes the memory of the accumulators."""
         reading: Reading = self.devices
         step = int(as_int32(state.pipeline.execution_count))
         if (watcher := watching.current()) is not None:
@@ -311,12 +269,7 @@ class Column:
     def prepare(
         self, state: RunState, inputs: Sequence[Any]
     ) -> tuple[list[list[Any]], dict[tuple[Row, int], Any]]:
-        """What stays the same during a step.
-
-        Returns:
-          Per template its arguments, None where they differ by micro-batch; and the inputs by row and
-          position, where they are needed.
-        """
+        """What stays the same during a step."""
         residence, pipeline = self.residence, state.pipeline
         known = pipeline.optimizer_state
         loss_scale = residence.loss_scale(None if known is None else jax.tree.leaves(known))

@@ -28,13 +28,6 @@ def agree_on(
 ) -> None:
     """Compares stages with those of the other processes, if there are any; all of them call it.
 
-    Args:
-      what: a pipeline or a loop.
-      traced: its stages.
-      updates: its optimizer.
-      told: what else is compared.
-      devices: of the IPUs of all replicas.
-
     Raises:
       ValueError: something is not the same in all processes.
       ProcessError: another process has ended, or does not go on.

@@ -44,15 +44,12 @@ __all__ = ["Compiled", "compile_ahead"]
 
 
 class Compiled(NamedTuple):
-    """What is known of programs once they have been compiled. All sizes are in bytes.
+    """What is known of programs once they have been compiled. All sizes are in bytes."""
 
-    Attributes:
-      temporary_bytes: by IPU, the most that a program takes besides its arguments and results.
-      residual_bytes: by stage, what a device holds of what the forward leaves for the backward of a
-        micro-batch; only of stages that several devices compute together.
-    """
-
+    # by IPU, the most that a program takes besides its arguments and results
     temporary_bytes: dict[int, int]
+    # by stage, what a device holds of what the forward leaves for the backward of a micro-batch; only of
+    # stages that several devices compute together
     residual_bytes: dict[int, int]
 
 
@@ -105,19 +102,7 @@ class _Programs:
         options: Options,
         install: Callable[[Any], None] | None,
     ) -> Future[Any] | None:
-        """Starts to compile a program, unless the same one was started for another device, or is kept.
-
-        Args:
-          function: jitted.
-          arguments: what it will be called with, or their shapes.
-          row: where.
-          options: XLA's.
-          install: takes what is to be called in place of the function, if it is not to be called itself;
-            None if it always is.
-
-        Returns:
-          What will be the compiled program; None if that is loaded from another one.
-        """
+        """Starts to compile a program, unless the same one was started for another device, or is kept."""
         program = function.lower(*arguments)
         is_portable_here = self._is_shared and install is not None and is_portable(row.devices)
         key, text = None, ""
@@ -146,13 +131,7 @@ class _Programs:
         return future
 
     def start_joint(self, joint: Joint, arguments: Sequence[Any], options: Options) -> None:
-        """Starts to compile a program for all replicas at once, unless a column of theirs did.
-
-        Args:
-          joint: the program.
-          arguments: what one replica will call it with, or their shapes.
-          options: XLA's.
-        """
+        """Starts to compile a program for all replicas at once, unless a column of theirs did."""
         if joint not in self._joint and joint.row.is_here:
             self._joint.add(joint)
             structs = [_struct(value.shape, value.dtype, joint.row) for value in arguments]
@@ -163,11 +142,7 @@ class _Programs:
             return program.lowered.compile()
 
     def finish(self, chunk_size: int) -> Compiled:
-        """Waits for what was started, and puts the same on other devices.
-
-        Args:
-          chunk_size: how many micro-batches a program handles.
-        """
+        """Waits for what was started, and puts the same on other devices."""
         temporary_bytes: dict[int, int] = {}
         compiled = [(future.result(), same) for future, same in self._started]
         waiting = [
@@ -222,13 +197,7 @@ class Shapes:
     """A reading of a step: values are shapes, and programs are compiled for them; see `readings`."""
 
     def __init__(self, column: Column, options: CompilerOptions, programs: _Programs) -> None:
-        """Begins.
-
-        Args:
-          column: whose programs are compiled.
-          options: XLA's, per program.
-          programs: compiles them.
-        """
+        """Begins."""
         self._plan, self._options, self._programs = column.plan, options, programs
 
     def scalar(self, number: int, row: Row) -> Any:
@@ -366,17 +335,6 @@ def compile_ahead(
     """Compiles all programs of a step; returns when that has been done.
 
     Programs that several devices run the same, apart from where, are compiled once.
-
-    Args:
-      replicas: the columns.
-      states: as each of them has it.
-      prepared: of each, the arguments that stay the same during a step, by program.
-      order: the actions of a micro-batch.
-      weight_update: what follows the micro-batches.
-      chunk: how many micro-batches a program handles.
-      options: XLA's, per program.
-      is_shared: whether programs that are the same on several devices may be compiled once.
-      kept: has compiled programs of earlier pipelines, and gets those of this one.
     """
     updates = weight_update.residence.updates
     rows = [template.row for column in replicas.columns for template in column.plan.templates.values()]

@@ -19,30 +19,18 @@ __all__ = ["Dealer", "Dealt"]
 
 @dataclass(frozen=True, eq=False)
 class Dealt:
-    """A micro-batch that was placed for a replica.
+    """A micro-batch that was placed for a replica."""
 
-    Attributes:
-      replica: which one.
-      generation: of the guesses which replica is next.
-      element: the micro-batch, as that replica's column takes it.
-    """
-
-    replica: int
-    generation: int
-    element: Any
+    replica: int  # which one
+    generation: int  # of the guesses which replica is next
+    element: Any  # the micro-batch, as that replica's column takes it
 
 
 class Dealer:
     """Places micro-batches for columns, and deals them out."""
 
     def __init__(self, residence: Residence, columns: Sequence[Column], chunk_size: int) -> None:
-        """Begins with the first column.
-
-        Args:
-          residence: of all replicas.
-          columns: of each.
-          chunk_size: how many micro-batches a program handles.
-        """
+        """Begins with the first column."""
         self._residence, self._columns, self._chunk_size = residence, columns, chunk_size
         self._lock = threading.Lock()
         self._num_dealt = self._generation = 0
@@ -81,12 +69,7 @@ class Dealer:
         return self._columns[replica].place_element(dealt.element.leaves)
 
     def take_everywhere(self, take: Take, count: int) -> list[Take]:
-        """What gives each column so many micro-batches; in all processes of the pipeline, or in none.
-
-        Args:
-          take: gives those of all of them.
-          count: how many each takes.
-        """
+        """What gives each column so many micro-batches; in all processes of the pipeline, or in none."""
         residence, columns = self._residence, self._columns
         if len(columns) == 1:
             if not residence.has_peers:

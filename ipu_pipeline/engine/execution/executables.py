@@ -37,9 +37,6 @@ class Executable:
     def __init__(self, compiled: jax.stages.Compiled) -> None:
         """Writes it out.
 
-        Args:
-          compiled: for one device.
-
         Raises:
           ValueError: it computes so little that XLA's CPU client runs it within the thread that starts it,
             which it does not do with what it has loaded.

@@ -21,13 +21,6 @@ def gather_outputs(residence: Residence, parts: Sequence[Accumulated]) -> list[A
     """What replicas collected and enqueued, each leaf in one process: that of the first replica's.
 
     Leaves whose replicas are in one process stay where they are.
-
-    Args:
-      residence: of all replicas.
-      parts: what each replica gave.
-
-    Returns:
-      The same; of other replicas on the first one's devices.
     """
     if not residence.has_peers:
         return list(parts)

@@ -73,18 +73,7 @@ def text_of(lowered: Any) -> str:
 
 
 def identify(lowered: Any, text: str, devices: Sequence[Any], options: Options) -> Key | None:
-    """What two programs have in common that are the same.
-
-    Args:
-      lowered: the program before XLA.
-      text: see `text_of`.
-      devices: where it runs.
-      options: XLA's.
-
-    Returns:
-      None if that cannot be said: of programs that call Python, which the text does not name, and, without
-      JAX's help, of those that do not read all their arguments, as it does not say which ones these are.
-    """
+    """What two programs have in common that are the same."""
     if "callback" in text:
         return None
     read = jax_compat.kept_arguments(lowered)

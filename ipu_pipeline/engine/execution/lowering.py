@@ -51,15 +51,7 @@ class Lowering:
         phases: ExecutionPhases | None,
         waits: bool,
     ) -> None:
-        """Makes the actions of each program.
-
-        Args:
-          columns: the programs of each replica.
-          replicas: what they start together.
-          make_timetable: the checked schedule for so many micro-batches or chunks.
-          phases: of the pipeline, if it has some.
-          waits: whether the host waits for the micro-batches, as programs call Python.
-        """
+        """Makes the actions of each program."""
         self._columns, self._replicas, self._phases, self._waits = columns, replicas, phases, waits
         self._make_timetable = make_timetable
         self._templates = columns[0].plan.templates
@@ -79,12 +71,7 @@ class Lowering:
         self._known.clear()
 
     def find(self, num_chunks: int, reduces: bool = True) -> Order:
-        """The actions of a step.
-
-        Args:
-          num_chunks: micro-batches, or chunks of them.
-          reduces: whether a weight update follows.
-        """
+        """The actions of a step."""
         key = num_chunks, reduces
         if key not in self._known:
             if len(self._known) == _MAX_ORDERS:

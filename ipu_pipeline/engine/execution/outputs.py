@@ -22,26 +22,17 @@ __all__ = ["Accumulated", "NoOutputs", "Outputs", "Wanted"]
 
 @dataclass(frozen=True, eq=False)
 class Accumulated:
-    """What a column's micro-batches give before a weight update.
+    """What a column's micro-batches give before a weight update."""
 
-    Attributes:
-      first_outputs: the leaves of what the last stage returned for the first one; None where the optimizer
-        does not read them.
-      last_outputs: likewise for the last one.
-      carried: of a loop, what the next iteration takes.
-      collected: what was to be collected, per micro-batch or chunk; or one entry, the sums.
-      enqueued: what stages enqueued, per micro-batch or chunk.
-      assigned: new values of the variables that stages assign, by full name.
-      accumulators: by key; empty without training.
-    """
-
+    # the leaves of what the last stage returned for the first one; None where the optimizer does not read
+    # them
     first_outputs: list[Any]
-    last_outputs: list[Any]
-    carried: list[Any]
-    collected: list[Collected]
-    enqueued: list[Handed]
-    assigned: dict[str, Any]
-    accumulators: dict[str, Any]
+    last_outputs: list[Any]  # likewise for the last one
+    carried: list[Any]  # of a loop, what the next iteration takes
+    collected: list[Collected]  # what was to be collected, per micro-batch or chunk; or one entry, the sums
+    enqueued: list[Handed]  # what stages enqueued, per micro-batch or chunk
+    assigned: dict[str, Any]  # new values of the variables that stages assign, by full name
+    accumulators: dict[str, Any]  # by key; empty without training
 
 
 class Wanted:
@@ -84,14 +75,7 @@ class Outputs:
     def __init__(
         self, wanted: Wanted, num_chunks: int, inputs: Mapping[tuple[Row, int], Any], sums: list[Any]
     ) -> None:
-        """Begins a step.
-
-        Args:
-          wanted: what is to be kept.
-          num_chunks: how many micro-batches or chunks there are.
-          inputs: what stays the same during the step, by row and position.
-          sums: zeros, if outputs are summed; their memory is taken.
-        """
+        """Begins a step."""
         self.first: list[Any] = []
         self.last: list[Any] = []
         self.carried: list[Any] = []

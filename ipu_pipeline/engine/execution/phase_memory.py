@@ -49,31 +49,20 @@ _Program: TypeAlias = "tuple[str, int]"  # the kind of a program, and its stage
 
 @dataclass(frozen=True, eq=False)
 class PhasedStep:
-    """A pipeline in phases, as its memory is planned.
+    """A pipeline in phases, as its memory is planned."""
 
-    Attributes:
-      phases: of the pipeline.
-      column: the programs of a replica.
-      updating: where the state lives that the weight update reads; of replicas that of all of them.
-      programs: of the stages, for one micro-batch.
-      order: the actions of so many micro-batches, or chunks of them.
-      chunk_size: how many micro-batches a program handles.
-      residual_bytes: by stage, what a device has of all its residuals, where devices have parts.
-      accumulator_dtypes: of each trained variable's accumulators, by full name.
-      donates_accumulators: whether a program takes the memory of the accumulators that it adds to.
-      donates_state: whether an update takes the memory of what it replaces.
-    """
-
-    phases: ExecutionPhases
-    column: Column
+    phases: ExecutionPhases  # of the pipeline
+    column: Column  # the programs of a replica
+    # where the state lives that the weight update reads; of replicas that of all of them
     updating: Residence
-    programs: Sequence[StagePrograms]
-    order: Callable[[int], Order]
-    chunk_size: int
+    programs: Sequence[StagePrograms]  # of the stages, for one micro-batch
+    order: Callable[[int], Order]  # the actions of so many micro-batches, or chunks of them
+    chunk_size: int  # how many micro-batches a program handles
+    # by stage, what a device has of all its residuals, where devices have parts
     residual_bytes: Mapping[int, int]
-    accumulator_dtypes: Mapping[str, Any]
-    donates_accumulators: bool
-    donates_state: bool
+    accumulator_dtypes: Mapping[str, Any]  # of each trained variable's accumulators, by full name
+    donates_accumulators: bool  # whether a program takes the memory of the accumulators that it adds to
+    donates_state: bool  # whether an update takes the memory of what it replaces
 
     @property
     def residence(self) -> Residence:
@@ -93,15 +82,7 @@ def _find_slot_bytes(
     chunk_size: int,
     residual_bytes: Mapping[int, int],
 ) -> list[int]:
-    """Bytes of each slot of a micro-batch or chunk, on each device.
-
-    Args:
-      plan: with the slots.
-      residence: of its pipeline.
-      programs: of the stages, for one micro-batch.
-      chunk_size: how many micro-batches a program handles.
-      residual_bytes: by stage, what a device has of all its residuals, where devices have parts.
-    """
+    """Bytes of each slot of a micro-batch or chunk, on each device."""
     sizes = []
     for kind, key in plan.slot_values:
         if kind is BindingKind.RESIDUAL:
@@ -118,15 +99,7 @@ def _find_slot_bytes(
 
 
 def find_brought(step: PhasedStep, count: int) -> dict[int, Brought]:
-    """What is on each IPU at the fullest moment of a step, besides what stays there.
-
-    Args:
-      step: the pipeline.
-      count: micro-batches, or chunks of them, per weight update.
-
-    Returns:
-      By IPU; empty if nothing leaves the devices.
-    """
+    """What is on each IPU at the fullest moment of a step, besides what stays there."""
     if not step.leaves_devices:
         return {}
     ahead = step.phases.num_ahead
@@ -149,15 +122,7 @@ def find_brought(step: PhasedStep, count: int) -> dict[int, Brought]:
 
 
 def find_host_memory(step: PhasedStep, link: LinkSpeed) -> HostMemory | None:
-    """What is brought and taken away, for the simulator.
-
-    Args:
-      step: the pipeline.
-      link: between each IPU and host memory.
-
-    Returns:
-      That of a micro-batch or chunk behind the first, and of an update; None if nothing leaves the devices.
-    """
+    """What is brought and taken away, for the simulator."""
     if not step.leaves_devices:
         return None
     moved = _go_through(step, 2).moved[1]
@@ -188,15 +153,10 @@ def find_host_memory(step: PhasedStep, link: LinkSpeed) -> HostMemory | None:
 
 @dataclass
 class _Piece:
-    """A piece of work.
+    """A piece of work."""
 
-    Attributes:
-      own: what is there until it has ended.
-      kept: what stays beyond that, when all of it has been started.
-    """
-
-    own: Sizes = field(default_factory=Counter)
-    kept: Sizes = field(default_factory=Counter)
+    own: Sizes = field(default_factory=Counter)  # what is there until it has ended
+    kept: Sizes = field(default_factory=Counter)  # what stays beyond that, when all of it has been started
 
 
 def _find_moments(pieces: Sequence[_Piece], before: Sequence[_Piece], ahead: int) -> list[Sizes]:
@@ -300,13 +260,7 @@ class Ghosts:
     """A reading of a step, see `readings`: values are ghosts, or None where nobody counts them."""
 
     def __init__(self, step: PhasedStep, meter: _Meter, slot_bytes: Sequence[int]) -> None:
-        """Begins.
-
-        Args:
-          step: the pipeline.
-          meter: where ghosts are counted.
-          slot_bytes: of each slot of a micro-batch, on each device.
-        """
+        """Begins."""
         self._step, self._meter, self._slot_bytes = step, meter, slot_bytes
 
     def scalar(self, number: int, row: Row) -> None:

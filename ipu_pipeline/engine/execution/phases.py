@@ -23,14 +23,7 @@ class PhaseRun:
     def __init__(
         self, phases: ExecutionPhases, plan: Plan, offloads_activations: bool, reading: Reading
     ) -> None:
-        """Begins the first one.
-
-        Args:
-          phases: of the pipeline.
-          plan: the programs of the column.
-          offloads_activations: whether what is kept for backwards leaves the devices.
-          reading: what values are.
-        """
+        """Begins the first one."""
         self.weights: dict[tuple[int, str], Any] = {}
         self._keeps_values, self._plan = phases.keeps_values, plan
         self._offloads_activations = offloads_activations
@@ -44,11 +37,7 @@ class PhaseRun:
         self._kept += kept
 
     def end(self, slots: list[Any]) -> None:
-        """Ends the phase, sends on its way what leaves the devices, and waits until another may begin.
-
-        Args:
-          slots: of its micro-batch.
-        """
+        """Ends the phase, sends on its way what leaves the devices, and waits until another may begin."""
         leaving: Sequence[int] = ()
         if not self._keeps_values:
             leaving = range(len(slots))

@@ -35,24 +35,16 @@ class FeedSlot(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What a step dispatches.
+    """What a step dispatches."""
 
-    Attributes:
-      templates: one per program, by its kind and stage.
-      last_forward: the template of the last stage's forward.
-      collected: where the last stage's outputs, and then the loss, are found after it: ("slot", number) or
-        ("input", position).
-      feed_slots: where a micro-batch's leaves go.
-      slot_rows: the row that each of a micro-batch's slots is on.
-      slot_values: what each of them holds.
-    """
-
-    templates: dict[tuple[ActionKind, int], Template]
-    last_forward: Template
+    templates: dict[tuple[ActionKind, int], Template]  # one per program, by its kind and stage
+    last_forward: Template  # the template of the last stage's forward
+    # where the last stage's outputs, and then the loss, are found after it: ("slot", number) or ("input",
+    # position)
     collected: tuple[tuple[str, int], ...]
-    feed_slots: tuple[FeedSlot, ...]
-    slot_rows: tuple[Row, ...]
-    slot_values: tuple[Binding, ...]
+    feed_slots: tuple[FeedSlot, ...]  # where a micro-batch's leaves go
+    slot_rows: tuple[Row, ...]  # the row that each of a micro-batch's slots is on
+    slot_values: tuple[Binding, ...]  # what each of them holds
 
     @property
     def num_slots(self) -> int:
@@ -69,20 +61,7 @@ def make_plan(
     sharding_of: Callable[[str, Row], NamedSharding],
     donate_accumulators: bool = True,
 ) -> Plan:
-    """Works out the templates of a step's dispatches, and jits the programs.
-
-    Args:
-      traced: the pipeline.
-      programs: the programs of its stages.
-      rows: where its stages live.
-      accumulator_keys: (stage, full name of a variable) -> the key of the accumulator.
-      options: XLA's, per program.
-      sharding_of: how a variable and its gradient lie on a row, by its full name.
-      donate_accumulators: whether programs that accumulate may destroy what they add to.
-
-    Returns:
-      The plan.
-    """
+    """Works out the templates of a step's dispatches, and jits the programs."""
     order = [Work(ActionKind.FORWARD, index, stage.forward) for index, stage in enumerate(programs)]
     for index, stage in reversed(list(enumerate(programs))):
         if stage.backward is not None:
@@ -131,13 +110,7 @@ def make_plan(
 
 
 def _add_releases(template: Template, number: int, last_use: Mapping[int, int]) -> None:
-    """Enters which slots are free behind a template, and behind what it sends: the last send frees them.
-
-    Args:
-      template: the template.
-      number: its place in the order of a micro-batch.
-      last_use: slot -> the place of the last program that reads it on its row.
-    """
+    """Enters which slots are free behind a template, and behind what it sends: the last send frees them."""
     sent = {slot for send in template.sends for slot in send.sources}
     ended = [slot for slot, last in last_use.items() if last == number]
     template.releases = tuple(slot for slot in ended if slot not in sent)
@@ -151,12 +124,7 @@ def _add_releases(template: Template, number: int, last_use: Mapping[int, int]) 
 
 
 def _find_kept(templates: Sequence[Template], collected: Mapping[int, Template]) -> None:
-    """Enters into forwards which slots are kept for backwards from then on.
-
-    Args:
-      templates: in the order of a micro-batch.
-      collected: the slots that are read as what the last stage returns, and after which forward.
-    """
+    """Enters into forwards which slots are kept for backwards from then on."""
     last_forward: dict[int, Template] = {}  # slot -> the last forward that makes or reads it
     for template in templates:
         if template.kind is ActionKind.FORWARD:

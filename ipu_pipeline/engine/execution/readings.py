@@ -72,31 +72,18 @@ class Devices:
 
 @dataclass(frozen=True)
 class Counting:
-    """What micro-batches are called by whoever watches.
+    """What micro-batches are called by whoever watches."""
 
-    Attributes:
-      step: the number of the step, of a loop that of the run.
-      first: the number of the first micro-batch; of a loop the iteration.
-      size: how many micro-batches a program handles.
-    """
-
-    step: int
-    first: int
-    size: int
+    step: int  # the number of the step, of a loop that of the run
+    first: int  # the number of the first micro-batch; of a loop the iteration
+    size: int  # how many micro-batches a program handles
 
 
 class WatchedDevices(Devices):
     """Likewise, with a watcher told."""
 
     def __init__(self, constants: Constants, watcher: Watcher, runner: Any, counting: Counting) -> None:
-        """Begins a step.
-
-        Args:
-          constants: as of `Devices`.
-          watcher: who watches.
-          runner: that the watcher knows.
-          counting: what micro-batches are called.
-        """
+        """Begins a step."""
         super().__init__(constants)
         self._watcher, self._runner, self._counting = watcher, runner, counting
         self._launch: Launch | None = None
@@ -131,13 +118,7 @@ class WatchedDevices(Devices):
 
 
 def store_slots(reading: Reading, slots: list[Any], of_rows: Mapping[Row, Sequence[int]]) -> list[Any]:
-    """Moves values to host memory, and returns what they are there.
-
-    Args:
-      reading: what values are.
-      slots: of the micro-batch.
-      of_rows: the numbers of those that are to go, by row.
-    """
+    """Moves values to host memory, and returns what they are there."""
     made = []
     for row, own in of_rows.items():
         stored = reading.put([slots[slot] for slot in own], row, offloaded=True)

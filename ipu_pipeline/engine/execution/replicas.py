@@ -32,31 +32,21 @@ __all__ = ["Joint", "Reduced", "Replicas", "TogetherRun"]
 
 @dataclass(frozen=True, eq=False)
 class Joint:
-    """A program that runs on all replicas at once.
+    """A program that runs on all replicas at once."""
 
-    Attributes:
-      jitted: the program; its arguments and results are one for all, see `rows.join`.
-      row: where it runs.
-    """
-
-    jitted: Any
-    row: Row
+    jitted: Any  # the program; its arguments and results are one for all, see `rows.join`.
+    row: Row  # where it runs
 
 
 @dataclass(frozen=True, eq=False)
 class Reduced:
-    """What has been joined of the columns.
+    """What has been joined of the columns."""
 
-    Attributes:
-      assigned: variables that stages assign, by full name: the means of floating ones, else those of the
-        first replica; or of each replica its own.
-      means: of the accumulators, by key.
-      zeros: in their memory, of each replica, by key.
-    """
-
+    # variables that stages assign, by full name: the means of floating ones, else those of the first
+    # replica; or of each replica its own
     assigned: dict[str, Any] = field(default_factory=dict)
-    means: dict[str, Any] = field(default_factory=dict)
-    zeros: dict[str, Any] = field(default_factory=dict)
+    means: dict[str, Any] = field(default_factory=dict)  # of the accumulators, by key
+    zeros: dict[str, Any] = field(default_factory=dict)  # in their memory, of each replica, by key
 
 
 class Replicas:
@@ -190,15 +180,7 @@ class Replicas:
         step: int,
         reduced: Reduced,
     ) -> None:
-        """Joins what the columns have accumulated and assigned on a row.
-
-        Args:
-          row: of some stages.
-          accumulated: of each column, by key; the memory is taken.
-          assigned: likewise, by full name.
-          step: its number, for whoever asks how far this process has come.
-          reduced: where the results are entered.
-        """
+        """Joins what the columns have accumulated and assigned on a row."""
         rows, owners = self.residence.rows, self.residence.traced.owners
         parts, offloads = Parts(), self.residence.offloads_accumulators
         for key in accumulated[0]:
@@ -235,13 +217,7 @@ class TogetherRun:
     """
 
     def __init__(self, replicas: Replicas, variables: Mapping[str, Any], step: int) -> None:
-        """Begins.
-
-        Args:
-          replicas: the columns.
-          variables: by full name, as they are before the step.
-          step: its number.
-        """
+        """Begins."""
         self.reduced = Reduced()
         self._replicas, self._variables, self._step = replicas, variables, step
 

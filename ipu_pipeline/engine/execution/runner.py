@@ -52,32 +52,20 @@ __all__ = ["ColumnRunner"]
 
 @dataclass(frozen=True, eq=False)
 class Stepped:
-    """What the micro-batches of a step give.
+    """What the micro-batches of a step give."""
 
-    Attributes:
-      columns: of each replica.
-      reduced: what has been joined of them; of one replica nothing.
-    """
-
-    columns: list[Accumulated]
-    reduced: Reduced
+    columns: list[Accumulated]  # of each replica
+    reduced: Reduced  # what has been joined of them; of one replica nothing
 
 
 @dataclass(frozen=True, eq=False)
 class PendingStep:
-    """Micro-batches that a pipeline has run, or that a loop is about to run.
+    """Micro-batches that a pipeline has run, or that a loop is about to run."""
 
-    Attributes:
-      request: what they are a part of.
-      count: how many there are per replica.
-      stepped: what they gave; None of a loop, whose accumulators are part of its state.
-      elements: of a loop, what each replica takes of the feed.
-    """
-
-    request: Request
-    count: int
-    stepped: Stepped | None
-    elements: Sequence[Sequence[Any]] = ()
+    request: Request  # what they are a part of
+    count: int  # how many there are per replica
+    stepped: Stepped | None  # what they gave; None of a loop, whose accumulators are part of its state
+    elements: Sequence[Sequence[Any]] = ()  # of a loop, what each replica takes of the feed
 
 
 class ColumnRunner(Runner[PendingStep]):
@@ -101,20 +89,7 @@ class ColumnRunner(Runner[PendingStep]):
         iterated: Iterated | None = None,
         phases: ExecutionPhases | None = None,
     ) -> None:
-        """Jits the programs; XLA compiles each at its first call.
-
-        Args:
-          residence: where the state of all replicas lives.
-          homes: where that of each replica's column does; of one replica it is the same.
-          programs: the programs of the stages.
-          make_timetable: the checked schedule for so many micro-batches, or chunks of them.
-          donate: whether an update may reuse the memory of the variables and optimizer state before it.
-          collecting: what is wanted of the last stage.
-          options: XLA's, per program.
-          dispatch_plan: how many micro-batches a program handles.
-          iterated: for the body of a loop, of which one iteration runs at a time.
-          phases: in which its programs run, if they do.
-        """
+        """Jits the programs; XLA compiles each at its first call."""
         super().__init__(residence, programs, iterated, homes)
         traced, updates = residence.traced, residence.updates
         if iterated is None:  # of a pipeline, `fetch` waits for what stages call

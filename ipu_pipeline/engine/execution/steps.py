@@ -56,46 +56,30 @@ __all__ = [
 
 @dataclass(eq=False)
 class ColumnRun:
-    """The micro-batches of a replica, on their way.
+    """The micro-batches of a replica, on their way."""
 
-    Attributes:
-      reading: what values are.
-      prepared: of each program, by its index, the arguments that stay the same; None for others.
-      accumulators: by key; each program leaves new ones.
-      next_chunk: returns what the feed brings next, in the order of `feed_slots`.
-      outputs: takes what the last stage returns.
-      feed_slots: where that goes.
-      num_slots: of a micro-batch or chunk.
-      size: micro-batches of a chunk.
-      step: the number of the step; of a loop that of the run.
-      first: the number of the first micro-batch; of a loop the iteration.
-      num_accumulated: micro-batches in the accumulators before.
-      phase: the execution phase that runs now; None without phases.
-      stored: variables in host memory, by full name.
-      log: of what this process starts; None if nobody keeps it, or nothing is started.
-      slots: of each micro-batch or chunk, by its number.
-      assigned: variables that stages have assigned, by full name.
-      enqueued: by the number of the leaf, of each micro-batch or chunk.
-      gathered: variables of which replicas have parts, whole, by full name; for the program that is next.
-    """
-
-    reading: Reading
+    reading: Reading  # what values are
+    # of each program, by its index, the arguments that stay the same; None for others
     prepared: list[list[Any]]
-    accumulators: dict[str, Any]
+    accumulators: dict[str, Any]  # by key; each program leaves new ones
+    # returns what the feed brings next, in the order of `feed_slots`
     next_chunk: Callable[[], Sequence[Any]]
-    outputs: Outputs
-    feed_slots: Sequence[int]
-    num_slots: int
-    size: int
-    step: int
-    first: int
-    num_accumulated: int
-    phase: PhaseRun | None
-    enqueued: list[list[Any]]
-    stored: Mapping[str, Any]
+    outputs: Outputs  # takes what the last stage returns
+    feed_slots: Sequence[int]  # where that goes
+    num_slots: int  # of a micro-batch or chunk
+    size: int  # micro-batches of a chunk
+    step: int  # the number of the step; of a loop that of the run
+    first: int  # the number of the first micro-batch; of a loop the iteration
+    num_accumulated: int  # micro-batches in the accumulators before
+    phase: PhaseRun | None  # the execution phase that runs now; None without phases
+    enqueued: list[list[Any]]  # by the number of the leaf, of each micro-batch or chunk
+    stored: Mapping[str, Any]  # variables in host memory, by full name
+    # of what this process starts; None if nobody keeps it, or nothing is started
     log: ActionLog | None = None
-    slots: dict[int, list[Any]] = field(default_factory=dict)
+    slots: dict[int, list[Any]] = field(default_factory=dict)  # of each micro-batch or chunk, by its number
+    # variables that stages have assigned, by full name
     assigned: dict[str, Any] = field(default_factory=dict)
+    # variables of which replicas have parts, whole, by full name; for the program that is next
     gathered: dict[str, Any] = field(default_factory=dict)
 
 
@@ -112,14 +96,7 @@ class Together(Protocol):
         arguments: Sequence[list[Any]],
         chunk: int,
     ) -> Sequence[Sequence[Any]]:
-        """The results of a program that runs on all replicas at once, for each column.
-
-        Args:
-          columns: the columns.
-          templates: the program, as each of them has it.
-          arguments: of each.
-          chunk: the number of the micro-batch or chunk.
-        """
+        """The results of a program that runs on all replicas at once, for each column."""
 
     def reduce(self, row: Row, columns: Sequence[ColumnRun]) -> None:
         """Joins what the columns have accumulated and assigned on a row."""
@@ -127,15 +104,10 @@ class Together(Protocol):
 
 @dataclass(eq=False)
 class StepRun:
-    """A step on its way.
+    """A step on its way."""
 
-    Attributes:
-      columns: what each replica has of it.
-      together: what they do at the same time.
-    """
-
-    columns: Sequence[ColumnRun]
-    together: Together
+    columns: Sequence[ColumnRun]  # what each replica has of it
+    together: Together  # what they do at the same time
 
 
 StepAction: TypeAlias = (
@@ -185,15 +157,7 @@ class Dispatch:
         before: Sequence[Before],
         after: Sequence[After],
     ) -> None:
-        """Keeps what is asked for with each micro-batch where it is found at once.
-
-        Args:
-          template: the program.
-          micro_batches: the arguments that are the micro-batch's number.
-          accumulated: those that are the number of micro-batches in the accumulators.
-          before: what changes its arguments.
-          after: what takes results that go elsewhere than to slots and accumulators.
-        """
+        """Keeps what is asked for with each micro-batch where it is found at once."""
         self.template = template
         self._index, self._row, self._keys = template.index, template.row, template.accumulators
         self._loads, self._stores, self._releases = template.loads, template.stores, template.releases
@@ -263,14 +227,10 @@ class ComputeTogether(Compute):
 
 @dataclass(frozen=True, eq=False)
 class SendOn:
-    """What a program made goes to another row, in each column.
+    """What a program made goes to another row, in each column."""
 
-    Attributes:
-      sends: what goes where, by column.
-      tags: likewise, what says what a transfer between processes is; None where there are none.
-    """
-
-    sends: tuple[Send, ...]
+    sends: tuple[Send, ...]  # what goes where, by column
+    # likewise, what says what a transfer between processes is; None where there are none
     tags: tuple[Callable[[int], Tag | None] | None, ...]
 
     def __call__(self, run: StepRun, chunk: int) -> None:
@@ -288,13 +248,9 @@ class SendOn:
 
 @dataclass(frozen=True, eq=False)
 class Store:
-    """What only backwards read from now on goes to host memory.
+    """What only backwards read from now on goes to host memory."""
 
-    Attributes:
-      kept: by column, the slots of each row.
-    """
-
-    kept: tuple[Mapping[Row, Sequence[int]], ...]
+    kept: tuple[Mapping[Row, Sequence[int]], ...]  # by column, the slots of each row
 
     def __call__(self, run: StepRun, chunk: int) -> None:
         """Each in the host memory of its row."""
@@ -332,15 +288,10 @@ def wait(run: StepRun, chunk: int) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Observe:
-    """Somebody is told what is held after a program and all that follows it.
+    """Somebody is told what is held after a program and all that follows it."""
 
-    Attributes:
-      observer: is given the replica, the program, the micro-batch or chunk, and what is in slots.
-      templates: the program, by column.
-    """
-
-    observer: Observer
-    templates: tuple[Template, ...]
+    observer: Observer  # is given the replica, the program, the micro-batch or chunk, and what is in slots
+    templates: tuple[Template, ...]  # the program, by column
 
     def __call__(self, run: StepRun, chunk: int) -> None:
         """Of each column."""
@@ -367,17 +318,11 @@ class TakeGathered:
 
 @dataclass(frozen=True, eq=False)
 class Load:
-    """Those of a program's arguments that are in host memory come to its row.
+    """Those of a program's arguments that are in host memory come to its row."""
 
-    Attributes:
-      template: the program.
-      variables: (argument, full name) of those that lie in host memory.
-      partitions: how each argument is divided over the devices of the row.
-    """
-
-    template: Template
-    variables: tuple[tuple[int, str], ...]
-    partitions: tuple[Any, ...]
+    template: Template  # the program
+    variables: tuple[tuple[int, str], ...]  # (argument, full name) of those that lie in host memory
+    partitions: tuple[Any, ...]  # how each argument is divided over the devices of the row
 
     def __call__(self, run: ColumnRun, chunk: int, arguments: list[Any]) -> None:
         """A phase keeps the variables for its other programs."""
@@ -422,14 +367,10 @@ class NoteInPhase:
 
 @dataclass(frozen=True, eq=False)
 class Assign:
-    """Variables have new values, for the step's other programs of the stage too.
+    """Variables have new values, for the step's other programs of the stage too."""
 
-    Attributes:
-      assigned: (result, full name).
-      readers: by full name, (index of the template, argument) where it is read.
-    """
-
-    assigned: tuple[tuple[int, str], ...]
+    assigned: tuple[tuple[int, str], ...]  # (result, full name)
+    # by full name, (index of the template, argument) where it is read
     readers: Mapping[str, Sequence[tuple[int, int]]]
 
     def __call__(self, run: ColumnRun, chunk: int, results: Sequence[Any]) -> None:
@@ -462,15 +403,10 @@ def collect(run: ColumnRun, chunk: int, results: Sequence[Any]) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Log:
-    """What this process has started, for others that wait for it.
+    """What this process has started, for others that wait for it."""
 
-    Attributes:
-      template: the program.
-      received: slots of values that it reads and other processes send.
-    """
-
-    template: Template
-    received: tuple[int, ...]
+    template: Template  # the program
+    received: tuple[int, ...]  # slots of values that it reads and other processes send
 
     def __call__(self, run: ColumnRun, chunk: int, results: Sequence[Any]) -> None:
         """If there is a log."""
@@ -488,15 +424,7 @@ def make_dispatch(
     gathered: frozenset[str],
     phases: ExecutionPhases | None,
 ) -> Dispatch:
-    """A program of a column with the parts that the pipeline uses.
-
-    Args:
-      template: the program.
-      plan: all of the column's.
-      residence: where the column's state lives.
-      gathered: full names of variables of which the replicas have parts.
-      phases: of the pipeline, if it has some.
-    """
+    """A program of a column with the parts that the pipeline uses."""
     scalars, variables = template.taken(BindingKind.SCALAR), template.taken(BindingKind.VARIABLE)
     before: list[Before] = []
     after: list[After] = []

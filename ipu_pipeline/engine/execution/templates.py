@@ -31,59 +31,36 @@ __all__ = [
 
 
 class Send(NamedTuple):
-    """What goes from a program's row to another one, once the program has been started.
+    """What goes from a program's row to another one, once the program has been started."""
 
-    Attributes:
-      target: the other row.
-      sources: slots, on the program's row.
-      targets: likewise, on the other one.
-      releases: those of the sources that nobody reads afterwards.
-    """
-
-    target: Row
-    sources: tuple[int, ...]
-    targets: tuple[int, ...]
-    releases: tuple[int, ...] = ()
+    target: Row  # the other row
+    sources: tuple[int, ...]  # slots, on the program's row
+    targets: tuple[int, ...]  # likewise, on the other one
+    releases: tuple[int, ...] = ()  # those of the sources that nobody reads afterwards
 
 
 @dataclass(eq=False)
 class Template:
-    """One program, ready for dispatch.
+    """One program, ready for dispatch."""
 
-    Attributes:
-      index: its place among the plan's templates.
-      kind: forward or backward.
-      stage: whose.
-      row: where it runs.
-      jitted: the jitted program.
-      shardings: of its results; where an IPU is several devices a list, with None for what the partitioner
-        decides on.
-      function: what is called: that, or what was loaded in its place.
-      jit_jointly: jits it for all replicas at once, for a row with their devices.
-      arguments: what they stand for; accumulators come first.
-      results: what each stands for, accumulators first again.
-      loads: (argument, slot).
-      stores: (result, slot).
-      sends: what goes to other rows.
-      releases: slots that nobody reads once it has been started; those that it sends are in `sends`.
-      kept: slots that only backwards read once it and its sends have been started.
-    """
-
-    index: int
-    kind: ActionKind
-    stage: int
-    row: Row
-    jitted: Any
+    index: int  # its place among the plan's templates
+    kind: ActionKind  # forward or backward
+    stage: int  # whose
+    row: Row  # where it runs
+    jitted: Any  # the jitted program
+    # of its results; where an IPU is several devices a list, with None for what the partitioner decides on
     shardings: Any
-    function: Callable[..., list[Any]]
+    function: Callable[..., list[Any]]  # what is called: that, or what was loaded in its place
+    # jits it for all replicas at once, for a row with their devices
     jit_jointly: Callable[[Row], Callable[..., list[Any]]]
-    arguments: tuple[Binding, ...]
-    results: tuple[tuple[Binding, ...], ...]
-    loads: tuple[tuple[int, int], ...]
-    stores: tuple[tuple[int, int], ...]
-    sends: tuple[Send, ...]
+    arguments: tuple[Binding, ...]  # what they stand for; accumulators come first
+    results: tuple[tuple[Binding, ...], ...]  # what each stands for, accumulators first again
+    loads: tuple[tuple[int, int], ...]  # (argument, slot)
+    stores: tuple[tuple[int, int], ...]  # (result, slot)
+    sends: tuple[Send, ...]  # what goes to other rows
+    # slots that nobody reads once it has been started; those that it sends are in `sends`
     releases: tuple[int, ...] = ()
-    kept: tuple[int, ...] = ()
+    kept: tuple[int, ...] = ()  # slots that only backwards read once it and its sends have been started
 
     def taken(self, kind: BindingKind) -> tuple[tuple[int, Any], ...]:
         """The arguments of a kind, each as its place and the binding's key."""
@@ -135,29 +112,16 @@ def slot_of(binding: Binding, row: Row) -> Slot | None:
 
 @dataclass(frozen=True, eq=False)
 class TemplateMaker:
-    """Makes templates of the programs of a pipeline.
+    """Makes templates of the programs of a pipeline."""
 
-    Attributes:
-      bindings: what the programs' values stand for.
-      rows: where the stages live.
-      slots: the numbers of the slots that somebody reads.
-      sharding_of: how a variable and its gradient lie on a row, by its full name.
-    """
-
-    bindings: Bindings
-    rows: Sequence[Row]
-    slots: SlotNumbers
+    bindings: Bindings  # what the programs' values stand for
+    rows: Sequence[Row]  # where the stages live
+    slots: SlotNumbers  # the numbers of the slots that somebody reads
+    # how a variable and its gradient lie on a row, by its full name
     sharding_of: Callable[[str, Row], NamedSharding]
 
     def make(self, index: int, work: Work, options: Options, donate_accumulators: bool) -> Template:
-        """The template of a program, which it jits.
-
-        Args:
-          index: the template's.
-          work: the program.
-          options: XLA's.
-          donate_accumulators: whether the program may destroy what it adds to.
-        """
+        """The template of a program, which it jits."""
         row = self.rows[work.stage]
         arguments = self.bindings.arguments(work.stage, work.program)
         results = self.bindings.results(work.stage, work.program)
@@ -260,16 +224,7 @@ def jit_update(
     options: Options,
     results: Mapping[str, Any],
 ) -> Callable[..., list[Any]]:
-    """Jits an update program, which may reuse the memory of the accumulators.
-
-    Args:
-      program: the program.
-      later: those that run after it, whose arguments must still be there.
-      donate: whether the variables and optimizer state may be destroyed, too.
-      may_raise: whether Python may raise meanwhile: then nothing is destroyed.
-      options: XLA's.
-      results: arguments of `jax.jit` that say where results lie.
-    """
+    """Jits an update program, which may reuse the memory of the accumulators."""
 
     def is_donated(value: UpdateValue) -> bool:
         if value not in program.results or any(value in other.arguments for other in later):

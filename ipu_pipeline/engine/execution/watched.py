@@ -29,12 +29,6 @@ def rehearse(watcher: Watcher, runner: Runner[Any], state: RunState, request: Re
 
     It runs on copies of the state and on micro-batches of zeros, and what it makes or raises is dropped.
     Nothing is run if a program calls Python, which would see it.
-
-    Args:
-      watcher: who watches.
-      runner: what will run.
-      state: placed; it stays as it is.
-      request: what will be run.
     """
     with watcher.rehearsing(runner) as is_first:
         if not is_first:

@@ -25,19 +25,12 @@ __all__ = ["Updated", "WeightUpdate"]
 
 @dataclass(frozen=True, eq=False)
 class Updated:
-    """What a weight update makes.
+    """What a weight update makes."""
 
-    Attributes:
-      variables: the new values of those that it updates, by full name.
-      state_leaves: of the optimizer's state.
-      accumulators: zeroed, by key.
-      enqueued: the leaves of what it enqueues.
-    """
-
-    variables: dict[str, Any]
-    state_leaves: list[Any]
-    accumulators: dict[str, Any]
-    enqueued: list[Any]
+    variables: dict[str, Any]  # the new values of those that it updates, by full name
+    state_leaves: list[Any]  # of the optimizer's state
+    accumulators: dict[str, Any]  # zeroed, by key
+    enqueued: list[Any]  # the leaves of what it enqueues
 
 
 class WeightUpdate:
@@ -55,14 +48,7 @@ class WeightUpdate:
     def __init__(
         self, residence: Residence, donate: bool, options: Options, may_raise: bool = False
     ) -> None:
-        """Jits the programs.
-
-        Args:
-          residence: where the state lives.
-          donate: whether an update may reuse the memory of the variables and optimizer state before it.
-          options: XLA's.
-          may_raise: whether Python may raise meanwhile: then it reuses no memory at all, and `run` waits.
-        """
+        """Jits the programs."""
         self.residence = residence
         self.may_raise = may_raise
         self.donates = donate and not may_raise
@@ -99,19 +85,7 @@ class WeightUpdate:
         counts: UpdateCounts,
         functions: Sequence[Callable[..., list[Any]]] | None = None,
     ) -> Updated:
-        """Runs the weight update.
-
-        Args:
-          variables: by full name, as they were before the micro-batches.
-          state_leaves: placed leaves of the optimizer's state.
-          accumulators: by key.
-          outputs: the leaves of the last stage's outputs for the last micro-batch.
-          counts: what it can compute with.
-          functions: what is called in place of `functions`, for somebody who watches.
-
-        Returns:
-          What it made, still being computed.
-        """
+        """Runs the weight update."""
         residence = self.residence
         assert residence.updates is not None
         plan = residence.accumulator_plan

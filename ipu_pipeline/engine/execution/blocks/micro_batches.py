@@ -23,28 +23,13 @@ Environment: TypeAlias = dict[Binding, Any]
 
 @dataclass(frozen=True, eq=False)
 class MicroBatches:
-    """Forwards and backwards, to be called within a trace.
+    """Forwards and backwards, to be called within a trace."""
 
-    Attributes:
-      residence: says what lies in host memory, and which accumulators there are.
-      programs: the programs of the pipeline's stages.
-    """
-
-    residence: Residence
-    programs: Sequence[StagePrograms]
+    residence: Residence  # says what lies in host memory, and which accumulators there are
+    programs: Sequence[StagePrograms]  # the programs of the pipeline's stages
 
     def run(self, environment: Environment, size: int = 1) -> Environment:
-        """Forward and backward of one micro-batch, or of several, each program on all of them in turn.
-
-        Args:
-          environment: variables, accumulators, scalars, inputs, and the micro-batch. Of several, the
-            micro-batches are stacked, and scalars are those of the first one.
-          size: how many micro-batches.
-
-        Returns:
-          That, with what the programs made: accumulators in place of those before, assigned variables, and
-          all values between stages, which are stacked of several micro-batches.
-        """
+        """Forward and backward of one micro-batch, or of several, each program on all of them in turn."""
         known = dict(environment)
         programs = chunk_programs(self.residence.traced, self.programs, size)
         for index, own in enumerate(programs):

@@ -33,22 +33,15 @@ __all__ = ["BlockProgram"]
 
 @dataclass(frozen=True, eq=False)
 class BlockProgram:
-    """The functions that a block's runner compiles.
+    """The functions that a block's runner compiles."""
 
-    Attributes:
-      micro_batches: forwards and backwards.
-      collecting: what is wanted of the last stage.
-      num_serialized: how many micro-batches each stage handles before the next one starts.
-      carried: of a loop, the values that are the first leaves of the next micro-batch. None: a pipeline,
-        whose micro-batches are counted from each weight update.
-      condition: of a loop that ends by itself, whether it goes on, from the inputs' leaves and the carried
-        values.
-    """
-
-    micro_batches: MicroBatches
-    collecting: Collecting
-    num_serialized: int = 1
+    micro_batches: MicroBatches  # forwards and backwards
+    collecting: Collecting  # what is wanted of the last stage
+    num_serialized: int = 1  # how many micro-batches each stage handles before the next one starts
+    # of a loop, the values that are the first leaves of the next micro-batch. None: a pipeline, whose
+    # micro-batches are counted from each weight update.
     carried: Sequence[Source] | None = None
+    # of a loop that ends by itself, whether it goes on, from the inputs' leaves and the carried values
     condition: Callable[[list[Any], list[Any]], Any] | None = None
 
     @property
@@ -84,16 +77,7 @@ class BlockProgram:
         carried: list[Any],
         given: Given,
     ) -> Left:
-        """A block.
-
-        Args:
-          kind: what is compiled for.
-          totals: what it begins with.
-          variables: those that it changes, by full name.
-          state_leaves: of the optimizer's state.
-          carried: of a loop.
-          given: all else.
-        """
+        """A block."""
         position = Position.unpack(given.position)
         zero = jnp.int32(0)
         first = Carry(
@@ -291,13 +275,7 @@ class BlockProgram:
         )
 
     def peek(self, variables: dict[str, Any], carried: list[Any], given: Given) -> list[Any]:
-        """What the last stage returns for the first micro-batch of a block, without any effects.
-
-        Args:
-          variables: all, by full name.
-          carried: of a loop.
-          given: as for `run`, with a feed of the first micro-batch at least.
-        """
+        """What the last stage returns for the first micro-batch of a block, without any effects."""
         position = Position.unpack(given.position)
         index = position.accumulated if self.carried is None else position.iteration
         traced = self.residence.traced

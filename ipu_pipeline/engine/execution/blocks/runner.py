@@ -52,42 +52,26 @@ _IN_FLIGHT_BYTES = 64 * 2**20  # of their feeds, where they are more than the le
 
 @dataclass(frozen=True, eq=False)
 class Begun:
-    """What the parts of an update before this one left.
+    """What the parts of an update before this one left."""
 
-    Attributes:
-      totals: accumulators and sums; the next part will take their memory.
-      assigned: values that stages assigned, by full name.
-      collected: what was collected.
-      enqueued: what stages enqueued.
-      count: how many micro-batches ran.
-      first_outputs: what the last stage returns for the first micro-batch, if that is needed.
-    """
-
-    totals: Totals
-    assigned: Mapping[str, Any]
-    collected: list[Collected]
-    enqueued: list[Handed]
-    count: int = 0
+    totals: Totals  # accumulators and sums; the next part will take their memory
+    assigned: Mapping[str, Any]  # values that stages assigned, by full name
+    collected: list[Collected]  # what was collected
+    enqueued: list[Handed]  # what stages enqueued
+    count: int = 0  # how many micro-batches ran
+    # what the last stage returns for the first micro-batch, if that is needed
     first_outputs: list[Any] | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class PendingBlock:
-    """A block, or the last part of an update that does not fit one, that is ready to run.
+    """A block, or the last part of an update that does not fit one, that is ready to run."""
 
-    Attributes:
-      request: what it is a part of.
-      begun: what is before it.
-      position: where it begins.
-      room: the size of its stacks.
-      feed: its micro-batches, stacked, on the device.
-    """
-
-    request: Request
-    begun: Begun
-    position: Position
-    room: int
-    feed: list[Any]
+    request: Request  # what it is a part of
+    begun: Begun  # what is before it
+    position: Position  # where it begins
+    room: int  # the size of its stacks
+    feed: list[Any]  # its micro-batches, stacked, on the device
 
     @property
     def count(self) -> int:
@@ -111,19 +95,7 @@ class BlockRunner(Runner[PendingBlock]):
         iterated: Iterated | None = None,
         options: Options | None = None,
     ) -> None:
-        """Nothing is compiled yet.
-
-        Args:
-          residence: where the state lives, one row.
-          programs: the programs of the stages.
-          collecting: what is wanted of the last stage.
-          donate: whether an update may reuse the memory of the state before it.
-          block_bytes: how much of the device a block's feed and outputs may take.
-          num_serialized: how many micro-batches each stage handles before the next one starts.
-          has_fixed_room: whether blocks have one size however many micro-batches an update has.
-          iterated: for the body of a loop.
-          options: XLA's.
-        """
+        """Nothing is compiled yet."""
         super().__init__(residence, programs, iterated)
         self._collecting = collecting
         self._donate = donate

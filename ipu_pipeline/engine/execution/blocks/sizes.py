@@ -11,17 +11,11 @@ _MAX_FIXED = 64  # in a block that is to have one size whatever the count, since
 
 
 class BlockSizes(NamedTuple):
-    """Into which blocks micro-batches are cut.
+    """Into which blocks micro-batches are cut."""
 
-    Attributes:
-      unit: micro-batches that stay together.
-      capacity: micro-batches in a block at most, a multiple of `unit`.
-      room: the size of a block's stack, at least the capacity. A compilation serves one.
-    """
-
-    unit: int
-    capacity: int
-    room: int
+    unit: int  # micro-batches that stay together
+    capacity: int  # micro-batches in a block at most, a multiple of `unit`
+    room: int  # the size of a block's stack, at least the capacity. A compilation serves one.
 
 
 def block_sizes(
@@ -32,19 +26,7 @@ def block_sizes(
     group: int = 1,
     is_fixed: bool = False,
 ) -> BlockSizes:
-    """Cuts micro-batches into blocks of about equal size.
-
-    Args:
-      num_micro_batches: in all, a multiple of `unit`.
-      unit: micro-batches that should stay together: those of a weight update; 1 for a loop.
-      bytes_each: what a micro-batch takes on the device, feed and collected outputs.
-      block_bytes: how much a block may take.
-      group: micro-batches that must stay together; `unit` is a multiple of it.
-      is_fixed: whether the room must not depend on the first two.
-
-    Returns:
-      The sizes. The unit is `group` if not even one of the units asked for fits.
-    """
+    """Cuts micro-batches into blocks of about equal size."""
     limit = min(_MAX_FIXED if is_fixed else _MAX_MICRO_BATCHES, block_bytes // max(1, bytes_each))
     limit = max(1, limit // group) * group
     if unit > limit:
