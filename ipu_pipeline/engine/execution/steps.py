@@ -13,7 +13,7 @@ sizes, says its `Reading`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
@@ -110,11 +110,9 @@ class StepRun:
     together: Together  # what they do at the same time
 
 
-StepAction: TypeAlias = (
-    "Callable[[StepRun, int], None]"  # takes the number of the micro-batch or chunk, too
-)
+StepAction: TypeAlias = "Callable[[StepRun, int], None]"  # the number is that of the micro-batch or chunk
 Order: TypeAlias = "Sequence[tuple[StepAction, int]]"
-Before: TypeAlias = "Callable[[ColumnRun, int, list[Any]], None]"  # changes a program's arguments
+Before: TypeAlias = "Callable[[ColumnRun, list[Any]], None]"  # changes a program's arguments
 After: TypeAlias = "Callable[[ColumnRun, int, Sequence[Any]], None]"  # takes its results
 Observer: TypeAlias = "Callable[[int, Template, int, Mapping[int, Sequence[Any]]], None]"  # see `Observe`
 
@@ -143,25 +141,16 @@ class Gather:
 
 
 class Dispatch:
-    """A program of a column, and what is done around it.
+    """A program of a column, and what is done around it."""
 
-    Attributes:
-      template: the program.
-    """
-
-    def __init__(
-        self,
-        template: Template,
-        micro_batches: Sequence[int],
-        accumulated: Sequence[int],
-        before: Sequence[Before],
-        after: Sequence[After],
-    ) -> None:
+    def __init__(self, template: Template, before: Sequence[Before], after: Sequence[After]) -> None:
         """Keeps what is asked for with each micro-batch where it is found at once."""
+        scalars = template.taken(BindingKind.SCALAR)
         self.template = template
         self._index, self._row, self._keys = template.index, template.row, template.accumulators
         self._loads, self._stores, self._releases = template.loads, template.stores, template.releases
-        self._micro_batches, self._accumulated = micro_batches, accumulated
+        self._micro_batches = [place for place, kind in scalars if kind is ValueKind.MICRO_BATCH]
+        self._accumulated = [place for place, kind in scalars if kind is ValueKind.ACCUMULATED]
         self._before, self._after = before, after
 
     def bind(self, run: ColumnRun, chunk: int) -> list[Any]:
@@ -177,7 +166,7 @@ class Dispatch:
         for place in self._accumulated:
             arguments[place] = run.reading.scalar(run.num_accumulated + chunk * run.size, self._row)
         for prepare in self._before:
-            prepare(run, chunk, arguments)
+            prepare(run, arguments)
         return arguments
 
     def take(self, run: ColumnRun, chunk: int, results: Sequence[Any]) -> None:
@@ -299,122 +288,109 @@ class Observe:
             self.observer(number, template, chunk, column.slots)
 
 
-# Parts of `Dispatch`: each is for one thing that a pipeline may do.
+# Parts of `Dispatch`: each makes what does one thing that a pipeline may do.
 
 
-@dataclass(frozen=True, eq=False)
-class TakeGathered:
-    """Variables come from those that were gathered, which are let go of."""
+def take_gathered(places: Sequence[tuple[int, str]]) -> Before:
+    """Variables come from those that were gathered, which are let go of; `places` has (argument, name)."""
 
-    places: tuple[tuple[int, str], ...]
-
-    def __call__(self, run: ColumnRun, chunk: int, arguments: list[Any]) -> None:
-        """Into the arguments."""
-        del chunk
-        for place, name in self.places:
+    def prepare(run: ColumnRun, arguments: list[Any]) -> None:
+        for place, name in places:
             arguments[place] = run.gathered[name]
         run.gathered.clear()
 
+    return prepare
 
-@dataclass(frozen=True, eq=False)
-class Load:
-    """Those of a program's arguments that are in host memory come to its row."""
 
-    template: Template  # the program
-    variables: tuple[tuple[int, str], ...]  # (argument, full name) of those that lie in host memory
-    partitions: tuple[Any, ...]  # how each argument is divided over the devices of the row
+def load(template: Template, away: Collection[str], divided: Mapping[str, Any]) -> Before:
+    """Those of a program's arguments that are in host memory come to its row, the variables `away` too.
 
-    def __call__(self, run: ColumnRun, chunk: int, arguments: list[Any]) -> None:
-        """A phase keeps the variables for its other programs."""
-        del chunk
-        row, known = self.template.row, {} if run.phase is None else run.phase.weights
-        for place, name in self.variables:
+    A phase keeps these for its other programs. `divided` says how variables lie on the row.
+    """
+    variables = [one for one in template.taken(BindingKind.VARIABLE) if one[1] in away]
+    names, row = dict(template.taken(BindingKind.VARIABLE)), template.row
+    partitions = [divided.get(names.get(place, ""), WHOLE) for place in range(len(template.arguments))]
+
+    def prepare(run: ColumnRun, arguments: list[Any]) -> None:
+        known = {} if run.phase is None else run.phase.weights
+        for place, name in variables:
             arguments[place] = known.get((row.ipu, name), run.stored[name])
-        loaded = run.reading.put(arguments, row, partitions=self.partitions)
-        arguments[:] = loaded
-        for place, name in self.variables:
-            known[row.ipu, name] = loaded[place]
+        arguments[:] = run.reading.put(arguments, row, partitions=partitions)
+        for place, name in variables:
+            known[row.ipu, name] = arguments[place]
+
+    return prepare
 
 
-@dataclass(frozen=True, eq=False)
-class StoreAccumulators:
-    """Accumulators go back to host memory."""
+def store_accumulators(template: Template) -> After:
+    """Accumulators go back to host memory, which the end of a phase waits for."""
+    keys, row = template.accumulators, template.row
 
-    template: Template
-
-    def __call__(self, run: ColumnRun, chunk: int, results: Sequence[Any]) -> None:
-        """A phase waits for them."""
-        del chunk
-        keys = self.template.accumulators
-        stored = run.reading.put(results[: len(keys)], self.template.row, offloaded=True)
+    def take(run: ColumnRun, _chunk: int, results: Sequence[Any]) -> None:
+        stored = run.reading.put(results[: len(keys)], row, offloaded=True)
         run.accumulators.update(zip(keys, stored, strict=True))
         if run.phase is not None:
             run.phase.note(stored)
 
+    return take
 
-@dataclass(frozen=True, eq=False)
-class NoteInPhase:
+
+def note_in_phase(template: Template) -> After:
     """The execution phase notes what it makes, and what it leaves for backwards."""
 
-    template: Template
-
-    def __call__(self, run: ColumnRun, chunk: int, results: Sequence[Any]) -> None:
-        """For its end."""
-        del chunk
+    def take(run: ColumnRun, _chunk: int, results: Sequence[Any]) -> None:
         assert run.phase is not None
-        run.phase.note(results, self.template.kept)
+        run.phase.note(results, template.kept)
+
+    return take
 
 
-@dataclass(frozen=True, eq=False)
-class Assign:
+def assign(template: Template, plan: Plan) -> After:
     """Variables have new values, for the step's other programs of the stage too."""
+    own = [other for other in plan.templates.values() if other.stage == template.stage]
+    assigned = [
+        (place, name, [(one.index, argument) for one in own for argument in one.reads(name)])
+        for place, name in template.given(BindingKind.ASSIGNED)
+    ]
 
-    assigned: tuple[tuple[int, str], ...]  # (result, full name)
-    # by full name, (index of the template, argument) where it is read
-    readers: Mapping[str, Sequence[tuple[int, int]]]
-
-    def __call__(self, run: ColumnRun, chunk: int, results: Sequence[Any]) -> None:
-        """They are the state's after the step."""
-        del chunk
-        for place, name in self.assigned:
+    def take(run: ColumnRun, _chunk: int, results: Sequence[Any]) -> None:
+        for place, name, readers in assigned:
             run.assigned[name] = results[place]
-            for index, argument in self.readers[name]:
+            for index, argument in readers:
                 run.prepared[index][argument] = results[place]
 
+    return take
 
-@dataclass(frozen=True, eq=False)
-class Enqueue:
-    """What a stage enqueues is kept."""
 
-    enqueued: tuple[tuple[int, int], ...]
+def enqueue(template: Template) -> After:
+    """What a stage enqueues is kept, in the order of the micro-batches."""
+    enqueued = template.given(BindingKind.ENQUEUED)
 
-    def __call__(self, run: ColumnRun, chunk: int, results: Sequence[Any]) -> None:
-        """In the order of the micro-batches."""
-        del chunk
-        for place, leaf in self.enqueued:
+    def take(run: ColumnRun, _chunk: int, results: Sequence[Any]) -> None:
+        for place, leaf in enqueued:
             run.enqueued[leaf].append(results[place])
 
+    return take
 
-def collect(run: ColumnRun, chunk: int, results: Sequence[Any]) -> None:
+
+def collect(run: ColumnRun, chunk: int, _results: Sequence[Any]) -> None:
     """What the last stage returns is kept."""
-    del results
     run.outputs.take(run.reading, run.slots[chunk], chunk)
 
 
-@dataclass(frozen=True, eq=False)
-class Log:
-    """What this process has started, for others that wait for it."""
+def log(template: Template, plan: Plan) -> After:
+    """What this process has started is told others that wait for it."""
+    kind, stage = template.kind.name.lower(), template.stage
+    sends = [send for other in plan.templates.values() if not other.row.is_here for send in other.sends]
+    received = {slot for send in sends for slot in send.targets}  # from other processes
+    awaited = [slot for _place, slot in template.loads if slot in received]
 
-    template: Template  # the program
-    received: tuple[int, ...]  # slots of values that it reads and other processes send
-
-    def __call__(self, run: ColumnRun, chunk: int, results: Sequence[Any]) -> None:
-        """If there is a log."""
-        template, slots = self.template, run.slots[chunk]
+    def take(run: ColumnRun, chunk: int, results: Sequence[Any]) -> None:
         if run.log is not None:
-            kind, first = template.kind.name.lower(), run.first + chunk * run.size
-            action = Action(kind, template.stage, run.step, first, run.size)
-            run.log.note(action, results, [slots[slot] for slot in self.received])
+            action = Action(kind, stage, run.step, run.first + chunk * run.size, run.size)
+            run.log.note(action, results, [run.slots[chunk][slot] for slot in awaited])
+
+    return take
 
 
 def make_dispatch(
@@ -425,52 +401,24 @@ def make_dispatch(
     phases: ExecutionPhases | None,
 ) -> Dispatch:
     """A program of a column with the parts that the pipeline uses."""
-    scalars, variables = template.taken(BindingKind.SCALAR), template.taken(BindingKind.VARIABLE)
     before: list[Before] = []
     after: list[After] = []
-    if asked := tuple(one for one in variables if one[1] in gathered):
-        before.append(TakeGathered(asked))
+    asked = [one for one in template.taken(BindingKind.VARIABLE) if one[1] in gathered]
+    if asked:
+        before.append(take_gathered(asked))
     empties_devices = phases is not None and not phases.keeps_values
     if (residence.offloads_in_micro_batches or empties_devices) and template.row.is_here:
-        named = dict(variables)
-        away = residence.offloaded - gathered
-        names = [named.get(place, "") for place in range(len(template.arguments))]
-        partitions = [residence.partitions.get(name, WHOLE) for name in names]
-        before.append(Load(template, tuple(one for one in variables if one[1] in away), tuple(partitions)))
+        before.append(load(template, residence.offloaded - gathered, residence.partitions))
     if residence.has_peers and template.row.is_here:
-        received = {
-            slot
-            for other in plan.templates.values()
-            for send in other.sends
-            for slot in send.targets
-            if not other.row.is_here
-        }
-        loaded = tuple(slot for _place, slot in template.loads if slot in received)
-        after.append(Log(template, loaded))
+        after.append(log(template, plan))
     if residence.offloads_accumulators and template.accumulators:
-        after.append(StoreAccumulators(template))
-    if assigned := template.given(BindingKind.ASSIGNED):
-        own = [other for other in plan.templates.values() if other.stage == template.stage]
-        readers = {
-            name: [
-                (other.index, place)
-                for other in own
-                for place, read in other.taken(BindingKind.VARIABLE)
-                if read == name
-            ]
-            for _place, name in assigned
-        }
-        after.append(Assign(assigned, readers))
-    if enqueued := template.given(BindingKind.ENQUEUED):
-        after.append(Enqueue(enqueued))
+        after.append(store_accumulators(template))
+    if template.given(BindingKind.ASSIGNED):
+        after.append(assign(template, plan))
+    if template.given(BindingKind.ENQUEUED):
+        after.append(enqueue(template))
     if template is plan.last_forward:
         after.append(collect)
     if phases is not None:
-        after.append(NoteInPhase(template))
-    return Dispatch(
-        template,
-        tuple(place for place, kind in scalars if kind is ValueKind.MICRO_BATCH),
-        tuple(place for place, kind in scalars if kind is ValueKind.ACCUMULATED),
-        tuple(before),
-        tuple(after),
-    )
+        after.append(note_in_phase(template))
+    return Dispatch(template, before, after)

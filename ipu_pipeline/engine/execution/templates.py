@@ -75,6 +75,10 @@ class Template:
             if own.kind is kind
         )
 
+    def reads(self, name: str) -> tuple[int, ...]:
+        """The arguments that are a variable."""
+        return tuple(place for place, read in self.taken(BindingKind.VARIABLE) if read == name)
+
     @functools.cached_property
     def accumulators(self) -> tuple[str, ...]:
         """The keys of what it adds to, in the order of its first arguments and first results."""
