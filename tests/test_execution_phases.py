@@ -13,7 +13,7 @@ import pytest
 from benchmarks.emulation import stages as emulated
 from ipu_pipeline import engine
 from ipu_pipeline.engine.devices.underway import Underway
-from ipu_pipeline.engine.execution import readings
+from ipu_pipeline.engine.execution import steps
 from ipu_pipeline.engine.schedules.actions import ActionKind
 from tests import models
 from tests.test_offloading import memory_kinds
@@ -170,7 +170,7 @@ def test_a_phase_begins_when_those_before_have_ended(monkeypatch):
             events.append("wait")
             super().wait()
 
-    monkeypatch.setattr(readings, "Underway", Told)
+    monkeypatch.setattr(steps, "Underway", Told)
     found = engine.ExecutionPhases(of_levels=(0, 0, 1, 1), num_ahead=1)
     pipeline = make(found, ALL, num_micro_batches=2)
     rng = np.random.default_rng(0)

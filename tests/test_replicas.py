@@ -10,7 +10,7 @@ import pytest
 
 from ipu_pipeline import engine, layers
 from ipu_pipeline.engine import reference
-from ipu_pipeline.engine.execution.dealing import Dealt
+from ipu_pipeline.engine.execution.replicas import Dealt
 from tests import models
 
 COUNT, UPDATES = 4, 3

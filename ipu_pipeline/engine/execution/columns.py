@@ -20,12 +20,10 @@ from ipu_pipeline.engine.devices.rows import WHOLE, Row
 from ipu_pipeline.engine.execution.contract import Request
 from ipu_pipeline.engine.execution.kept import jit_zeros
 from ipu_pipeline.engine.execution.outputs import NoOutputs, Outputs, Wanted
-from ipu_pipeline.engine.execution.phases import PhaseRun
 from ipu_pipeline.engine.execution.plans import make_plan
-from ipu_pipeline.engine.execution.readings import Counting, Devices, Reading, WatchedDevices
-from ipu_pipeline.engine.execution.steps import ColumnRun
+from ipu_pipeline.engine.execution.steps import ColumnRun, Devices, PhaseRun, Reading
 from ipu_pipeline.engine.execution.templates import Template
-from ipu_pipeline.engine.execution.watched import watched_feed
+from ipu_pipeline.engine.execution.watched import Counting, WatchedDevices, watched_feed
 from ipu_pipeline.engine.programs.bindings import BindingKind
 from ipu_pipeline.engine.programs.chunks import ChunkForm
 from ipu_pipeline.engine.programs.collecting import Collecting
@@ -68,6 +66,7 @@ class Column:
     Attributes:
       residence: where its part of the state lives.
       plan: its programs, and what they exchange.
+      feed: takes micro-batches; each on the devices that read it, of a chunk when that is whole.
       devices: what values are where nobody watches.
     """
 
@@ -105,8 +104,11 @@ class Column:
         read_inputs += [(last_row, position) for kind, position in self.plan.collected if kind == "input"]
         self._placed_inputs = tuple(dict.fromkeys(read_inputs))
         self._num_carried = len(carried)
+        # What each step asks for.
+        self._num_slots, self._enqueued = self.plan.num_slots, traced.enqueued_avals
+        self._all_fed = [feed_slot.slot for feed_slot in self.plan.feed_slots]
         self._fed_slots = [slot for slot in self.plan.feed_slots if slot.leaf >= len(carried)]
-        self._feed = Feed(functools.partial(self._place_leaves, put, len(carried)), chunk.size)
+        self.feed = Feed(functools.partial(self._place_leaves, put, len(carried)), chunk.size)
         self.devices = Devices(residence.constants)
         self._wanted = Wanted(
             self.plan,
@@ -121,10 +123,6 @@ class Column:
 
     # Micro-batches.
 
-    def place_element(self, leaves: Sequence[Any]) -> Element:
-        """A micro-batch, on the devices that read it; of a chunk, when that is whole."""
-        return self._feed.add(leaves)
-
     def place_ahead(self, elements: Sequence[Element]) -> list[Element]:
         """Micro-batches on the devices that read them.
 
@@ -137,7 +135,7 @@ class Column:
                 f"place_micro_batches: programs handle {size} micro-batches each, by the pipeline's "
                 f"dispatch_plan; {len(elements)} do not make whole ones."
             )
-        return self._feed.place_ahead(elements, size, size) if self.plan.feed_slots else list(elements)
+        return self.feed.place_ahead(elements, size, size) if self.plan.feed_slots else list(elements)
 
     @property
     def fed_rows(self) -> list[Row]:
@@ -162,7 +160,7 @@ class Column:
             if self._fed_slots and not self.is_fed_here:
                 return self._not_fed()
             elements = gather(take, size, size)
-            return self._feed.place(elements) if self._fed_slots else []
+            return self.feed.place(elements) if self._fed_slots else []
 
         return next_chunk
 
@@ -183,7 +181,7 @@ class Column:
         if self._fed_slots and not self.is_fed_here:
             fed = iter(self._not_fed())
         else:
-            fed = iter(self._feed.place(elements) if self._fed_slots else [])
+            fed = iter(self.feed.place(elements) if self._fed_slots else [])
         slots = self.plan.feed_slots
         chunk = [next(carried if slot.leaf < self._num_carried else fed) for slot in slots]
         return lambda: chunk
@@ -250,14 +248,14 @@ class Column:
             accumulators=dict(state.accumulators),
             next_chunk=next_chunk,
             outputs=outputs or NoOutputs(),
-            feed_slots=[feed_slot.slot for feed_slot in self.plan.feed_slots],
-            num_slots=self.plan.num_slots,
+            feed_slots=self._all_fed,
+            num_slots=self._num_slots,
             size=self._chunk.size,
             step=step,
             first=first,
             num_accumulated=state.num_accumulated,
             phase=self._begin_phases(reading),
-            enqueued=[[] for _aval in self.residence.traced.enqueued_avals],
+            enqueued=[[] for _leaf in self._enqueued],
             stored=state.pipeline.variables,
         )
 

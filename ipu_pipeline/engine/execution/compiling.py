@@ -194,7 +194,7 @@ def note_temporaries(temporary_bytes: dict[int, int], row: Row, compiled: Any) -
 
 
 class Shapes:
-    """A reading of a step: values are shapes, and programs are compiled for them; see `readings`."""
+    """A reading of a step: values are shapes, and programs are compiled for them; see `steps.Reading`."""
 
     def __init__(self, column: Column, options: CompilerOptions, programs: _Programs) -> None:
         """Begins."""

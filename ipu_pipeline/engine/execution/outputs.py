@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,6 @@ import jax
 from ipu_pipeline.engine.devices.elsewhere import absent
 from ipu_pipeline.engine.devices.rows import Row
 from ipu_pipeline.engine.execution.plans import Plan
-from ipu_pipeline.engine.execution.readings import Reading
 from ipu_pipeline.engine.programs.chunks import ChunkForm
 from ipu_pipeline.engine.programs.collecting import Collecting
 from ipu_pipeline.engine.state import Collected, Handed
@@ -61,6 +60,7 @@ class Wanted:
         self.empties_devices = empties_devices
         self.places = [*collecting.places, *([-1] if collecting.has_loss else [])]
         self.spread = plan.last_forward.row.program(chunk.spread)
+        self.num_stacked = chunk.num_stacked
 
 
 class Outputs:
@@ -80,15 +80,15 @@ class Outputs:
         self.last: list[Any] = []
         self.carried: list[Any] = []
         self._wanted, self._last_chunk, self._inputs, self._sums = wanted, num_chunks - 1, inputs, sums
-        self._collected: list[Collected] = []
+        self._collected: list[list[Any]] = []
 
-    def take(self, reading: Reading, slots: Sequence[Any], chunk: int) -> None:
+    def take(self, put: Callable[..., list[Any]], slots: Sequence[Any], chunk: int) -> None:
         """Takes what is in the slots of a micro-batch or chunk."""
         wanted, row = self._wanted, self._wanted.plan.last_forward.row
         collected, number = wanted.plan.collected, wanted.num_outputs
         leaves = [slots[key] if kind == "slot" else self._inputs[row, key] for kind, key in collected]
         if wanted.empties_devices:
-            leaves = reading.put(leaves, row)
+            leaves = put(leaves, row)
         if chunk == 0:
             self.first = self._only(leaves[:number], wanted.read[0], 0)
         if chunk == self._last_chunk:
@@ -99,15 +99,17 @@ class Outputs:
             for place in wanted.places
         ]
         if not wanted.collecting.is_summed:
-            self._collected.append(wanted.collecting.collect(own, wanted.chunk.num_stacked))
+            self._collected.append(own)
         elif row.is_here:
             self._sums = _add(self._sums, own)
 
     @property
     def collected(self) -> list[Collected]:
         """What was collected, per micro-batch or chunk; or one entry, the sums."""
-        collecting = self._wanted.collecting
-        return [collecting.collect(self._sums, None)] if collecting.is_summed else self._collected
+        collecting, number = self._wanted.collecting, self._wanted.num_stacked
+        if collecting.is_summed:
+            return [collecting.collect(self._sums, None)]
+        return [collecting.collect(own, number) for own in self._collected]
 
     def _only(self, leaves: Sequence[Any], places: Collection[int], number: int) -> list[Any]:
         """The leaves of one micro-batch of a chunk, None in other places."""
@@ -129,7 +131,7 @@ class NoOutputs(Outputs):
     def __init__(self) -> None:
         """There is nothing to know."""
 
-    def take(self, reading: Reading, slots: Sequence[Any], chunk: int) -> None:
+    def take(self, put: Callable[..., list[Any]], slots: Sequence[Any], chunk: int) -> None:
         """Does nothing."""
 
 

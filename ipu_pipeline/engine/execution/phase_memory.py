@@ -257,7 +257,7 @@ class _Ghost:
 
 
 class Ghosts:
-    """A reading of a step, see `readings`: values are ghosts, or None where nobody counts them."""
+    """A reading of a step, see `steps.Reading`: values are ghosts, or None where nobody counts them."""
 
     def __init__(self, step: PhasedStep, meter: _Meter, slot_bytes: Sequence[int]) -> None:
         """Begins."""

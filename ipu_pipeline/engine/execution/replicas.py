@@ -1,33 +1,52 @@
 """What the columns of a pipeline or loop have apart, and how it becomes one again.
 
 State is one for all replicas, on the rows of their devices. Each column reads its part of it, without a
-copy; what the columns accumulate and assign is joined by one program per row. With one column everything is
-as the column has it.
+copy; what the columns accumulate and assign is joined by one program per row. Micro-batches are dealt out
+to them in turn. What they collect is stacked, and of several processes brought to that of the first one.
+With one column everything is as the column has it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import collections
+import dataclasses
+import itertools
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import numpy as np
 
+from ipu_pipeline.engine.devices.crossing import move
+from ipu_pipeline.engine.devices.feeds import Take, gather
 from ipu_pipeline.engine.devices.placing import put
 from ipu_pipeline.engine.devices.residence import Residence
-from ipu_pipeline.engine.devices.rows import Row, join, split
+from ipu_pipeline.engine.devices.rows import Row, join, split, stack_replicas
 from ipu_pipeline.engine.devices.sharding import gather_replicas
+from ipu_pipeline.engine.execution.agreeing import agree_on_elements, take_everywhere
 from ipu_pipeline.engine.execution.all_reduce import Parts, join_replicas, take_first
 from ipu_pipeline.engine.execution.columns import Column
-from ipu_pipeline.engine.execution.readings import WatchedDevices
+from ipu_pipeline.engine.execution.outputs import Accumulated
 from ipu_pipeline.engine.execution.steps import ColumnRun
 from ipu_pipeline.engine.execution.templates import Template
-from ipu_pipeline.engine.state import PipelineState, RunState
+from ipu_pipeline.engine.execution.watched import WatchedDevices
+from ipu_pipeline.engine.state import Collected, Handed, PipelineState, RunState
 from ipu_pipeline.engine.tracing.replicas import uses_replicas
 from ipu_pipeline.engine.updates.accumulators import Accumulator
 
-__all__ = ["Joint", "Reduced", "Replicas", "TogetherRun"]
+__all__ = [
+    "Dealer",
+    "Dealt",
+    "Joint",
+    "Reduced",
+    "Replicas",
+    "TogetherRun",
+    "gather_outputs",
+    "join_collected",
+    "join_handed",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +85,7 @@ class Replicas:
         Raises:
           ValueError: a stage computes with other replicas, and is divided over several devices.
         """
-        self.residence, self.columns = residence, tuple(columns)
+        self.residence, self.columns, self.number = residence, tuple(columns), len(columns)
         self.has_identical_keys, self.joins_assigned = False, True
         self._rows = {row.devices[0]: row for column in columns for row in column.residence.rows}
         self._key: tuple[Any, list[Any]] | None = None  # the last random key, and those of the replicas
@@ -82,11 +101,6 @@ class Replicas:
                         "num_replicas both above 1. Leave one of the three out."
                     )
                 self.joint[template.index] = Joint(template.jit_jointly(row), row)
-
-    @property
-    def number(self) -> int:
-        """How many there are."""
-        return len(self.columns)
 
     def split(self, array: Any) -> list[Any]:
         """An array as each column has it."""
@@ -252,3 +266,179 @@ class TogetherRun:
         accumulated = [column.accumulators for column in columns]
         assigned = [column.assigned for column in columns]
         self._replicas.reduce(row, accumulated, assigned, self._step, self.reduced)
+
+
+# Which replica gets which micro-batch.
+
+
+@dataclass(frozen=True, eq=False)
+class Dealt:
+    """A micro-batch that was placed for a replica."""
+
+    replica: int  # which one
+    generation: int  # of the guesses which replica is next
+    element: Any  # the micro-batch, as that replica's column takes it
+
+
+class Dealer:
+    """Places micro-batches for columns, and deals them out."""
+
+    def __init__(self, residence: Residence, columns: Sequence[Column], chunk_size: int) -> None:
+        """Begins with the first column."""
+        self._residence, self._columns, self._chunk_size = residence, columns, chunk_size
+        self._lock = threading.Lock()
+        self._num_dealt = self._generation = 0
+
+    def place_element(self, leaves: Sequence[Any]) -> Any:
+        """A micro-batch, placed for the replica whose turn it seems to be."""
+        with self._lock:
+            replica, generation = self._num_dealt % len(self._columns), self._generation
+            self._num_dealt += 1
+        return Dealt(replica, generation, self._columns[replica].feed.add(leaves))
+
+    def place_ahead(self, elements: Sequence[Any]) -> list[Any]:
+        """The micro-batches of one update, of all replicas, on the devices that read them."""
+        number = len(self._columns)
+        if number == 1:
+            return self._columns[0].place_ahead(elements)
+        placed: list[Any] = [None] * len(elements)
+        for replica, column in enumerate(self._columns):
+            own = [self._of_replica(element, replica) for element in elements[replica::number]]
+            for place, element in enumerate(column.place_ahead(own)):
+                placed[replica + place * number] = Dealt(replica, self._generation, element)
+        return placed
+
+    def _of_replica(self, dealt: Any, replica: int) -> Any:
+        """What a replica's column takes; placed again if it was placed for another one."""
+        if not isinstance(dealt, Dealt):
+            return dealt  # there is no feed
+        if dealt.replica == replica:
+            return dealt.element
+        with self._lock:  # the data ended, or began anew, in the middle of a round
+            if dealt.generation == self._generation:
+                self._generation += 1
+                self._num_dealt += replica - dealt.replica
+        return self._columns[replica].feed.add(dealt.element.leaves)
+
+    def take_everywhere(self, take: Take, count: int) -> list[Take]:
+        """What gives each column so many micro-batches; in all processes of the pipeline, or in none."""
+        residence, columns = self._residence, self._columns
+        if len(columns) == 1:
+            if not residence.has_peers:
+                return [take]
+            residence.begin_step()
+            return [take_everywhere(residence, columns[0].fed_rows, take, count)]
+        takes = self._deal(take)
+        readers = {
+            (replica, device.process_index): device
+            for replica, column in enumerate(columns)
+            for row in column.fed_rows
+            for device in row.devices
+        }
+        if not residence.has_peers or not readers:
+            return takes
+        error: Exception | None = None
+        taken: list[Iterator[Any]] = []
+        for column, own in zip(columns, takes, strict=True):
+            elements: list[Any] = []
+            if column.is_fed_here:
+                try:
+                    elements = gather(own, count, count)
+                except Exception as raised:
+                    error = error or raised
+            taken.append(iter(elements))
+        agree_on_elements(residence, list(readers.values()), error)
+        return [_take_from(elements) for elements in taken]
+
+    def _deal(self, take: Take) -> list[Take]:
+        """What gives each replica its micro-batches, dealt out in turn."""
+        number, size = len(self._columns), self._chunk_size
+        waiting: list[collections.deque[Any]] = [collections.deque() for _column in self._columns]
+
+        def take_of(replica: int) -> Take:
+            def take_some(wanted: int) -> list[Any]:
+                if not waiting[replica]:
+                    for place, element in enumerate(gather(take, number * size, number * size)):
+                        if self._columns[place % number].takes_elements:
+                            waiting[place % number].append(self._of_replica(element, place % number))
+                return [waiting[replica].popleft() for _number in range(min(wanted, len(waiting[replica])))]
+
+            return take_some
+
+        return [take_of(replica) for replica in range(number)]
+
+
+def _take_from(elements: Iterator[Any]) -> Take:
+    return lambda wanted: list(itertools.islice(elements, wanted))
+
+
+# What replicas collect.
+
+
+def gather_outputs(residence: Residence, parts: Sequence[Accumulated]) -> list[Accumulated]:
+    """What replicas collected and enqueued, each leaf in one process: that of the first replica's.
+
+    Leaves whose replicas are in one process stay where they are.
+    """
+    if not residence.has_peers:
+        return list(parts)
+    first, tree = _flatten(parts[0])
+    found: list[Accumulated] = [parts[0]]
+    for replica, part in enumerate(parts[1:], 1):
+        leaves, _tree = _flatten(part)
+        groups: dict[Any, list[int]] = {}  # by where from and where to
+        for place, (leaf, target) in enumerate(zip(leaves, first, strict=True)):
+            groups.setdefault((leaf.sharding, target.sharding), []).append(place)
+        for number, ((source, target), places) in enumerate(groups.items()):
+            if _process(source) == _process(target):
+                continue
+            tag = residence.tag(f"outputs of replica {replica} ({number})")
+            moved = move([leaves[place] for place in places], source, target, tag, is_kept=True)
+            for place, leaf in zip(places, moved, strict=True):
+                leaves[place] = leaf
+        collected, enqueued = _unflatten(part, tree, leaves)
+        found.append(dataclasses.replace(part, collected=collected, enqueued=enqueued))
+    return found
+
+
+def _process(sharding: Any) -> int:
+    """That of the devices of a replica's row, which are in one process."""
+    return int(next(iter(sharding.device_set)).process_index)
+
+
+def _flatten(part: Accumulated) -> tuple[list[Any], Any]:
+    handed = [(one.outputs, one.loss) for one in part.collected], [one.leaves for one in part.enqueued]
+    return jax.tree.flatten(handed)
+
+
+def _unflatten(part: Accumulated, tree: Any, leaves: list[Any]) -> tuple[list[Any], list[Any]]:
+    collected, enqueued = jax.tree.unflatten(tree, leaves)
+    return (
+        [
+            dataclasses.replace(one, outputs=outputs, loss=loss)
+            for one, (outputs, loss) in zip(part.collected, collected, strict=True)
+        ],
+        [dataclasses.replace(one, leaves=own) for one, own in zip(part.enqueued, enqueued, strict=True)],
+    )
+
+
+def join_collected(parts: Sequence[Collected]) -> Collected:
+    """What several replicas collected at once, with an axis for them in front; of one, as it is."""
+    if len(parts) == 1:
+        return parts[0]
+    axis = 0 if parts[0].size is None else 1
+    outputs = [
+        stack_replicas(leaves, axis) for leaves in zip(*(part.outputs for part in parts), strict=True)
+    ]
+    losses = [part.loss for part in parts]
+    loss = None if losses[0] is None else stack_replicas(losses, axis)
+    return dataclasses.replace(parts[0], outputs=outputs, loss=loss)
+
+
+def join_handed(parts: Sequence[Handed]) -> Handed:
+    """What several replicas enqueued at once, likewise."""
+    if len(parts) == 1:
+        return parts[0]
+    axis = 0 if parts[0].size is None else 1
+    leaves = [stack_replicas(leaves, axis) for leaves in zip(*(part.leaves for part in parts), strict=True)]
+    return dataclasses.replace(parts[0], leaves=leaves)

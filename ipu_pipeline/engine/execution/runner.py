@@ -26,12 +26,18 @@ from ipu_pipeline.engine.execution import watched
 from ipu_pipeline.engine.execution.columns import Column
 from ipu_pipeline.engine.execution.compiling import compile_ahead
 from ipu_pipeline.engine.execution.contract import Iterated, Request, Runner
-from ipu_pipeline.engine.execution.dealing import Dealer
-from ipu_pipeline.engine.execution.gathering import gather_outputs, join_collected, join_handed
 from ipu_pipeline.engine.execution.lowering import Lowering
 from ipu_pipeline.engine.execution.outputs import Accumulated
 from ipu_pipeline.engine.execution.phase_memory import PhasedStep, find_brought, find_host_memory
-from ipu_pipeline.engine.execution.replicas import Reduced, Replicas, TogetherRun
+from ipu_pipeline.engine.execution.replicas import (
+    Dealer,
+    Reduced,
+    Replicas,
+    TogetherRun,
+    gather_outputs,
+    join_collected,
+    join_handed,
+)
 from ipu_pipeline.engine.execution.steps import Observer, Order, StepRun
 from ipu_pipeline.engine.execution.weight_updates import WeightUpdate
 from ipu_pipeline.engine.planning.dispatch_plans import ONE_BY_ONE, DispatchPlan
@@ -113,9 +119,11 @@ class ColumnRunner(Runner[PendingStep]):
             )
             for home in homes
         )
-        self.replicas = Replicas(residence, self.columns)
+        self.replicas, self._num_stacked = Replicas(residence, self.columns), self._chunk.num_stacked
         self._lowering = Lowering(self.columns, self.replicas, make_timetable, phases, self.has_callbacks)
         self._dealer = Dealer(residence, self.columns, self._chunk.size)
+        alone = len(homes) == 1
+        self._place_element = self.columns[0].feed.add if alone else self._dealer.place_element
         self._is_compiled = False
         self._told = list(range(len(homes)))  # the replicas whose outputs this process hands on
         self._gathers_outputs = True
@@ -165,7 +173,7 @@ class ColumnRunner(Runner[PendingStep]):
 
     def place_element(self, leaves: Sequence[Any]) -> Any:
         """A micro-batch, placed for the replica whose turn it seems to be; `fetch` knows."""
-        return self._dealer.place_element(leaves)
+        return self._place_element(leaves)
 
     def place_ahead(self, elements: Sequence[Any]) -> list[Any]:
         """The micro-batches of one update, of all replicas, on the devices that read them."""
@@ -246,7 +254,6 @@ class ColumnRunner(Runner[PendingStep]):
         run = StepRun(columns, together)
         for action, chunk in self._lowering.find(num_chunks, is_full):
             action(run, chunk)
-        stacked = self._chunk.num_stacked
         return Stepped(
             [
                 Accumulated(
@@ -254,7 +261,7 @@ class ColumnRunner(Runner[PendingStep]):
                     own.outputs.last,
                     own.outputs.carried,
                     own.outputs.collected,
-                    [Handed(list(leaves), stacked) for leaves in zip(*own.enqueued, strict=True)],
+                    [Handed(list(leaves), self._num_stacked) for leaves in zip(*own.enqueued, strict=True)],
                     own.assigned,
                     own.accumulators,
                 )

@@ -8,7 +8,8 @@ no action, and no part of one, so nobody asks whether it does.
 
 An action is the same for all micro-batches and all columns. What it works on, a column's micro-batches on
 their way, is a `ColumnRun`; what is done with values there, whether they are arrays or only shapes or
-sizes, says its `Reading`.
+sizes, says its `Reading`: `Devices` runs a step, `compiling.Shapes` compiles it, and `phase_memory.Ghosts`
+finds what it takes of the devices.
 """
 
 from __future__ import annotations
@@ -18,15 +19,17 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 import jax
+from jax.sharding import PartitionSpec
 
 from ipu_pipeline.engine.devices.action_log import Action, ActionLog
+from ipu_pipeline.engine.devices.constants import Constants
 from ipu_pipeline.engine.devices.links import Tag
+from ipu_pipeline.engine.devices.placing import copy_to, put
 from ipu_pipeline.engine.devices.residence import Residence
 from ipu_pipeline.engine.devices.rows import WHOLE, Row
+from ipu_pipeline.engine.devices.underway import Underway
 from ipu_pipeline.engine.execution.outputs import Outputs
-from ipu_pipeline.engine.execution.phases import PhaseRun
 from ipu_pipeline.engine.execution.plans import Plan
-from ipu_pipeline.engine.execution.readings import Reading, store_slots
 from ipu_pipeline.engine.execution.templates import Send, Template
 from ipu_pipeline.engine.programs.bindings import BindingKind
 from ipu_pipeline.engine.programs.stage_programs import ValueKind
@@ -36,11 +39,14 @@ __all__ = [
     "ColumnRun",
     "Compute",
     "ComputeTogether",
+    "Devices",
     "Dispatch",
     "Gather",
     "Observe",
     "Observer",
     "Order",
+    "PhaseRun",
+    "Reading",
     "Reduce",
     "SendOn",
     "StepAction",
@@ -52,6 +58,103 @@ __all__ = [
     "make_dispatch",
     "wait",
 ]
+
+
+class Reading(Protocol):
+    """What the parts of a step do with the values of a column."""
+
+    def launch(self, template: Template, arguments: list[Any], chunk: int) -> Sequence[Any]:
+        """The results of a program, for a micro-batch or chunk."""
+
+    def scalar(self, number: int, row: Row) -> Any:
+        """An int32 scalar on a row."""
+
+    def copy_to(self, arrays: Sequence[Any], row: Row, tag: Tag | None = None) -> list[Any]:
+        """Values that lie together, on another row; see `placing.copy_to`."""
+
+    def put(
+        self,
+        arrays: Sequence[Any],
+        row: Row,
+        offloaded: bool = False,
+        tag: Tag | None = None,
+        partitions: Sequence[PartitionSpec] | None = None,
+    ) -> list[Any]:
+        """Values on a row, or in host memory for it; see `placing.put`."""
+
+    def underway(self, limit: int | None) -> Underway:
+        """Counts pieces of work of which at most so many may be on their way."""
+
+
+class Devices:
+    """Values are arrays, and programs run."""
+
+    def __init__(self, constants: Constants) -> None:
+        """Takes what makes scalars."""
+        self.scalar: Callable[[int, Row], Any] = constants.scalar
+        self.copy_to: Callable[..., list[Any]] = copy_to
+        self.put: Callable[..., list[Any]] = put
+
+    def launch(self, template: Template, arguments: list[Any], chunk: int) -> Sequence[Any]:
+        """Starts a program."""
+        del chunk
+        return template.function(*arguments)
+
+    def underway(self, limit: int | None) -> Underway:
+        """Counts pieces of work."""
+        return Underway(limit)
+
+
+class PhaseRun:
+    """The phase that runs now, of a column.
+
+    Attributes:
+      weights: (IPU, full name) -> what was brought from host memory for it.
+    """
+
+    def __init__(
+        self, phases: ExecutionPhases, plan: Plan, offloads_activations: bool, reading: Reading
+    ) -> None:
+        """Begins the first one."""
+        self.weights: dict[tuple[int, str], Any] = {}
+        self._keeps_values, self._plan = phases.keeps_values, plan
+        self._offloads_activations = offloads_activations
+        self._underway, self._reading = reading.underway(phases.num_ahead), reading
+        self._kept: list[int] = []  # slots that only backwards read from now on
+        self._made: list[Any] = []
+
+    def note(self, made: Sequence[Any], kept: Sequence[int] = ()) -> None:
+        """Notes what a program of the phase makes, and which slots only backwards read after it."""
+        self._made += made
+        self._kept += kept
+
+    def end(self, slots: list[Any]) -> None:
+        """Ends the phase, sends on its way what leaves the devices, and waits until another may begin."""
+        leaving: Sequence[int] = ()
+        if not self._keeps_values:
+            leaving = range(len(slots))
+        elif self._offloads_activations:
+            leaving = self._kept
+        of_rows: dict[Row, list[int]] = {}
+        for slot in leaving:
+            if slots[slot] is not None:
+                of_rows.setdefault(self._plan.slot_rows[slot], []).append(slot)
+        self._made += store_slots(self._reading, slots, of_rows)
+        self.weights.clear()
+        self._underway.add(self._made)
+        self._made, self._kept = [], []
+        self._underway.wait()
+
+
+def store_slots(reading: Reading, slots: list[Any], of_rows: Mapping[Row, Sequence[int]]) -> list[Any]:
+    """Moves values to host memory, and returns what they are there."""
+    made = []
+    for row, own in of_rows.items():
+        stored = reading.put([slots[slot] for slot in own], row, offloaded=True)
+        made += stored
+        for slot, value in zip(own, stored, strict=True):
+            slots[slot] = value
+    return made
 
 
 @dataclass(eq=False)
@@ -375,7 +478,7 @@ def enqueue(template: Template) -> After:
 
 def collect(run: ColumnRun, chunk: int, _results: Sequence[Any]) -> None:
     """What the last stage returns is kept."""
-    run.outputs.take(run.reading, run.slots[chunk], chunk)
+    run.outputs.take(run.reading.put, run.slots[chunk], chunk)
 
 
 def log(template: Template, plan: Plan) -> After:

@@ -7,21 +7,82 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 
 from ipu_pipeline.engine import watching
+from ipu_pipeline.engine.devices.constants import Constants
 from ipu_pipeline.engine.devices.feeds import Take
+from ipu_pipeline.engine.devices.links import Tag
+from ipu_pipeline.engine.devices.placing import copy_to
+from ipu_pipeline.engine.devices.rows import Row
 from ipu_pipeline.engine.execution.contract import Request, Runner
+from ipu_pipeline.engine.execution.steps import Devices
 from ipu_pipeline.engine.execution.templates import Template
 from ipu_pipeline.engine.execution.weight_updates import WeightUpdate
 from ipu_pipeline.engine.schedules.actions import ActionKind
 from ipu_pipeline.engine.state import RunState
 from ipu_pipeline.engine.watching import Launch, LaunchKind, Watcher
 
-__all__ = ["launch_of", "rehearse", "watched_feed", "watched_take", "watched_updates"]
+__all__ = [
+    "Counting",
+    "WatchedDevices",
+    "launch_of",
+    "rehearse",
+    "watched_feed",
+    "watched_take",
+    "watched_updates",
+]
+
+
+@dataclass(frozen=True)
+class Counting:
+    """What micro-batches are called by whoever watches."""
+
+    step: int  # the number of the step, of a loop that of the run
+    first: int  # the number of the first micro-batch; of a loop the iteration
+    size: int  # how many micro-batches a program handles
+
+
+class WatchedDevices(Devices):
+    """Likewise, with a watcher told."""
+
+    def __init__(self, constants: Constants, watcher: Watcher, runner: Any, counting: Counting) -> None:
+        """Begins a step."""
+        super().__init__(constants)
+        self._watcher, self._runner, self._counting = watcher, runner, counting
+        self._launch: Launch | None = None
+        self.copy_to = self._copy_to
+
+    def launch(self, template: Template, arguments: list[Any], chunk: int) -> Sequence[Any]:
+        """Starts a program."""
+        self._launch = None
+        if not template.row.is_here:
+            return super().launch(template, arguments, chunk)
+        self._launch = self.describe(template, chunk)
+        results: Sequence[Any] = self._watcher.run(self._launch, template.function, arguments)
+        return results
+
+    def launch_jointly(self, template: Template, row: Row, program: Any, arguments: Any, chunk: int) -> Any:
+        """Starts a program for all replicas at once, on their row."""
+        self._launch = None
+        launch = dataclasses.replace(self.describe(template, chunk), devices=row.first_devices)
+        return self._watcher.run(launch, program, arguments)
+
+    def describe(self, template: Template, chunk: int) -> Launch:
+        """What the watcher is told of a program."""
+        counting = self._counting
+        first = counting.first + chunk * counting.size
+        return launch_of(self._runner, template, counting.step, first, counting.size)
+
+    def _copy_to(self, arrays: Sequence[Any], row: Row, tag: Tag | None = None) -> list[Any]:
+        copies = copy_to(arrays, row, tag)
+        if self._launch is not None:
+            self._watcher.moved(self._launch, row.first_devices, copies)
+        return copies
 
 
 def rehearse(watcher: Watcher, runner: Runner[Any], state: RunState, request: Request) -> None:
