@@ -8,7 +8,8 @@ the schedule has the forward, and a backward with nothing to compute is left out
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 from ipu_pipeline.engine.devices.rows import Row
 from ipu_pipeline.engine.execution.columns import Column
@@ -63,7 +64,7 @@ class Lowering:
     @property
     def micro_batch(self) -> Order:
         """One micro-batch or chunk, program after program, in whatever order the schedule has them."""
-        return self._order([(key, 0) for key in self._templates], has_phases=False)
+        return self._order([(key, 0) for key in self._templates])
 
     def observe(self, observer: Observer | None) -> None:
         """Has somebody told from the next step on; None: nobody any more."""
@@ -71,41 +72,44 @@ class Lowering:
         self._known.clear()
 
     def find(self, num_chunks: int, reduces: bool = True) -> Order:
-        """The actions of a step."""
+        """The actions of a step; what a weight update needs is joined if one follows."""
         key = num_chunks, reduces
         if key not in self._known:
             if len(self._known) == _MAX_ORDERS:
                 del self._known[next(iter(self._known))]
-            self._known[key] = self._make(num_chunks, reduces, self._observer)
+            self._known[key] = self._make(num_chunks, reduces)
         return self._known[key]
 
-    def unobserved(self, num_chunks: int) -> Order:
-        """The actions of the micro-batches of a step, with nobody told, and nothing joined."""
-        return self._make(num_chunks, False, None)
+    def planned(self, num_chunks: int) -> Order:
+        """The actions of the micro-batches of a step, for who only counts: nobody is told or waited for."""
+        return self._order(self._dispatched(num_chunks), self._phases)
 
-    def _make(self, num_chunks: int, reduces: bool, observer: Observer | None) -> Order:
-        timetable = self._make_timetable(num_chunks)
-        dispatched = [
-            ((action.kind, action.stage), action.micro_batch)
-            for action in timetable.order
-            if (action.kind, action.stage) in self._templates
-        ]
-        order = self._order(dispatched, self._phases is not None, observer)
-        rows = self._rows if reduces else {}
-        if self._waits:
-            order.append((wait, 0))
-        if not rows:
-            return order
-        if self._waits:
-            return [*order, *((Reduce(row), 0) for row in rows)]
-        return self._with_reductions(order, rows)
+    def _make(self, num_chunks: int, reduces: bool) -> Order:
+        dispatched, rows = self._dispatched(num_chunks), self._rows if reduces else {}
+        if self._waits:  # all that Python may raise comes before memory is taken
+            order = self._order(dispatched, self._phases, self._observer)
+            return [*order, (wait, 0), *((Reduce(row), 0) for row in rows)]
+        last: dict[tuple[ActionKind, int], int] = {}  # program -> where it is dispatched for the last time
+        for number, (key, _chunk) in enumerate(dispatched):
+            last[key] = number
+        ends: dict[int, list[Row]] = {}
+        for row, keys in rows.items():
+            ends.setdefault(max(last[key] for key in keys), []).append(row)
+        return self._order(dispatched, self._phases, self._observer, ends)
+
+    def _dispatched(self, num_chunks: int) -> list[tuple[tuple[ActionKind, int], int]]:
+        order = self._make_timetable(num_chunks).order
+        found = [((action.kind, action.stage), action.micro_batch) for action in order]
+        return [one for one in found if one[0] in self._templates]
 
     def _order(
         self,
         dispatched: Iterable[tuple[tuple[ActionKind, int], int]],
-        has_phases: bool,
+        phases: ExecutionPhases | None = None,
         observer: Observer | None = None,
+        ends: Mapping[int, Sequence[Row]] = MappingProxyType({}),
     ) -> list[tuple[StepAction, int]]:
+        """The actions of programs; behind some of them, by number, rows are joined."""
         order: list[tuple[StepAction, int]] = []
         observers: dict[tuple[ActionKind, int], StepAction] = {}
         if observer is not None:
@@ -114,18 +118,19 @@ class Lowering:
                 observers[key] = Observe(observer, templates)
         levels = self._columns[0].residence.traced.levels
         fed, now = set[int](), None
-        for key, chunk in dispatched:
+        for number, (key, chunk) in enumerate(dispatched):
             if chunk not in fed:
                 fed.add(chunk)
                 order.append((feed, chunk))
-            if has_phases and self._phases is not None:
-                phase = chunk, *self._phases.find(key[0], levels[key[1]])
+            if phases is not None:
+                phase = chunk, *phases.find(key[0], levels[key[1]])
                 if now is not None and now != phase:
                     order.append((end_phase, now[0]))
                 now = phase
             order += [(action, chunk) for action in self._actions[key]]
             if observers:
                 order.append((observers[key], chunk))
+            order += [(Reduce(row), 0) for row in ends.get(number, ())]
         if now is not None:
             order.append((end_phase, now[0]))
         return order
@@ -154,29 +159,16 @@ class Lowering:
             found.append(Store(tuple(map(_find_kept, columns, templates))))
         return found
 
-    def _find_reduced(self) -> dict[Row, set[int]]:
-        """The rows on which anything is joined, and the indices of the templates that make it."""
-        replicas, found = self._replicas, dict[Row, set[int]]()
+    def _find_reduced(self) -> dict[Row, set[tuple[ActionKind, int]]]:
+        """The rows on which anything is joined, and the programs that make it."""
+        replicas, found = self._replicas, dict[Row, set[tuple[ActionKind, int]]]()
         rows, owners = replicas.residence.rows, replicas.residence.traced.owners
-        for template in self._templates.values():
-            stages = [replicas.stage_of(key) for key in template.accumulators]
+        for key, template in self._templates.items():
+            stages = [replicas.stage_of(accumulator) for accumulator in template.accumulators]
             stages += [owners[name] for _place, name in template.given(BindingKind.ASSIGNED)]
             for stage in stages:
-                found.setdefault(rows[stage], set()).add(template.index)
+                found.setdefault(rows[stage], set()).add(key)
         return found
-
-    def _with_reductions(self, order: list[tuple[StepAction, int]], rows: dict[Row, set[int]]) -> Order:
-        """Each row is joined as soon as all of it is there."""
-        left = {row: set(indices) for row, indices in rows.items()}
-        turned: list[tuple[StepAction, int]] = []
-        for action, chunk in reversed(order):
-            if isinstance(action, Compute):
-                ended = [row for row, indices in left.items() if action.template.index in indices]
-                for row in ended:
-                    turned.append((Reduce(row), 0))
-                    del left[row]
-            turned.append((action, chunk))
-        return turned[::-1]
 
 
 def _make_send(columns: Sequence[Column], templates: Sequence[Template], number: int) -> SendOn:

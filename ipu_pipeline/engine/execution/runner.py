@@ -380,7 +380,7 @@ class ColumnRunner(Runner[PendingStep]):
             self.columns[0],
             self.residence,
             self.programs,
-            self._lowering.unobserved,
+            self._lowering.planned,
             self.chunk_size,
             self.residual_bytes,
             accumulator_dtypes,

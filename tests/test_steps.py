@@ -1,0 +1,198 @@
+"""A step as a list of actions, and running several steps."""
+
+import contextlib
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from ipu_pipeline import engine
+from ipu_pipeline.engine.errors import OutOfRangeError
+from ipu_pipeline.engine.execution import steps
+from ipu_pipeline.engine.schedules import ActionKind
+from tests import models
+
+NAMES = {
+    steps.feed: "feed",
+    steps.end_phase: "end of a phase",
+    steps.wait: "wait",
+}
+
+
+def make(num_stages=3, num_micro_batches=2, **options):
+    return engine.Pipeline(
+        models.mlp_stages(num_stages),
+        num_micro_batches=num_micro_batches,
+        loss=lambda loss: loss,
+        optimizer=optax.sgd(0.1),
+        dispatch_plan=engine.DispatchPlan(),
+        **options,
+    )
+
+
+def lower(pipeline, num_micro_batches=2):
+    """The actions of a step, as text."""
+    pipeline.trace(models.mlp_batches(np.random.default_rng(0), 1)[0])
+    return [describe(action, chunk) for action, chunk in pipeline.prepare().order(num_micro_batches)]
+
+
+def describe(action, chunk):
+    if action in NAMES:
+        return f"{NAMES[action]} {chunk}"
+    if isinstance(action, steps.Compute):
+        template = action.template
+        return f"{'F' if template.kind is ActionKind.FORWARD else 'B'}{template.stage}.{chunk}"
+    if isinstance(action, steps.SendOn):
+        return f"send to {action.sends[0].target.ipu}"
+    if isinstance(action, steps.Gather):
+        return f"gather {len(action.names)}"
+    if isinstance(action, steps.Reduce):
+        return f"reduce {action.row.ipu}"
+    return type(action).__name__
+
+
+def test_the_actions_of_a_step():
+    assert lower(make(2, 1)) == lower(make(2, 1))
+    assert lower(make(schedule="sequential")) == [
+        *[
+            "feed 0",
+            "F0.0",
+            "send to 1",
+            "F1.0",
+            "send to 2",
+            "F2.0",
+            "send to 1",
+            "B1.0",
+            "send to 0",
+            "B0.0",
+        ],
+        *[
+            "feed 1",
+            "F0.1",
+            "send to 1",
+            "F1.1",
+            "send to 2",
+            "F2.1",
+            "send to 1",
+            "B1.1",
+            "send to 0",
+            "B0.1",
+        ],
+    ]
+
+
+def test_what_a_pipeline_uses_has_actions():
+    """Weights are gathered before each program; a row is joined when its last program is started."""
+    replicated = lower(make(2, schedule="sequential", num_replicas=2, shard=["weights"]))
+    assert replicated == [
+        *["feed 0", "gather 4", "F0.0", "send to 1", "gather 4", "F1.0", "send to 0", "gather 1", "B0.0"],
+        *["feed 1", "gather 4", "F0.1", "send to 1", "gather 4", "F1.1", "send to 0", "reduce 1"],
+        *["gather 1", "B0.1", "reduce 0"],
+    ]
+    offloaded = lower(make(2, schedule="sequential", offload=["activations"]), 1)
+    assert offloaded == ["feed 0", "F0.0", "send to 1", "Store", "F1.0", "send to 0", "Store", "B0.0"]
+    phases = engine.ExecutionPhases(of_levels=(0, 1), num_ahead=1)
+    phased = lower(make(2, schedule="sequential", execution_phases=phases), 1)
+    ended = "end of a phase 0"
+    assert phased == ["feed 0", "F0.0", "send to 1", ended, "F1.0", "send to 0", ended, "B0.0", ended]
+
+
+def test_programs_that_call_python_are_waited_for_before_anything_is_joined():
+    def stage(x, labels):
+        jax.debug.callback(lambda _value: None, x[0, 0])
+        return models.dense("first", 8, x), labels
+
+    def last(x, labels):
+        return models.cross_entropy(models.dense("last", 10, x), labels)
+
+    pipeline = engine.Pipeline(
+        [stage, last], num_micro_batches=1, loss=lambda loss: loss, optimizer=optax.sgd(0.1), num_replicas=2
+    )
+    assert lower(pipeline, 1)[-3:] == ["wait 0", "reduce 1", "reduce 0"]
+
+
+def test_the_actions_of_few_numbers_of_micro_batches_are_kept():
+    pipeline = make(num_micro_batches=None)
+    lower(pipeline)
+    runner = pipeline.prepare()
+    first = runner.order(2)
+    assert runner.order(2) is first
+    for number in range(3, 12):
+        runner.order(number)
+    assert runner.order(2) is not first
+    assert len(runner.order(2)) == len(first)
+
+
+# Running several steps.
+
+
+def run(pipeline, num_updates, **options):
+    """What was told, and the state after; of `Pipeline.run` with data that ends after five updates."""
+    data = models.mlp_batches(np.random.default_rng(0), 10)
+    state = pipeline.init(jax.random.key(0), data[0])
+    runner, told = pipeline.prepare(), []
+    left = iter(data)
+
+    def take(wanted):
+        elements = [
+            runner.place_element(jax.tree.leaves(one)) for _n, one in zip(range(wanted), left, strict=False)
+        ]
+        if not elements:
+            raise OutOfRangeError("The data ended.")
+        return elements
+
+    def tell(progress, count):
+        told.append((count, progress.state.pipeline.update_count))
+
+    with contextlib.suppress(OutOfRangeError):
+        state = pipeline.run(pipeline.place(state), take, [], tell, num_updates, **options)
+    return told, state
+
+
+@pytest.mark.parametrize("mapping", [[0, 1, 2], [0, 0, 0]])
+def test_steps_are_run_one_after_another(mapping):
+    def stepped():
+        return engine.Pipeline(
+            models.mlp_stages(3),
+            num_micro_batches=2,
+            loss=lambda loss: loss,
+            optimizer=optax.sgd(0.1),
+            device_mapping=mapping,
+        )
+
+    told, state = run(stepped(), 4)
+    assert sum(count for count, _updates in told) == 4
+    assert told[-1][1] == 4
+    other = stepped()
+    data = models.mlp_batches(np.random.default_rng(0), 10)
+    expected = other.init(jax.random.key(0), data[0])
+    for first in range(0, 8, 2):
+        expected, _outputs = other.step(expected, data[first : first + 2])
+    models.assert_trees_close(state.variables, expected.variables, 1e-6)
+    one_by_one, _state = run(stepped(), 4, one_by_one=True)
+    assert one_by_one == [(1, number) for number in range(1, 5)]
+    stopped, _state = run(
+        stepped(), 4, one_by_one=True, should_stop=lambda: len(entered) == 2, replacing=enter()
+    )
+    assert stopped == [(1, 1), (1, 2)]
+
+
+entered = []
+
+
+def enter():
+    entered.clear()
+
+    @contextlib.contextmanager
+    def replacing():
+        yield
+        entered.append(None)
+
+    return replacing
+
+
+def test_the_data_ends_between_steps():
+    """What was told before is kept; several micro-batches of a step that is not whole are dropped."""
+    told, _state = run(make(), 9)
+    assert told == [(1, number) for number in range(1, 6)]
