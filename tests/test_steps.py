@@ -8,6 +8,7 @@ import optax
 import pytest
 
 from ipu_pipeline import engine
+from ipu_pipeline.engine import watching
 from ipu_pipeline.engine.errors import OutOfRangeError
 from ipu_pipeline.engine.execution import steps
 from ipu_pipeline.engine.schedules import ActionKind
@@ -109,7 +110,73 @@ def test_programs_that_call_python_are_waited_for_before_anything_is_joined():
     pipeline = engine.Pipeline(
         [stage, last], num_micro_batches=1, loss=lambda loss: loss, optimizer=optax.sgd(0.1), num_replicas=2
     )
-    assert lower(pipeline, 1)[-3:] == ["wait 0", "reduce 1", "reduce 0"]
+    assert lower(pipeline, 1)[-3:] == ["wait 0", "reduce 0", "reduce 1"]
+
+
+@pytest.mark.parametrize("is_used", [True, False])
+def test_a_row_without_gradients_is_joined_too(is_used):
+    """Of its variables there are accumulators, which no program adds to."""
+
+    def first(x, labels):
+        weight = engine.get_variable("first", (12, 12))
+        return jax.lax.stop_gradient(x @ weight) if is_used else x, labels
+
+    def last(x, labels):
+        return models.cross_entropy(models.dense("last", 10, x), labels)
+
+    found, data = [], models.mlp_batches(np.random.default_rng(0), 4)
+    for num_replicas in (1, 2):
+        pipeline = engine.Pipeline(
+            [first, last],
+            num_micro_batches=4 // num_replicas,
+            loss=lambda loss: loss,
+            optimizer=optax.sgd(0.1 * num_replicas),
+            num_replicas=num_replicas,
+        )
+        state = pipeline.init(jax.random.key(0), data[0])
+        for _step in range(2):
+            state, _outputs = pipeline.step(state, data)
+        found.append(state.variables)
+    models.assert_trees_close(*map(models.on_one_device, found), 1e-5)
+
+
+class Moves:
+    """A watcher that counts what is sent from which stage."""
+
+    def __init__(self):
+        self.stages = []
+
+    def introduce(self, *_told):
+        pass
+
+    def rehearsing(self, _runner):
+        return contextlib.nullcontext(False)
+
+    def run(self, _launch, function, arguments):
+        return function(*arguments)
+
+    def moved(self, launch, _target, _arrays):
+        self.stages.append((launch.kind, launch.stage))
+
+    def waiting(self, *_told):
+        return contextlib.nullcontext()
+
+
+def test_what_a_program_of_all_replicas_sends_is_told_of_no_other():
+    def middle(x, labels):
+        x = models.dense("middle", 8, x)
+        return x - engine.cross_replica_sum(x) / 2, labels
+
+    stages = [lambda x, labels: (models.dense("first", 8, x), labels), middle]
+    stages.append(lambda x, labels: models.cross_entropy(models.dense("last", 10, x), labels))
+    pipeline = engine.Pipeline(
+        stages, num_micro_batches=2, loss=lambda loss: loss, optimizer=optax.sgd(0.1), num_replicas=2
+    )
+    data, moves = models.mlp_batches(np.random.default_rng(0), 4), Moves()
+    state = pipeline.init(jax.random.key(0), data[0])
+    with watching.watching(moves):
+        pipeline.step(state, data)
+    assert sorted(moves.stages) == [("forward", 0)] * 4 + [("forward", 2)] * 4
 
 
 def test_the_actions_of_few_numbers_of_micro_batches_are_kept():

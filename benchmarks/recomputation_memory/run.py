@@ -4,7 +4,7 @@
 
 The model has 24 dense layers of 64 units in four stages, with a checkpoint in the middle of each; a
 micro-batch has 512 examples, a step has 8 of them. The first table is the estimate of memory, which the
-tests compare with the executor's buffers. The second is XLA's own figure for the temporary memory of the
+tests compare with the runner's buffers. The second is XLA's own figure for the temporary memory of the
 one program that a pipeline on one device is. No figure is a time or depends on the machine's load.
 """
 

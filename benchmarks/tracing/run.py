@@ -21,7 +21,7 @@ from benchmarks.harness import Row
 MODULE = "benchmarks.tracing.run"
 SIDES = ["recording", "not recording"]
 CASES = [("mlp256", 2), ("mlp256", 1), ("mlp64", 2)]
-ASKED_PER_STEP = 3  # by the pipeline, the executor, and the weight update
+ASKED_PER_STEP = 3  # by the pipeline, the runner, and the weight update
 LARGE = 100_000_000  # actions: all of them are recorded
 
 

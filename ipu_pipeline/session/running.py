@@ -203,6 +203,7 @@ def _run_pipeline(
     elif call.infeed_queue is not None and runner.takes_elements:
         num_fetched = pipeline.num_fetched(call.repeat_count, count)
         take = call.infeed_queue.connect(runner.place_element, num_fetched)
+    states = [pipeline.place(store.make_pipeline_state(call))]  # nothing holds on to it while it runs
     wanted = call.repeat_count if limit.max_updates is None else min(call.repeat_count, limit.max_updates)
     micro_batches = pipeline.num_micro_batches if count is None else count
     assert micro_batches is not None
@@ -223,7 +224,7 @@ def _run_pipeline(
             told.done(num_done * every * num_replicas, last)
 
         state = pipeline.run(
-            pipeline.place(store.make_pipeline_state(call)),
+            states.pop(),
             take,
             inputs,
             keep,

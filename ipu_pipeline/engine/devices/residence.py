@@ -199,6 +199,11 @@ class Residence:
         """How a variable and its gradient lie on a row while a program of a stage there uses them."""
         return row.divided(self.partitions[name]) if name in self.partitions else row.replicated
 
+    def struct_in_program(self, name: str, row: Row) -> jax.ShapeDtypeStruct:
+        """A variable's shape, dtype and sharding there."""
+        spec, sharding = self.traced.variables[name], self.sharding_in_program(name, row)
+        return jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=sharding)
+
     def _partition_of_leaf(self, leaf: StateLeaf) -> PartitionSpec:
         """That of the variable that a leaf of the optimizer's state belongs to, if it has its shape."""
         name = leaf.variable

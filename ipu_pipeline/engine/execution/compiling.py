@@ -198,7 +198,7 @@ class Shapes:
 
     def __init__(self, column: Column, options: CompilerOptions, programs: _Programs) -> None:
         """Begins."""
-        self._plan, self._options, self._programs = column.plan, options, programs
+        self._residence, self._options, self._programs = column.residence, options, programs
 
     def scalar(self, number: int, row: Row) -> Any:
         """An int32 scalar."""
@@ -235,6 +235,11 @@ class Shapes:
         del chunk
         row = template.row
         arguments = [value.wait() if isinstance(value, _Divided) else value for value in arguments]
+        if not row.is_here:  # nobody brings what is in host memory
+            for place, name in template.taken(BindingKind.VARIABLE):
+                if arguments[place] is None:
+                    arguments[place] = self._residence.struct_in_program(name, row)
+            arguments = [_on_row(value, row, WHOLE) for value in arguments]
         found = jax.eval_shape(template.jitted, *arguments)
         if not row.is_here:
             shardings = jax.tree.map(
@@ -288,19 +293,8 @@ class ShapesTogether:
     def gather(self, columns: Sequence[ColumnRun], stage: int, names: Sequence[str]) -> list[list[Any]]:
         """Variables of a stage, whole for each column."""
         del columns
-        found = []
-        for column in self._replicas.columns:
-            residence, row = column.residence, column.residence.rows[stage]
-            specs = [(residence.traced.variables[name], name) for name in names]
-            found.append(
-                [
-                    jax.ShapeDtypeStruct(
-                        spec.shape, spec.dtype, sharding=residence.sharding_in_program(name, row)
-                    )
-                    for spec, name in specs
-                ]
-            )
-        return found
+        homes = [column.residence for column in self._replicas.columns]
+        return [[home.struct_in_program(name, home.rows[stage]) for name in names] for home in homes]
 
     def launch(
         self,

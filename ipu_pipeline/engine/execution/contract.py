@@ -36,25 +36,36 @@ class Iterated:
 
     Its micro-batches are iterations; their first leaves are carried from one to the next. Accumulators stay
     from run to run.
+
+    Attributes:
+      carried: where the carried values of the next iteration come from.
+      condition: whether the loop goes on, from the inputs' leaves and the carried values; None: always.
     """
 
-    carried: tuple[Source, ...]  # where the carried values of the next iteration come from
-    # whether the loop goes on, from the inputs' leaves and the carried values; None: always
+    carried: tuple[Source, ...]
     condition: Callable[[list[Any], list[Any]], Any] | None
 
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """What is to be run."""
+    """What is to be run.
 
-    # the leaves of the inputs that stay the same. Here and in `carried`, what each replica has of its own
-    # is an `OfReplicas`.
+    Attributes:
+      inputs: the leaves of the inputs that stay the same. Here and in `carried`, what each replica has of
+        its own is an `OfReplicas`.
+      every: micro-batches per weight update.
+      limit: micro-batches to run in this call at most; of a pipeline those of whole updates.
+      total: micro-batches of the run, which the sizes of blocks depend on.
+      carried: of a loop, the values that the first iteration takes.
+      iteration: of a loop, iterations of the run before.
+    """
+
     inputs: Sequence[Any]
-    every: int  # micro-batches per weight update
-    limit: int  # micro-batches to run in this call at most; of a pipeline those of whole updates
-    total: int  # micro-batches of the run, which the sizes of blocks depend on
-    carried: Sequence[Any] = ()  # of a loop, the values that the first iteration takes
-    iteration: int = 0  # of a loop, iterations of the run before
+    every: int
+    limit: int
+    total: int
+    carried: Sequence[Any] = ()
+    iteration: int = 0
 
     def of_replica(self, replica: int) -> Request:
         """The request as a replica has it."""
@@ -142,7 +153,12 @@ class Runner(abc.ABC, Generic[PendingT]):
 
     @abc.abstractmethod
     def num_fetched(self, total: int, every: int) -> int:
-        """How many micro-batches to fetch ahead at least; `fetch` takes no more at once."""
+        """How many micro-batches to fetch ahead at least; `fetch` takes no more at once.
+
+        Args:
+          total: micro-batches of the run.
+          every: micro-batches per weight update.
+        """
 
     @abc.abstractmethod
     def num_waiting(self, total: int, every: int) -> int:
@@ -156,11 +172,23 @@ class Runner(abc.ABC, Generic[PendingT]):
 
     @abc.abstractmethod
     def compile(self, state: RunState, request: Request) -> None:
-        """Compiles what `fetch` and `run` will call for a request. It runs nothing."""
+        """Compiles what `fetch` and `run` will call for a request. It runs nothing.
+
+        Args:
+          state: placed, see `place`; it stays as it is.
+          request: what is to be run.
+        """
 
     @abc.abstractmethod
     def fetch(self, state: RunState, request: Request, take: Take) -> PendingT:
-        """Gets micro-batches, and does all that leaves the state as it is."""
+        """Gets micro-batches, and does all that leaves the state as it is.
+
+        Args:
+          state: placed, see `place`.
+          request: what is to be run.
+          take: returns up to so many micro-batches, from `place_element`, and at least one; what it raises
+            ends the run.
+        """
 
     @abc.abstractmethod
     def run(self, state: RunState, pending: PendingT) -> Progress:
@@ -173,7 +201,13 @@ class Runner(abc.ABC, Generic[PendingT]):
     def plan_memory(
         self, accumulator_dtypes: Mapping[str, Any], stages: Sequence[StageMemory], every: int
     ) -> tuple[IpuMemory, ...]:
-        """What each IPU takes while weight updates are done."""
+        """What each IPU takes while weight updates are done.
+
+        Args:
+          accumulator_dtypes: of each trained variable's accumulators, by full name.
+          stages: what the stages hold of micro-batches in flight.
+          every: micro-batches per weight update.
+        """
         ipus = [row.ipu for row in self.residence.rows]
         activations: Counter[int] = Counter()
         for stage in stages:
@@ -198,7 +232,14 @@ class Runner(abc.ABC, Generic[PendingT]):
         accumulators: Mapping[str, Any],
         num_accumulated: int,
     ) -> RunState:
-        """A state with its leaves on the devices of their stages."""
+        """A state with its leaves on the devices of their stages.
+
+        Args:
+          state: variables, optimizer state, counts and key.
+          dtypes: of each trained variable's accumulators, by full name.
+          accumulators: by key; those that are missing are zeros.
+          num_accumulated: of how many micro-batches they are.
+        """
         is_trained = self.residence.updates is not None
         made = self.make_accumulators(dtypes, accumulators) if is_trained else {}
         return RunState(self.place_state(state), made, num_accumulated)
@@ -217,7 +258,12 @@ class Runner(abc.ABC, Generic[PendingT]):
         )
 
     def with_optimizer(self, state: RunState, outputs: Sequence[Any] | None) -> RunState:
-        """The state with an optimizer's state."""
+        """The state with an optimizer's state.
+
+        Args:
+          state: placed.
+          outputs: the leaves of the last stage's outputs for the first micro-batch, where they are needed.
+        """
         pipeline, updates = state.pipeline, self.residence.updates
         if updates is None or pipeline.optimizer_state is not None:
             return state
@@ -239,7 +285,16 @@ class Runner(abc.ABC, Generic[PendingT]):
         count: int,
         every: int,
     ) -> RunState:
-        """The state after some micro-batches."""
+        """The state after some micro-batches.
+
+        Args:
+          state: before them.
+          variables: those that changed, by full name.
+          state_leaves: of the optimizer's state.
+          accumulators: by key.
+          count: how many micro-batches ran.
+          every: micro-batches per weight update.
+        """
         pipeline, updates = state.pipeline, self.residence.updates
         self.has_run = True
         num_updates, num_accumulated = divmod(state.num_accumulated + count, every)

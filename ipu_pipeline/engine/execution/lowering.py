@@ -86,16 +86,20 @@ class Lowering:
 
     def _make(self, num_chunks: int, reduces: bool) -> Order:
         dispatched, rows = self._dispatched(num_chunks), self._rows if reduces else {}
-        if self._waits:  # all that Python may raise comes before memory is taken
-            order = self._order(dispatched, self._phases, self._observer)
-            return [*order, (wait, 0), *((Reduce(row), 0) for row in rows)]
         last: dict[tuple[ActionKind, int], int] = {}  # program -> where it is dispatched for the last time
         for number, (key, _chunk) in enumerate(dispatched):
             last[key] = number
         ends: dict[int, list[Row]] = {}
+        left = []
         for row, keys in rows.items():
-            ends.setdefault(max(last[key] for key in keys), []).append(row)
-        return self._order(dispatched, self._phases, self._observer, ends)
+            # What Python may raise comes before memory is taken; and where several processes join what they
+            # have, starting that may be to wait for all of them, so that all else is started before.
+            if self._waits or self._phases is not None or row.is_joined or not keys:
+                left.append(row)
+            else:
+                ends.setdefault(max(last[key] for key in keys), []).append(row)
+        order = self._order(dispatched, self._phases, self._observer, ends)
+        return [*order, *([(wait, 0)] if self._waits else []), *((Reduce(row), 0) for row in left)]
 
     def _dispatched(self, num_chunks: int) -> list[tuple[tuple[ActionKind, int], int]]:
         order = self._make_timetable(num_chunks).order
@@ -160,14 +164,15 @@ class Lowering:
         return found
 
     def _find_reduced(self) -> dict[Row, set[tuple[ActionKind, int]]]:
-        """The rows on which anything is joined, and the programs that make it."""
-        replicas, found = self._replicas, dict[Row, set[tuple[ActionKind, int]]]()
+        """All rows, and the programs that make what is joined there; of some variables none does."""
+        replicas = self._replicas
         rows, owners = replicas.residence.rows, replicas.residence.traced.owners
+        found: dict[Row, set[tuple[ActionKind, int]]] = {row: set() for row in rows}
         for key, template in self._templates.items():
             stages = [replicas.stage_of(accumulator) for accumulator in template.accumulators]
             stages += [owners[name] for _place, name in template.given(BindingKind.ASSIGNED)]
             for stage in stages:
-                found.setdefault(rows[stage], set()).add(key)
+                found[rows[stage]].add(key)
         return found
 
 

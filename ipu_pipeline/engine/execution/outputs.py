@@ -31,7 +31,7 @@ class Accumulated:
     collected: list[Collected]  # what was to be collected, per micro-batch or chunk; or one entry, the sums
     enqueued: list[Handed]  # what stages enqueued, per micro-batch or chunk
     assigned: dict[str, Any]  # new values of the variables that stages assign, by full name
-    accumulators: dict[str, Any]  # by key; empty without training
+    accumulators: dict[str, Any]  # by key; empty without training. Once joined their memory is gone
 
 
 class Wanted:
@@ -133,6 +133,11 @@ class NoOutputs(Outputs):
 
     def take(self, put: Callable[..., list[Any]], slots: Sequence[Any], chunk: int) -> None:
         """Does nothing."""
+
+    @property
+    def collected(self) -> list[Collected]:
+        """Nothing."""
+        return []
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -255,6 +255,9 @@ class TogetherRun:
         joint = replicas.joint[templates[0].index]
         joined = [join(parts, joint.row) for parts in zip(*arguments, strict=True)]
         reading, program = columns[0].reading, joint.row.program(joint.jitted)
+        for column in columns:
+            if isinstance(column.reading, WatchedDevices):
+                column.reading.forget()
         if isinstance(reading, WatchedDevices) and joint.row.is_here:
             made = reading.launch_jointly(templates[0], joint.row, program, joined, chunk)
         else:

@@ -89,11 +89,11 @@ class Reading(Protocol):
 class Devices:
     """Values are arrays, and programs run."""
 
+    copy_to, put = staticmethod(copy_to), staticmethod(put)
+
     def __init__(self, constants: Constants) -> None:
         """Takes what makes scalars."""
         self.scalar: Callable[[int, Row], Any] = constants.scalar
-        self.copy_to: Callable[..., list[Any]] = copy_to
-        self.put: Callable[..., list[Any]] = put
 
     def launch(self, template: Template, arguments: list[Any], chunk: int) -> Sequence[Any]:
         """Starts a program."""

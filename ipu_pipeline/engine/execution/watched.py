@@ -48,14 +48,13 @@ class Counting:
 
 
 class WatchedDevices(Devices):
-    """Likewise, with a watcher told."""
+    """Values are arrays, and programs run, with a watcher told."""
 
     def __init__(self, constants: Constants, watcher: Watcher, runner: Any, counting: Counting) -> None:
         """Begins a step."""
         super().__init__(constants)
         self._watcher, self._runner, self._counting = watcher, runner, counting
         self._launch: Launch | None = None
-        self.copy_to = self._copy_to
 
     def launch(self, template: Template, arguments: list[Any], chunk: int) -> Sequence[Any]:
         """Starts a program."""
@@ -68,9 +67,12 @@ class WatchedDevices(Devices):
 
     def launch_jointly(self, template: Template, row: Row, program: Any, arguments: Any, chunk: int) -> Any:
         """Starts a program for all replicas at once, on their row."""
-        self._launch = None
         launch = dataclasses.replace(self.describe(template, chunk), devices=row.first_devices)
         return self._watcher.run(launch, program, arguments)
+
+    def forget(self) -> None:
+        """What is sent next is told of no program."""
+        self._launch = None
 
     def describe(self, template: Template, chunk: int) -> Launch:
         """What the watcher is told of a program."""
@@ -78,7 +80,8 @@ class WatchedDevices(Devices):
         first = counting.first + chunk * counting.size
         return launch_of(self._runner, template, counting.step, first, counting.size)
 
-    def _copy_to(self, arrays: Sequence[Any], row: Row, tag: Tag | None = None) -> list[Any]:
+    def copy_to(self, arrays: Sequence[Any], row: Row, tag: Tag | None = None) -> list[Any]:
+        """Values on another row."""
         copies = copy_to(arrays, row, tag)
         if self._launch is not None:
             self._watcher.moved(self._launch, row.first_devices, copies)
