@@ -161,6 +161,9 @@ class Moves:
     def waiting(self, *_told):
         return contextlib.nullcontext()
 
+    def spanned(self, *_told):
+        pass
+
 
 def test_what_a_program_of_all_replicas_sends_is_told_of_no_other():
     def middle(x, labels):
