@@ -1,6 +1,6 @@
 """The engine's public call: a pipeline of stage functions, with the state going in and coming out.
 
-Over 400 lines, a third of them docstrings: it offers building, running and questions, and hands all on.
+It offers building, running and questions, and hands all on.
 """
 
 from __future__ import annotations

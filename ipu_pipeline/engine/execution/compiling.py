@@ -28,7 +28,7 @@ from ipu_pipeline.engine.execution.columns import Column
 from ipu_pipeline.engine.execution.executables import Executable, is_portable
 from ipu_pipeline.engine.execution.kept import KeptPrograms, Key, identify, text_of
 from ipu_pipeline.engine.execution.replicas import Joint, Replicas
-from ipu_pipeline.engine.execution.steps import ColumnRun, Order, StepRun
+from ipu_pipeline.engine.execution.steps import ColumnRun, Order, StepRun, follow
 from ipu_pipeline.engine.execution.templates import Template
 from ipu_pipeline.engine.execution.weight_updates import WeightUpdate
 from ipu_pipeline.engine.jaxprs.shapes import num_bytes
@@ -342,8 +342,7 @@ def compile_ahead(
                 for column, state, own in zip(replicas.columns, states, prepared, strict=True)
             ]
             run = StepRun(runs, ShapesTogether(replicas))
-            for action, number in order:
-                action(run, number)
+            follow(order, run)
             if updates is not None:
                 outputs = list(weight_update.residence.traced.output_avals)
                 _start_updates(states[0].accumulators, weight_update, outputs, options.update, programs)

@@ -32,7 +32,7 @@ from ipu_pipeline.engine.execution.steps import (
 )
 from ipu_pipeline.engine.execution.templates import Template
 from ipu_pipeline.engine.programs.bindings import BindingKind
-from ipu_pipeline.engine.schedules.actions import ActionKind
+from ipu_pipeline.engine.schedules.actions import Action, ActionKind
 from ipu_pipeline.engine.schedules.checking import Timetable
 from ipu_pipeline.engine.schedules.execution_phases import ExecutionPhases
 
@@ -57,14 +57,14 @@ class Lowering:
         self._make_timetable = make_timetable
         self._templates = columns[0].plan.templates
         self._observer: Observer | None = None
-        self._actions = {key: self._make_actions(key) for key in self._templates}
+        self._groups = {key: tuple(self._make_actions(key)) for key in self._templates}
         self._rows = self._find_reduced() if len(columns) > 1 else {}
         self._known: dict[tuple[int, bool], Order] = {}
 
     @property
     def micro_batch(self) -> Order:
         """One micro-batch or chunk, program after program, in whatever order the schedule has them."""
-        return self._order([(key, 0) for key in self._templates])
+        return self._order([Action(kind, stage, 0) for kind, stage in self._templates])
 
     def observe(self, observer: Observer | None) -> None:
         """Has somebody told from the next step on; None: nobody any more."""
@@ -82,61 +82,65 @@ class Lowering:
 
     def planned(self, num_chunks: int) -> Order:
         """The actions of the micro-batches of a step, for who only counts: nobody is told or waited for."""
-        return self._order(self._dispatched(num_chunks), self._phases)
+        return self._order(self._make_timetable(num_chunks).order, self._phases)
 
     def _make(self, num_chunks: int, reduces: bool) -> Order:
-        dispatched, rows = self._dispatched(num_chunks), self._rows if reduces else {}
-        last: dict[tuple[ActionKind, int], int] = {}  # program -> where it is dispatched for the last time
-        for number, (key, _chunk) in enumerate(dispatched):
-            last[key] = number
-        ends: dict[int, list[Row]] = {}
-        left = []
-        for row, keys in rows.items():
-            # What Python may raise comes before memory is taken; and where several processes join what they
-            # have, starting that may be to wait for all of them, so that all else is started before.
-            if self._waits or self._phases is not None or row.is_joined or not keys:
-                left.append(row)
-            else:
-                ends.setdefault(max(last[key] for key in keys), []).append(row)
-        order = self._order(dispatched, self._phases, self._observer, ends)
-        return [*order, *([(wait, 0)] if self._waits else []), *((Reduce(row), 0) for row in left)]
-
-    def _dispatched(self, num_chunks: int) -> list[tuple[tuple[ActionKind, int], int]]:
-        order = self._make_timetable(num_chunks).order
-        found = [((action.kind, action.stage), action.micro_batch) for action in order]
-        return [one for one in found if one[0] in self._templates]
+        scheduled, rows = self._make_timetable(num_chunks).order, self._rows if reduces else {}
+        # What Python may raise comes before memory is taken; and where several processes join what they
+        # have, starting that may be to wait for all of them, so that all else is started before.
+        is_late = self._waits or self._phases is not None
+        left = [row for row, keys in rows.items() if is_late or row.is_joined or not keys]
+        waiting = {row: keys for row, keys in rows.items() if row not in left}
+        ends: dict[int, tuple[StepAction, ...]] = {}  # behind which action of the schedule rows are joined
+        for number in reversed(range(len(scheduled) if waiting else 0)):
+            key = scheduled[number].kind, scheduled[number].stage
+            if ended := [row for row, keys in waiting.items() if key in keys]:
+                ends[number] = tuple(map(Reduce, ended))
+                waiting = {row: keys for row, keys in waiting.items() if row not in ended}
+                if not waiting:
+                    break
+        order = self._order(scheduled, self._phases, self._observer, ends)
+        last: list[StepAction] = [*([wait] if self._waits else []), *map(Reduce, left)]
+        return [*order, (tuple(last), 0)] if last else order
 
     def _order(
         self,
-        dispatched: Iterable[tuple[tuple[ActionKind, int], int]],
+        scheduled: Iterable[Action],
         phases: ExecutionPhases | None = None,
         observer: Observer | None = None,
-        ends: Mapping[int, Sequence[Row]] = MappingProxyType({}),
-    ) -> list[tuple[StepAction, int]]:
-        """The actions of programs; behind some of them, by number, rows are joined."""
-        order: list[tuple[StepAction, int]] = []
-        observers: dict[tuple[ActionKind, int], StepAction] = {}
-        if observer is not None:
-            for key in self._templates:
-                templates = tuple(column.plan.templates[key] for column in self._columns)
-                observers[key] = Observe(observer, templates)
+        ends: Mapping[int, tuple[StepAction, ...]] = MappingProxyType({}),
+    ) -> list[tuple[tuple[StepAction, ...], int]]:
+        """The actions of scheduled ones; `ends` are those that come behind some of them, by number."""
+        groups = dict(self._groups)
+        for key in groups if observer is not None else ():
+            assert observer is not None
+            templates = tuple(column.plan.templates[key] for column in self._columns)
+            groups[key] += (Observe(observer, templates),)
+        feeding = {key: (feed, *actions) for key, actions in groups.items()}
+        order: list[tuple[tuple[StepAction, ...], int]] = []
         levels = self._columns[0].residence.traced.levels
         fed, now = set[int](), None
-        for number, (key, chunk) in enumerate(dispatched):
+        for number, (kind, stage, chunk) in enumerate(scheduled):
+            key = kind, stage
+            if key not in groups:
+                continue
+            group = groups[key]
             if chunk not in fed:
                 fed.add(chunk)
-                order.append((feed, chunk))
+                group = feeding[key]
             if phases is not None:
-                phase = chunk, *phases.find(key[0], levels[key[1]])
+                if group is feeding[key]:  # while the phase before still runs
+                    order.append(((feed,), chunk))
+                    group = groups[key]
+                phase = chunk, *phases.find(kind, levels[stage])
                 if now is not None and now != phase:
-                    order.append((end_phase, now[0]))
+                    order.append(((end_phase,), now[0]))
                 now = phase
-            order += [(action, chunk) for action in self._actions[key]]
-            if observers:
-                order.append((observers[key], chunk))
-            order += [(Reduce(row), 0) for row in ends.get(number, ())]
+            order.append((group, chunk))
+            if number in ends:
+                order.append((ends[number], 0))
         if now is not None:
-            order.append((end_phase, now[0]))
+            order.append(((end_phase,), now[0]))
         return order
 
     def _make_actions(self, key: tuple[ActionKind, int]) -> list[StepAction]:

@@ -25,7 +25,7 @@ from ipu_pipeline.engine.devices.rows import Row
 from ipu_pipeline.engine.devices.underway import Underway
 from ipu_pipeline.engine.execution.columns import Column
 from ipu_pipeline.engine.execution.plans import Plan
-from ipu_pipeline.engine.execution.steps import ColumnRun, Order, StepRun
+from ipu_pipeline.engine.execution.steps import ColumnRun, Order, StepRun, follow
 from ipu_pipeline.engine.execution.templates import Template
 from ipu_pipeline.engine.jaxprs.shapes import num_bytes
 from ipu_pipeline.engine.planning.memory_plans import Brought
@@ -393,8 +393,7 @@ def _go_through(step: PhasedStep, count: int) -> _Meter:
         _GhostsTogether(meter, sizes, residence.rows),
     )
     del accumulators, state
-    for action, chunk in step.order(count):
-        action(run, chunk)
+    follow(step.order(count), run)
     return meter
 
 

@@ -38,7 +38,7 @@ from ipu_pipeline.engine.execution.replicas import (
     join_collected,
     join_handed,
 )
-from ipu_pipeline.engine.execution.steps import Observer, Order, StepRun
+from ipu_pipeline.engine.execution.steps import Observer, StepAction, StepRun, follow
 from ipu_pipeline.engine.execution.weight_updates import WeightUpdate
 from ipu_pipeline.engine.planning.dispatch_plans import ONE_BY_ONE, DispatchPlan
 from ipu_pipeline.engine.planning.memory_plans import Brought
@@ -144,9 +144,10 @@ class ColumnRunner(Runner[PendingStep]):
         """Has somebody told what is held after each program and what follows it; None: nobody any more."""
         self._lowering.observe(observer)
 
-    def order(self, num_chunks: int) -> Order:
+    def order(self, num_chunks: int) -> list[tuple[StepAction, int]]:
         """The actions of a step of so many micro-batches, or chunks of them."""
-        return self._lowering.find(num_chunks)
+        order = self._lowering.find(num_chunks)
+        return [(action, chunk) for actions, chunk in order for action in actions]
 
     def keep_outputs(self) -> None:
         """Leaves what replicas collect and enqueue in their processes, each of which hands on its own.
@@ -252,8 +253,7 @@ class ColumnRunner(Runner[PendingStep]):
         step = int(as_int32(state.pipeline.execution_count))
         together = TogetherRun(self.replicas, state.pipeline.variables, step)
         run = StepRun(columns, together)
-        for action, chunk in self._lowering.find(num_chunks, is_full):
-            action(run, chunk)
+        follow(self._lowering.find(num_chunks, is_full), run)
         return Stepped(
             [
                 Accumulated(

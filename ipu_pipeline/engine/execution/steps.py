@@ -55,6 +55,7 @@ __all__ = [
     "Together",
     "end_phase",
     "feed",
+    "follow",
     "make_dispatch",
     "wait",
 ]
@@ -214,10 +215,17 @@ class StepRun:
 
 
 StepAction: TypeAlias = "Callable[[StepRun, int], None]"  # the number is that of the micro-batch or chunk
-Order: TypeAlias = "Sequence[tuple[StepAction, int]]"
+Order: TypeAlias = "Sequence[tuple[tuple[StepAction, ...], int]]"  # what is done for a program together
 Before: TypeAlias = "Callable[[ColumnRun, list[Any]], None]"  # changes a program's arguments
 After: TypeAlias = "Callable[[ColumnRun, int, Sequence[Any]], None]"  # takes its results
 Observer: TypeAlias = "Callable[[int, Template, int, Mapping[int, Sequence[Any]]], None]"  # see `Observe`
+
+
+def follow(order: Order, run: StepRun) -> None:
+    """Goes through the actions of a step."""
+    for actions, chunk in order:
+        for action in actions:
+            action(run, chunk)
 
 
 def feed(run: StepRun, chunk: int) -> None:
