@@ -316,16 +316,18 @@ class Residence:
             for number, (known, leaf) in enumerate(zip(updates.state_leaves, leaves, strict=True))
         ]
 
-    def loss_scale(self, state_leaves: Sequence[Any] | None) -> Any:
-        """The scale that the backward starts from; 1 without loss scaling.
+    def loss_scale(self, optimizer_state: Any) -> Any:
+        """Returns the scale that the backward starts from; 1 without loss scaling.
 
         Args:
-          state_leaves: of the optimizer's state; None if it has not been made yet.
+          optimizer_state: the optimizer's state as a pytree; None if it has not been made yet.
         """
         known = None if self.updates is None else self.updates.loss_scale
         if known is None:
             return NO_LOSS_SCALE
-        return np.float32(known.initial) if state_leaves is None else state_leaves[known.leaf]
+        if optimizer_state is None:
+            return np.float32(known.initial)
+        return jax.tree.leaves(optimizer_state)[known.leaf]
 
     def init_optimizer_state(
         self, variables: Mapping[str, Any], outputs: Sequence[Any] | None

@@ -19,7 +19,7 @@ from ipu_pipeline.engine.devices.residence import Residence
 from ipu_pipeline.engine.devices.rows import WHOLE, Row
 from ipu_pipeline.engine.execution.contract import Request
 from ipu_pipeline.engine.execution.kept import jit_zeros
-from ipu_pipeline.engine.execution.outputs import NoOutputs, Outputs, Wanted
+from ipu_pipeline.engine.execution.outputs import Outputs, Wanted
 from ipu_pipeline.engine.execution.plans import make_plan
 from ipu_pipeline.engine.execution.steps import ColumnRun, Devices, PhaseRun, Reading
 from ipu_pipeline.engine.execution.templates import Template
@@ -48,7 +48,7 @@ class Steady:
 
 
 def _find_steady(template: Template, lacking: Collection[str], partitions: Mapping[str, Any]) -> Steady:
-    """What stays the same for a program; of its variables those that are not brought for each."""
+    """Finds the steady arguments of a program. Variables in `lacking` are loaded for each call instead."""
     variables = tuple(one for one in template.taken(BindingKind.VARIABLE) if one[1] not in lacking)
     return Steady(
         template.row,
@@ -67,7 +67,7 @@ class Column:
       residence: where its part of the state lives.
       plan: its programs, and what they exchange.
       feed: takes micro-batches; each on the devices that read it, of a chunk when that is whole.
-      devices: what values are where nobody watches.
+      devices: the reading that runs a step when there is no watcher.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class Column:
         return not self._fed_slots or self.is_fed_here
 
     def feed_from(self, take: Take) -> Callable[[], Sequence[Any]]:
-        """What returns one chunk of micro-batches after the other, placed, in the order of `feed_slots`."""
+        """Returns a function that gives one placed chunk after the other, in the order of `feed_slots`."""
         size = self._chunk.size
 
         def next_chunk() -> Sequence[Any]:
@@ -169,7 +169,7 @@ class Column:
         return [] if self._fed_slots and not self.is_fed_here else take(1)
 
     def feed_iteration(self, elements: Sequence[Any], request: Request) -> Callable[[], Sequence[Any]]:
-        """What returns the carried values and micro-batch of an iteration, likewise."""
+        """Returns a function that gives the placed carried values and micro-batch of an iteration."""
         residence = self.residence
         if residence.has_peers:
             residence.begin_step()
@@ -217,7 +217,7 @@ class Column:
         num_chunks: int,
         runner: Any,
     ) -> ColumnRun:
-        """The micro-batches of a step, of which none has begun. It takes the memory of the accumulators."""
+        """Begins a step, which will take the memory of the accumulators."""
         reading: Reading = self.devices
         step = int(as_int32(state.pipeline.execution_count))
         if (watcher := watching.current()) is not None:
@@ -241,13 +241,13 @@ class Column:
         first: int = 0,
         step: int = 0,
     ) -> ColumnRun:
-        """Micro-batches as `ColumnRun` has them; arguments as its fields, outputs may be None."""
+        """Makes a `ColumnRun` of the given fields."""
         return ColumnRun(
             reading=reading,
             prepared=prepared,
             accumulators=dict(state.accumulators),
             next_chunk=next_chunk,
-            outputs=outputs or NoOutputs(),
+            outputs=outputs,
             feed_slots=self._all_fed,
             num_slots=self._num_slots,
             size=self._chunk.size,
@@ -267,10 +267,9 @@ class Column:
     def prepare(
         self, state: RunState, inputs: Sequence[Any]
     ) -> tuple[list[list[Any]], dict[tuple[Row, int], Any]]:
-        """What stays the same during a step."""
+        """Prepares the steady arguments of each program for a step, and places the inputs."""
         residence, pipeline = self.residence, state.pipeline
-        known = pipeline.optimizer_state
-        loss_scale = residence.loss_scale(None if known is None else jax.tree.leaves(known))
+        loss_scale = residence.loss_scale(pipeline.optimizer_state)
         if residence.has_peers:
             residence.begin_step()
         placed = {

@@ -20,22 +20,22 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from ipu_pipeline.engine import jax_compat
-from ipu_pipeline.engine.devices.compiler_options import CompilerOptions, Options
+from ipu_pipeline.engine.devices.compiler_options import Options
 from ipu_pipeline.engine.devices.elsewhere import NotRun
+from ipu_pipeline.engine.devices.residence import Residence
 from ipu_pipeline.engine.devices.rows import HOST_MEMORY, WHOLE, Row
 from ipu_pipeline.engine.devices.underway import Underway
 from ipu_pipeline.engine.execution.columns import Column
 from ipu_pipeline.engine.execution.executables import Executable, is_portable
 from ipu_pipeline.engine.execution.kept import KeptPrograms, Key, identify, text_of
 from ipu_pipeline.engine.execution.replicas import Joint, Replicas
-from ipu_pipeline.engine.execution.steps import ColumnRun, Order, StepRun, follow
+from ipu_pipeline.engine.execution.steps import Call, ColumnRun, Order, StepRun, follow
 from ipu_pipeline.engine.execution.templates import Template
 from ipu_pipeline.engine.execution.weight_updates import WeightUpdate
 from ipu_pipeline.engine.jaxprs.shapes import num_bytes
 from ipu_pipeline.engine.programs.bindings import BindingKind
 from ipu_pipeline.engine.programs.chunks import ChunkForm
 from ipu_pipeline.engine.progress import Compilation, compiling
-from ipu_pipeline.engine.schedules.actions import ActionKind
 from ipu_pipeline.engine.state import RunState
 from ipu_pipeline.engine.updates.environment import UpdateCounts, UpdateEnvironment
 from ipu_pipeline.engine.updates.optimizer_tracing import UpdateKind
@@ -194,39 +194,36 @@ def note_temporaries(temporary_bytes: dict[int, int], row: Row, compiled: Any) -
 
 
 class Shapes:
-    """A reading of a step: values are shapes, and programs are compiled for them; see `steps.Reading`."""
+    """The reading that compiles a step: values are shapes."""
 
-    def __init__(self, column: Column, options: CompilerOptions, programs: _Programs) -> None:
-        """Begins."""
-        self._residence, self._options, self._programs = column.residence, options, programs
+    def __init__(self, residence: Residence, programs: _Programs) -> None:
+        """Begins with a column, whose state lives at `residence` and whose programs go to `programs`."""
+        self._residence, self._programs = residence, programs
 
     def scalar(self, number: int, row: Row) -> Any:
-        """An int32 scalar."""
+        """Returns the shape of an int32 scalar."""
         del number
         return _struct((), np.int32, row)
 
     def put(
-        self,
-        arrays: Sequence[Any],
-        row: Row,
-        offloaded: bool = False,
-        tag: Any = None,
-        partitions: Sequence[PartitionSpec] | None = None,
+        self, values: Sequence[Any], row: Row, partitions: Sequence[PartitionSpec] | None = None
     ) -> list[Any]:
-        """Values on a row. In host memory they stay what they are: a program is not given them there."""
-        del tag
-        if offloaded:
-            return list(arrays)
-        given = [WHOLE] * len(arrays) if partitions is None else partitions
-        return [_on_row(value, row, partition) for value, partition in zip(arrays, given, strict=True)]
+        """Returns the shapes of values on a row."""
+        given = [WHOLE] * len(values) if partitions is None else partitions
+        return [_on_row(value, row, partition) for value, partition in zip(values, given, strict=True)]
 
-    def copy_to(self, arrays: Sequence[Any], row: Row, tag: Any = None) -> list[Any]:
-        """Values on another row."""
+    def store(self, values: Sequence[Any], row: Row) -> list[Any]:
+        """Returns the values as they are: programs take them on their row only."""
+        del row
+        return list(values)
+
+    def copy_to(self, values: Sequence[Any], row: Row, tag: Any = None) -> list[Any]:
+        """Returns the shapes of values on another row."""
         del tag
-        return [_struct(value.shape, value.dtype, row) for value in arrays]
+        return [_struct(value.shape, value.dtype, row) for value in values]
 
     def underway(self, limit: int | None) -> Underway:
-        """Nothing is."""
+        """Returns a counter that does not wait."""
         del limit
         return Underway(None)
 
@@ -235,7 +232,7 @@ class Shapes:
         del chunk
         row = template.row
         arguments = [value.wait() if isinstance(value, _Divided) else value for value in arguments]
-        if not row.is_here:  # nobody brings what is in host memory
+        if not row.is_here:  # this process does not load what is in host memory
             for place, name in template.taken(BindingKind.VARIABLE):
                 if arguments[place] is None:
                     arguments[place] = self._residence.struct_in_program(name, row)
@@ -249,10 +246,8 @@ class Shapes:
             )
             template.function = NotRun(template.jitted, shardings, found)
             return self._place(template, found)
-        is_forward = template.kind is ActionKind.FORWARD
-        own = (self._options.of_forward if is_forward else self._options.of_backward)(template.stage)
         install = functools.partial(setattr, template, "function")
-        compiled = self._programs.start(template.jitted, arguments, row, own, install)
+        compiled = self._programs.start(template.jitted, arguments, row, template.options, install)
         results = self._place(template, found)
         if not row.is_divided or compiled is None:
             return results
@@ -268,9 +263,7 @@ class Shapes:
 
     def launch_jointly(self, joint: Joint, template: Template, arguments: Sequence[Any]) -> Sequence[Any]:
         """Starts to compile a program for all replicas at once."""
-        is_forward = template.kind is ActionKind.FORWARD
-        own = (self._options.of_forward if is_forward else self._options.of_backward)(template.stage)
-        self._programs.start_joint(joint, arguments, own)
+        self._programs.start_joint(joint, arguments, template.options)
         return self._place(template, jax.eval_shape(template.jitted, *arguments))
 
     def _place(self, template: Template, found: Sequence[Any]) -> list[Any]:
@@ -284,35 +277,28 @@ class Shapes:
 
 
 class ShapesTogether:
-    """What columns do at the same time, with shapes; see `steps.Together`."""
+    """What is done for all columns at once, with shapes; see `steps.Together`."""
 
     def __init__(self, replicas: Replicas) -> None:
-        """Begins."""
+        """Takes the columns from `replicas`."""
         self._replicas = replicas
 
-    def gather(self, columns: Sequence[ColumnRun], stage: int, names: Sequence[str]) -> list[list[Any]]:
-        """Variables of a stage, whole for each column."""
-        del columns
+    def gather(self, stage: int, names: Sequence[str]) -> list[list[Any]]:
+        """Returns the shapes of whole variables of a stage."""
         homes = [column.residence for column in self._replicas.columns]
         return [[home.struct_in_program(name, home.rows[stage]) for name in names] for home in homes]
 
-    def launch(
-        self,
-        columns: Sequence[ColumnRun],
-        templates: Sequence[Template],
-        arguments: Sequence[list[Any]],
-        chunk: int,
-    ) -> list[Sequence[Any]]:
-        """Starts to compile a program for all replicas at once."""
+    def launch(self, calls: Sequence[Call], chunk: int) -> list[Sequence[Any]]:
+        """Starts to compile one program for all replicas."""
         del chunk
-        joint = self._replicas.joint[templates[0].index]
+        joint = self._replicas.joint[calls[0].template.index]
         return [
-            cast(Shapes, column.reading).launch_jointly(joint, template, own)
-            for column, template, own in zip(columns, templates, arguments, strict=True)
+            cast(Shapes, column.reading).launch_jointly(joint, template, arguments)
+            for column, template, arguments in calls
         ]
 
     def reduce(self, row: Row, columns: Sequence[ColumnRun]) -> None:
-        """Nothing: the program is as the first step has it."""
+        """Does nothing: what joins the columns is compiled in the first step."""
 
 
 def compile_ahead(
@@ -322,7 +308,7 @@ def compile_ahead(
     order: Order,
     weight_update: WeightUpdate,
     chunk: ChunkForm,
-    options: CompilerOptions,
+    update_options: Options,
     is_shared: bool,
     kept: KeptPrograms | None,
 ) -> Compiled:
@@ -338,14 +324,16 @@ def compile_ahead(
         programs = _Programs(is_shared, told, kept)
         try:
             runs = [
-                column.run_of(Shapes(column, options, programs), state, own, None, _make_fed(column, chunk))
+                column.run_of(
+                    Shapes(column.residence, programs), state, own, None, _make_fed(column, chunk)
+                )
                 for column, state, own in zip(replicas.columns, states, prepared, strict=True)
             ]
             run = StepRun(runs, ShapesTogether(replicas))
             follow(order, run)
             if updates is not None:
                 outputs = list(weight_update.residence.traced.output_avals)
-                _start_updates(states[0].accumulators, weight_update, outputs, options.update, programs)
+                _start_updates(states[0].accumulators, weight_update, outputs, update_options, programs)
             return programs.finish(chunk.size)
         finally:  # after an error or an interrupt, what has not begun is not waited for
             programs.threads.shutdown(wait=False, cancel_futures=True)

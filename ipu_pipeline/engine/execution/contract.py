@@ -271,11 +271,6 @@ class Runner(abc.ABC, Generic[PendingT]):
         pipeline = dataclasses.replace(pipeline, optimizer_state=updates.state_tree.unflatten(leaves))
         return dataclasses.replace(state, pipeline=pipeline)
 
-    def find_loss_scale(self, state: RunState) -> Any:
-        """The scale that the backward starts from; 1 without loss scaling."""
-        known = state.pipeline.optimizer_state
-        return self.residence.loss_scale(None if known is None else jax.tree.leaves(known))
-
     def advance(
         self,
         state: RunState,

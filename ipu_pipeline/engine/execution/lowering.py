@@ -63,16 +63,16 @@ class Lowering:
 
     @property
     def micro_batch(self) -> Order:
-        """One micro-batch or chunk, program after program, in whatever order the schedule has them."""
+        """The actions of one micro-batch or chunk in the order of its programs, without a schedule."""
         return self._order([Action(kind, stage, 0) for kind, stage in self._templates])
 
     def observe(self, observer: Observer | None) -> None:
-        """Has somebody told from the next step on; None: nobody any more."""
+        """Sets the observer, which is called from the next step on. None removes it."""
         self._observer = observer
         self._known.clear()
 
     def find(self, num_chunks: int, reduces: bool = True) -> Order:
-        """The actions of a step; what a weight update needs is joined if one follows."""
+        """The actions of a step. `reduces` says whether a weight update follows."""
         key = num_chunks, reduces
         if key not in self._known:
             if len(self._known) == _MAX_ORDERS:
@@ -81,7 +81,7 @@ class Lowering:
         return self._known[key]
 
     def planned(self, num_chunks: int) -> Order:
-        """The actions of the micro-batches of a step, for who only counts: nobody is told or waited for."""
+        """The actions of the micro-batches of a step, without observers and waits."""
         return self._order(self._make_timetable(num_chunks).order, self._phases)
 
     def _make(self, num_chunks: int, reduces: bool) -> Order:
@@ -110,7 +110,7 @@ class Lowering:
         observer: Observer | None = None,
         ends: Mapping[int, tuple[StepAction, ...]] = MappingProxyType({}),
     ) -> list[tuple[tuple[StepAction, ...], int]]:
-        """The actions of scheduled ones; `ends` are those that come behind some of them, by number."""
+        """The actions for a schedule. `ends` are further actions behind some of them, by their number."""
         groups = dict(self._groups)
         for key in groups if observer is not None else ():
             assert observer is not None
@@ -168,7 +168,7 @@ class Lowering:
         return found
 
     def _find_reduced(self) -> dict[Row, set[tuple[ActionKind, int]]]:
-        """All rows, and the programs that make what is joined there; of some variables none does."""
+        """All rows, each with the programs whose results are joined there, which may be none."""
         replicas = self._replicas
         rows, owners = replicas.residence.rows, replicas.residence.traced.owners
         found: dict[Row, set[tuple[ActionKind, int]]] = {row: set() for row in rows}

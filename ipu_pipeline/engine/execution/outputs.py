@@ -16,60 +16,58 @@ from ipu_pipeline.engine.programs.chunks import ChunkForm
 from ipu_pipeline.engine.programs.collecting import Collecting
 from ipu_pipeline.engine.state import Collected, Handed
 
-__all__ = ["Accumulated", "NoOutputs", "Outputs", "Wanted"]
+__all__ = ["Accumulated", "Outputs", "Wanted"]
 
 
 @dataclass(frozen=True, eq=False)
 class Accumulated:
     """What a column's micro-batches give before a weight update."""
 
-    # the leaves of what the last stage returned for the first one; None where the optimizer does not read
-    # them
+    # the last stage's leaves for the first micro-batch; None where the optimizer does not read them
     first_outputs: list[Any]
-    last_outputs: list[Any]  # likewise for the last one
-    carried: list[Any]  # of a loop, what the next iteration takes
+    last_outputs: list[Any]  # the same for the last micro-batch
+    carried: list[Any]  # in a loop, what the next iteration takes
     collected: list[Collected]  # what was to be collected, per micro-batch or chunk; or one entry, the sums
     enqueued: list[Handed]  # what stages enqueued, per micro-batch or chunk
     assigned: dict[str, Any]  # new values of the variables that stages assign, by full name
     accumulators: dict[str, Any]  # by key; empty without training. Once joined their memory is gone
 
 
+@dataclass(frozen=True, eq=False)
 class Wanted:
-    """What is wanted of the last stage's outputs.
+    """What is wanted of the last stage's outputs."""
 
-    Attributes:
-      collecting: what is collected.
-      read: positions of the outputs of the first micro-batch that are read, and of those of the last one.
-      carried: of a loop, the positions of what the next iteration takes.
-      empties_devices: whether outputs may be in host memory.
-    """
+    plan: Plan  # the programs of the column
+    chunk: ChunkForm
+    collecting: Collecting
+    read: tuple[Collection[int], Collection[int]]  # places that are read of the first and last micro-batch
+    carried: Sequence[int]  # in a loop, the places of what the next iteration takes
+    num_outputs: int  # without the loss, which comes after them
+    empties_devices: bool  # whether outputs may be in host memory
 
-    def __init__(
-        self,
-        plan: Plan,
-        chunk: ChunkForm,
-        collecting: Collecting,
-        read: tuple[Collection[int], Collection[int]],
-        carried: Sequence[int],
-        num_outputs: int,
-        empties_devices: bool,
-    ) -> None:
-        """Takes the programs of a column, the form of its chunks and how many outputs there are, too."""
-        self.plan, self.chunk, self.num_outputs = plan, chunk, num_outputs
-        self.collecting, self.read, self.carried = collecting, read, carried
-        self.empties_devices = empties_devices
-        self.places = [*collecting.places, *([-1] if collecting.has_loss else [])]
-        self.spread = plan.last_forward.row.program(chunk.spread)
-        self.num_stacked = chunk.num_stacked
+    @functools.cached_property
+    def places(self) -> list[int]:
+        """The places of what is collected; the loss is the last one."""
+        return [*self.collecting.places, *([-1] if self.collecting.has_loss else [])]
+
+    @functools.cached_property
+    def num_stacked(self) -> int | None:
+        """How many micro-batches of a chunk are stacked."""
+        return self.chunk.num_stacked
+
+    @functools.cached_property
+    def spread(self) -> Callable[[Any], Any]:
+        """Repeats an input of the pipeline for each micro-batch of a chunk."""
+        return self.plan.last_forward.row.program(self.chunk.spread)
 
 
 class Outputs:
     """Takes what a step's micro-batches give, one after another.
 
     Attributes:
-      first: the leaves of what the last stage returned for the first one; None where nobody reads them.
-      last: those for the last one, likewise.
-      carried: of a loop, what the next iteration takes.
+      first: the leaves of what the last stage returned for the first one; None where they are not read.
+      last: the same for the last micro-batch.
+      carried: in a loop, what the next iteration takes.
     """
 
     def __init__(
@@ -123,21 +121,6 @@ class Outputs:
                 continue
             only[place] = chunk.pick(leaves[place], number) if is_stacked else leaves[place]
         return only
-
-
-class NoOutputs(Outputs):
-    """For who only goes through a step: takes nothing."""
-
-    def __init__(self) -> None:
-        """There is nothing to know."""
-
-    def take(self, put: Callable[..., list[Any]], slots: Sequence[Any], chunk: int) -> None:
-        """Does nothing."""
-
-    @property
-    def collected(self) -> list[Collected]:
-        """Nothing."""
-        return []
 
 
 @functools.partial(jax.jit, donate_argnums=0)

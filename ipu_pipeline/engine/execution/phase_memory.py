@@ -25,7 +25,7 @@ from ipu_pipeline.engine.devices.rows import Row
 from ipu_pipeline.engine.devices.underway import Underway
 from ipu_pipeline.engine.execution.columns import Column
 from ipu_pipeline.engine.execution.plans import Plan
-from ipu_pipeline.engine.execution.steps import ColumnRun, Order, StepRun, follow
+from ipu_pipeline.engine.execution.steps import Call, ColumnRun, Order, StepRun, follow
 from ipu_pipeline.engine.execution.templates import Template
 from ipu_pipeline.engine.jaxprs.shapes import num_bytes
 from ipu_pipeline.engine.planning.memory_plans import Brought
@@ -53,7 +53,7 @@ class PhasedStep:
 
     phases: ExecutionPhases  # of the pipeline
     column: Column  # the programs of a replica
-    # where the state lives that the weight update reads; of replicas that of all of them
+    # where the state lives that the weight update reads, for all replicas
     updating: Residence
     programs: Sequence[StagePrograms]  # of the stages, for one micro-batch
     order: Callable[[int], Order]  # the actions of so many micro-batches, or chunks of them
@@ -233,7 +233,7 @@ class _Ghost:
       size: in bytes, on each device.
       category: what of.
       here: how much of the device it takes, besides what is planned elsewhere.
-      user: the last program that has made it, or read it in a forward; None of what was fed.
+      user: the program that made it, or the last forward that read it; None if it was fed.
     """
 
     def __init__(
@@ -264,37 +264,35 @@ class Ghosts:
         self._step, self._meter, self._slot_bytes = step, meter, slot_bytes
 
     def scalar(self, number: int, row: Row) -> None:
-        """Nobody counts it."""
+        """Returns None: scalars are not counted."""
 
     def put(
-        self,
-        arrays: Sequence[Any],
-        row: Row,
-        offloaded: bool = False,
-        tag: Any = None,
-        partitions: Sequence[PartitionSpec] | None = None,
+        self, values: Sequence[Any], row: Row, partitions: Sequence[PartitionSpec] | None = None
     ) -> list[Any]:
-        """Ghosts on a row, or in host memory."""
-        del tag, partitions
-        where, found = None if offloaded else row, []
-        for ghost in arrays:
-            if ghost is None or ghost.row is where:
-                found.append(ghost)
-                continue
-            if offloaded:
-                self._meter.leave(ghost.size, ghost.user or self._meter.program)
-            else:
-                self._meter.bring(ghost.size)
-            found.append(_Ghost(self._meter, where, ghost.size, ghost.category))
-        return found
+        """Returns ghosts on a row, and counts what is brought there."""
+        del partitions
+        return [value if value is None or value.row is row else self._bring(value, row) for value in values]
 
-    def copy_to(self, arrays: Sequence[Any], row: Row, tag: Any = None) -> list[Any]:
-        """Ghosts on another row."""
+    def _bring(self, ghost: _Ghost, row: Row) -> _Ghost:
+        self._meter.bring(ghost.size)
+        return _Ghost(self._meter, row, ghost.size, ghost.category)
+
+    def store(self, values: Sequence[Any], row: Row) -> list[Any]:
+        """Returns ghosts in host memory, and counts what is taken there."""
+        del row
+        return [ghost if ghost.row is None else self._leave(ghost) for ghost in values]
+
+    def _leave(self, ghost: _Ghost) -> _Ghost:
+        self._meter.leave(ghost.size, ghost.user or self._meter.program)
+        return _Ghost(self._meter, None, ghost.size, ghost.category)
+
+    def copy_to(self, values: Sequence[Any], row: Row, tag: Any = None) -> list[Any]:
+        """Returns ghosts on another row."""
         del tag
-        return [_Ghost(self._meter, row, ghost.size, ghost.category) for ghost in arrays]
+        return [_Ghost(self._meter, row, ghost.size, ghost.category) for ghost in values]
 
     def underway(self, limit: int | None) -> Underway:
-        """Nobody waits; but where a device would be given another phase, one has ended."""
+        """Returns a counter that ends a piece in place of waiting."""
         return _Pieces(limit, self._meter)
 
     def launch(self, template: Template, arguments: list[Any], chunk: int) -> list[Any]:
@@ -337,28 +335,18 @@ class _GhostsTogether:
     def __init__(self, meter: _Meter, sizes: Mapping[str, int], rows: Sequence[Row]) -> None:
         self._meter, self._sizes, self._rows = meter, sizes, rows
 
-    def gather(self, columns: Sequence[ColumnRun], stage: int, names: Sequence[str]) -> list[list[Any]]:
-        """They are brought."""
-        del columns
+    def gather(self, stage: int, names: Sequence[str]) -> list[list[Any]]:
+        """Brings them."""
         self._meter.bring(sum(self._sizes[name] for name in names))
         row = self._rows[stage]
         return [[_Ghost(self._meter, row, self._sizes[name], "variables") for name in names]]
 
-    def launch(
-        self,
-        columns: Sequence[ColumnRun],
-        templates: Sequence[Template],
-        arguments: Sequence[list[Any]],
-        chunk: int,
-    ) -> list[Sequence[Any]]:
-        """As each column would by itself."""
-        return [
-            column.reading.launch(template, own, chunk)
-            for column, template, own in zip(columns, templates, arguments, strict=True)
-        ]
+    def launch(self, calls: Sequence[Call], chunk: int) -> list[Sequence[Any]]:
+        """Does what each column would do by itself."""
+        return [call.column.reading.launch(call.template, call.arguments, chunk) for call in calls]
 
     def reduce(self, row: Row, columns: Sequence[ColumnRun]) -> None:
-        """That is part of the update here."""
+        """Does nothing: this is counted with the update."""
 
 
 def _go_through(step: PhasedStep, count: int) -> _Meter:

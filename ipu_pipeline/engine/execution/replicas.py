@@ -14,7 +14,7 @@ import itertools
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -29,9 +29,7 @@ from ipu_pipeline.engine.execution.agreeing import agree_on_elements, take_every
 from ipu_pipeline.engine.execution.all_reduce import Parts, join_replicas, take_first
 from ipu_pipeline.engine.execution.columns import Column
 from ipu_pipeline.engine.execution.outputs import Accumulated
-from ipu_pipeline.engine.execution.steps import ColumnRun
-from ipu_pipeline.engine.execution.templates import Template
-from ipu_pipeline.engine.execution.watched import WatchedDevices
+from ipu_pipeline.engine.execution.steps import Call, ColumnRun, Devices
 from ipu_pipeline.engine.state import Collected, Handed, PipelineState, RunState
 from ipu_pipeline.engine.tracing.replicas import uses_replicas
 from ipu_pipeline.engine.updates.accumulators import Accumulator
@@ -235,33 +233,23 @@ class TogetherRun:
         self.reduced = Reduced()
         self._replicas, self._variables, self._step = replicas, variables, step
 
-    def gather(self, columns: Sequence[ColumnRun], stage: int, names: Sequence[str]) -> list[list[Any]]:
-        """Variables of a stage of which the replicas have parts, whole for each column."""
-        del columns
+    def gather(self, stage: int, names: Sequence[str]) -> list[list[Any]]:
+        """Gathers the parts of variables that the replicas have."""
         replicas = self._replicas
         arrays = [self._variables[name] for name in names]
         whole = gather_replicas(arrays, replicas.residence.rows[stage])
         return [list(own) for own in zip(*map(replicas.split, whole), strict=True)]
 
-    def launch(
-        self,
-        columns: Sequence[ColumnRun],
-        templates: Sequence[Template],
-        arguments: Sequence[list[Any]],
-        chunk: int,
-    ) -> list[list[Any]]:
-        """Runs a program for all replicas at once; returns the results of each."""
-        replicas = self._replicas
-        joint = replicas.joint[templates[0].index]
-        joined = [join(parts, joint.row) for parts in zip(*arguments, strict=True)]
-        reading, program = columns[0].reading, joint.row.program(joint.jitted)
-        for column in columns:
-            if isinstance(column.reading, WatchedDevices):
-                column.reading.forget()
-        if isinstance(reading, WatchedDevices) and joint.row.is_here:
-            made = reading.launch_jointly(templates[0], joint.row, program, joined, chunk)
-        else:
-            made = program(*joined)
+    def launch(self, calls: Sequence[Call], chunk: int) -> list[list[Any]]:
+        """Starts one program for all replicas."""
+        replicas, template = self._replicas, calls[0].template
+        joint = replicas.joint[template.index]
+        joined = [join(parts, joint.row) for parts in zip(*(call.arguments for call in calls), strict=True)]
+        first, *others = [cast(Devices, call.column.reading) for call in calls]
+        program = joint.row.program(joint.jitted)
+        made = first.launch_jointly(template, joint.row, program, joined, chunk)
+        for reading in others:
+            reading.forget()
         return [list(results) for results in zip(*map(replicas.split, made), strict=True)]
 
     def reduce(self, row: Row, columns: Sequence[ColumnRun]) -> None:
@@ -439,7 +427,7 @@ def join_collected(parts: Sequence[Collected]) -> Collected:
 
 
 def join_handed(parts: Sequence[Handed]) -> Handed:
-    """What several replicas enqueued at once, likewise."""
+    """What several replicas enqueued at once, with an axis for them in front; of one, as it is."""
     if len(parts) == 1:
         return parts[0]
     axis = 0 if parts[0].size is None else 1

@@ -61,7 +61,7 @@ class Stepped:
     """What the micro-batches of a step give."""
 
     columns: list[Accumulated]  # of each replica
-    reduced: Reduced  # what has been joined of them; of one replica nothing
+    reduced: Reduced  # what has been joined; empty with one replica
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,8 +70,8 @@ class PendingStep:
 
     request: Request  # what they are a part of
     count: int  # how many there are per replica
-    stepped: Stepped | None  # what they gave; None of a loop, whose accumulators are part of its state
-    elements: Sequence[Sequence[Any]] = ()  # of a loop, what each replica takes of the feed
+    stepped: Stepped | None  # what they gave; None in a loop, which has not run yet
+    elements: Sequence[Sequence[Any]] = ()  # in a loop, what each replica takes from the feed
 
 
 class ColumnRunner(Runner[PendingStep]):
@@ -101,7 +101,8 @@ class ColumnRunner(Runner[PendingStep]):
         if iterated is None:  # of a pipeline, `fetch` waits for what stages call
             self.waits_for_python = updates is not None and updates.has_callbacks
         self._weight_update = WeightUpdate(residence, donate, options.update, self.waits_for_python)
-        self._chunk, self._options, self._phases = ChunkForm(dispatch_plan.chunk_size), options, phases
+        self._chunk, self._phases = ChunkForm(dispatch_plan.chunk_size), phases
+        self._update_options = options.update
         carried = () if iterated is None else iterated.carried
         own = chunk_programs(traced, self.programs, self._chunk.size)
         self.columns = tuple(
@@ -141,7 +142,7 @@ class ColumnRunner(Runner[PendingStep]):
         return self._chunk.size
 
     def observe(self, observer: Observer | None) -> None:
-        """Has somebody told what is held after each program and what follows it; None: nobody any more."""
+        """Sets the observer of what is held after each program and its transfers. None removes it."""
         self._lowering.observe(observer)
 
     def order(self, num_chunks: int) -> list[tuple[StepAction, int]]:
@@ -181,7 +182,7 @@ class ColumnRunner(Runner[PendingStep]):
         return self._dealer.place_ahead(elements)
 
     def num_waiting(self, total: int, every: int) -> int:
-        """Four chunks, as the host takes several before devices are busy; of a loop one iteration.
+        """Four chunks, as the host takes several before devices are busy, or one iteration of a loop.
 
         Where a replica is in several processes, all of a step, which are there before it begins
         (`agreeing`).
@@ -192,7 +193,7 @@ class ColumnRunner(Runner[PendingStep]):
         return max(4 * self._chunk.size, every if self.columns[0].residence.has_peers else 0)
 
     def num_fetched(self, total: int, every: int) -> int:
-        """As many for each column."""
+        """The number of waiting micro-batches of all columns."""
         return len(self.columns) * self.num_waiting(total, every)
 
     # Running.
@@ -213,7 +214,7 @@ class ColumnRunner(Runner[PendingStep]):
             self._lowering.micro_batch,
             self._weight_update,
             self._chunk,
-            self._options,
+            self._update_options,
             not self.has_callbacks,
             self.kept,
         )
@@ -221,7 +222,7 @@ class ColumnRunner(Runner[PendingStep]):
         self._is_compiled = True
 
     def fetch(self, state: RunState, request: Request, take: Take) -> PendingStep:
-        """Runs the micro-batches of an update; of a loop, only gets those of an iteration."""
+        """Runs the micro-batches of an update. In a loop it only takes those of an iteration."""
         self.compile(state, request)
         if self.iterated is not None:
             takes = self._dealer.take_everywhere(take, 1)
@@ -254,24 +255,10 @@ class ColumnRunner(Runner[PendingStep]):
         together = TogetherRun(self.replicas, state.pipeline.variables, step)
         run = StepRun(columns, together)
         follow(self._lowering.find(num_chunks, is_full), run)
-        return Stepped(
-            [
-                Accumulated(
-                    own.outputs.first,
-                    own.outputs.last,
-                    own.outputs.carried,
-                    own.outputs.collected,
-                    [Handed(list(leaves), self._num_stacked) for leaves in zip(*own.enqueued, strict=True)],
-                    own.assigned,
-                    own.accumulators,
-                )
-                for own in columns
-            ],
-            together.reduced,
-        )
+        return Stepped([column.finish(self._num_stacked) for column in columns], together.reduced)
 
     def run(self, state: RunState, pending: PendingStep) -> Progress:
-        """Runs the weight update on what the replicas gave; of a loop, the iteration before."""
+        """Runs the weight update on what the replicas gave. In a loop it runs the iteration first."""
         request, stepped, replicas = pending.request, pending.stepped, self.replicas
         is_full = state.num_accumulated + pending.count == request.every
         if stepped is None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax
 from jax.sharding import PartitionSpec
@@ -28,14 +28,16 @@ from ipu_pipeline.engine.devices.placing import copy_to, put
 from ipu_pipeline.engine.devices.residence import Residence
 from ipu_pipeline.engine.devices.rows import WHOLE, Row
 from ipu_pipeline.engine.devices.underway import Underway
-from ipu_pipeline.engine.execution.outputs import Outputs
+from ipu_pipeline.engine.execution.outputs import Accumulated, Outputs
 from ipu_pipeline.engine.execution.plans import Plan
 from ipu_pipeline.engine.execution.templates import Send, Template
 from ipu_pipeline.engine.programs.bindings import BindingKind
 from ipu_pipeline.engine.programs.stage_programs import ValueKind
 from ipu_pipeline.engine.schedules.execution_phases import ExecutionPhases
+from ipu_pipeline.engine.state import Handed
 
 __all__ = [
+    "Call",
     "ColumnRun",
     "Compute",
     "ComputeTogether",
@@ -62,38 +64,36 @@ __all__ = [
 
 
 class Reading(Protocol):
-    """What the parts of a step do with the values of a column."""
+    """What the actions of a step do with the values of a column."""
 
     def launch(self, template: Template, arguments: list[Any], chunk: int) -> Sequence[Any]:
-        """The results of a program, for a micro-batch or chunk."""
+        """Starts a program for a micro-batch or chunk. Returns its results."""
 
     def scalar(self, number: int, row: Row) -> Any:
-        """An int32 scalar on a row."""
+        """Returns an int32 scalar on a row."""
 
-    def copy_to(self, arrays: Sequence[Any], row: Row, tag: Tag | None = None) -> list[Any]:
-        """Values that lie together, on another row; see `placing.copy_to`."""
+    def copy_to(self, values: Sequence[Any], row: Row, tag: Tag | None = None) -> list[Any]:
+        """Copies values that lie on one row to another; see `placing.copy_to`."""
 
     def put(
-        self,
-        arrays: Sequence[Any],
-        row: Row,
-        offloaded: bool = False,
-        tag: Tag | None = None,
-        partitions: Sequence[PartitionSpec] | None = None,
+        self, values: Sequence[Any], row: Row, partitions: Sequence[PartitionSpec] | None = None
     ) -> list[Any]:
-        """Values on a row, or in host memory for it; see `placing.put`."""
+        """Puts values on a row, divided over its devices as `partitions` say; see `placing.put`."""
+
+    def store(self, values: Sequence[Any], row: Row) -> list[Any]:
+        """Puts values into host memory for a row."""
 
     def underway(self, limit: int | None) -> Underway:
-        """Counts pieces of work of which at most so many may be on their way."""
+        """Returns a counter of pieces of work, of which at most `limit` may be unfinished."""
 
 
 class Devices:
-    """Values are arrays, and programs run."""
+    """The reading that runs a step: values are arrays."""
 
-    copy_to, put = staticmethod(copy_to), staticmethod(put)
+    copy_to = staticmethod(copy_to)
 
     def __init__(self, constants: Constants) -> None:
-        """Takes what makes scalars."""
+        """Takes the scalars from `constants`."""
         self.scalar: Callable[[int, Row], Any] = constants.scalar
 
     def launch(self, template: Template, arguments: list[Any], chunk: int) -> Sequence[Any]:
@@ -101,8 +101,26 @@ class Devices:
         del chunk
         return template.function(*arguments)
 
+    def launch_jointly(self, template: Template, row: Row, program: Any, arguments: Any, chunk: int) -> Any:
+        """Starts `program`, which is a template jitted for the devices of all replicas, on their row."""
+        del template, row, chunk
+        return program(*arguments)
+
+    def forget(self) -> None:
+        """Does nothing; see `watched.WatchedDevices`."""
+
+    def put(
+        self, values: Sequence[Any], row: Row, partitions: Sequence[PartitionSpec] | None = None
+    ) -> list[Any]:
+        """Puts arrays on a row."""
+        return put(values, row, partitions=partitions)
+
+    def store(self, values: Sequence[Any], row: Row) -> list[Any]:
+        """Puts arrays into host memory for a row."""
+        return put(values, row, offloaded=True)
+
     def underway(self, limit: int | None) -> Underway:
-        """Counts pieces of work."""
+        """Returns a counter of pieces of work, which waits for the devices."""
         return Underway(limit)
 
 
@@ -151,7 +169,7 @@ def store_slots(reading: Reading, slots: list[Any], of_rows: Mapping[Row, Sequen
     """Moves values to host memory, and returns what they are there."""
     made = []
     for row, own in of_rows.items():
-        stored = reading.put([slots[slot] for slot in own], row, offloaded=True)
+        stored = reading.store([slots[slot] for slot in own], row)
         made += stored
         for slot, value in zip(own, stored, strict=True):
             slots[slot] = value
@@ -163,44 +181,61 @@ class ColumnRun:
     """The micro-batches of a replica, on their way."""
 
     reading: Reading  # what values are
-    # of each program, by its index, the arguments that stay the same; None for others
+    # the arguments of each program that stay the same, by its index; None for the others
     prepared: list[list[Any]]
     accumulators: dict[str, Any]  # by key; each program leaves new ones
     # returns what the feed brings next, in the order of `feed_slots`
     next_chunk: Callable[[], Sequence[Any]]
-    outputs: Outputs  # takes what the last stage returns
+    outputs: Outputs | None  # takes what the last stage returns, if that is wanted
     feed_slots: Sequence[int]  # where that goes
     num_slots: int  # of a micro-batch or chunk
     size: int  # micro-batches of a chunk
-    step: int  # the number of the step; of a loop that of the run
-    first: int  # the number of the first micro-batch; of a loop the iteration
+    step: int  # the number of the step, or of the run of a loop
+    first: int  # the number of the first micro-batch, or of the iteration
     num_accumulated: int  # micro-batches in the accumulators before
     phase: PhaseRun | None  # the execution phase that runs now; None without phases
     enqueued: list[list[Any]]  # by the number of the leaf, of each micro-batch or chunk
     stored: Mapping[str, Any]  # variables in host memory, by full name
-    # of what this process starts; None if nobody keeps it, or nothing is started
+    # the log of what this process starts, if there is one
     log: ActionLog | None = None
     slots: dict[int, list[Any]] = field(default_factory=dict)  # of each micro-batch or chunk, by its number
     # variables that stages have assigned, by full name
     assigned: dict[str, Any] = field(default_factory=dict)
-    # variables of which replicas have parts, whole, by full name; for the program that is next
+    # gathered variables for the next program, by full name
     gathered: dict[str, Any] = field(default_factory=dict)
+
+    def finish(self, num_stacked: int | None) -> Accumulated:
+        """What the micro-batches gave. `num_stacked` says how many of a chunk are stacked."""
+        outputs = self.outputs
+        assert outputs is not None
+        handed = [Handed(list(leaves), num_stacked) for leaves in zip(*self.enqueued, strict=True)]
+        return Accumulated(
+            outputs.first,
+            outputs.last,
+            outputs.carried,
+            outputs.collected,
+            handed,
+            self.assigned,
+            self.accumulators,
+        )
+
+
+class Call(NamedTuple):
+    """A program that is about to be started in a column."""
+
+    column: ColumnRun
+    template: Template
+    arguments: list[Any]
 
 
 class Together(Protocol):
-    """What columns do at the same time."""
+    """What is done for all columns at once."""
 
-    def gather(self, columns: Sequence[ColumnRun], stage: int, names: Sequence[str]) -> list[list[Any]]:
-        """Variables of a stage of which the replicas have parts, whole for each column."""
+    def gather(self, stage: int, names: Sequence[str]) -> list[list[Any]]:
+        """Returns, for each column, whole variables of a stage of which each replica has a part."""
 
-    def launch(
-        self,
-        columns: Sequence[ColumnRun],
-        templates: Sequence[Template],
-        arguments: Sequence[list[Any]],
-        chunk: int,
-    ) -> Sequence[Sequence[Any]]:
-        """The results of a program that runs on all replicas at once, for each column."""
+    def launch(self, calls: Sequence[Call], chunk: int) -> Sequence[Sequence[Any]]:
+        """Starts one program for all replicas. Returns the results of each column."""
 
     def reduce(self, row: Row, columns: Sequence[ColumnRun]) -> None:
         """Joins what the columns have accumulated and assigned on a row."""
@@ -246,7 +281,7 @@ class Gather:
     def __call__(self, run: StepRun, chunk: int) -> None:
         """For all columns."""
         del chunk
-        found = run.together.gather(run.columns, self.stage, self.names)
+        found = run.together.gather(self.stage, self.names)
         for column, values in zip(run.columns, found, strict=True):
             column.gathered.update(zip(self.names, values, strict=True))
 
@@ -318,10 +353,8 @@ class ComputeTogether(Compute):
     def __call__(self, run: StepRun, chunk: int) -> None:
         """At once."""
         pairs = list(zip(self.dispatches, run.columns, strict=False))
-        arguments = [own.bind(column, chunk) for own, column in pairs]
-        templates = [own.template for own, _column in pairs]
-        found = run.together.launch(run.columns, templates, arguments, chunk)
-        for (own, column), results in zip(pairs, found, strict=True):
+        calls = [Call(column, own.template, own.bind(column, chunk)) for own, column in pairs]
+        for (own, column), results in zip(pairs, run.together.launch(calls, chunk), strict=True):
             own.take(column, chunk, results)
 
 
@@ -330,7 +363,7 @@ class SendOn:
     """What a program made goes to another row, in each column."""
 
     sends: tuple[Send, ...]  # what goes where, by column
-    # likewise, what says what a transfer between processes is; None where there are none
+    # by column, makes the tag of a transfer between processes; None within one process
     tags: tuple[Callable[[int], Tag | None] | None, ...]
 
     def __call__(self, run: StepRun, chunk: int) -> None:
@@ -371,26 +404,27 @@ class Reduce:
 
 
 def end_phase(run: StepRun, chunk: int) -> None:
-    """What an execution phase had leaves the devices, and it is waited until another one may begin."""
+    """Ends an execution phase: its values leave the devices, and the host waits until another may begin."""
     for column in run.columns:
         assert column.phase is not None
         column.phase.end(column.slots[chunk])
 
 
 def wait(run: StepRun, chunk: int) -> None:
-    """It is waited for what the programs give, as Python that they call may raise."""
+    """Waits for what the programs give, as Python that they call may raise."""
     del chunk
     for column in run.columns:
         outputs = column.outputs
+        assert outputs is not None
         made = [(part.outputs, part.loss) for part in outputs.collected]
         jax.block_until_ready((made, outputs.last, column.enqueued, column.assigned, column.accumulators))
 
 
 @dataclass(frozen=True, eq=False)
 class Observe:
-    """Somebody is told what is held after a program and all that follows it."""
+    """Tells the observer what is held after a program and its transfers."""
 
-    observer: Observer  # is given the replica, the program, the micro-batch or chunk, and what is in slots
+    observer: Observer  # takes the replica, the program, the chunk and the slots
     templates: tuple[Template, ...]  # the program, by column
 
     def __call__(self, run: StepRun, chunk: int) -> None:
@@ -399,7 +433,7 @@ class Observe:
             self.observer(number, template, chunk, column.slots)
 
 
-# Parts of `Dispatch`: each makes what does one thing that a pipeline may do.
+# The parts of `Dispatch`, one for each feature of a pipeline that concerns a program.
 
 
 def take_gathered(places: Sequence[tuple[int, str]]) -> Before:
@@ -426,7 +460,7 @@ def load(template: Template, away: Collection[str], divided: Mapping[str, Any]) 
         known = {} if run.phase is None else run.phase.weights
         for place, name in variables:
             arguments[place] = known.get((row.ipu, name), run.stored[name])
-        arguments[:] = run.reading.put(arguments, row, partitions=partitions)
+        arguments[:] = run.reading.put(arguments, row, partitions)
         for place, name in variables:
             known[row.ipu, name] = arguments[place]
 
@@ -438,7 +472,7 @@ def store_accumulators(template: Template) -> After:
     keys, row = template.accumulators, template.row
 
     def take(run: ColumnRun, _chunk: int, results: Sequence[Any]) -> None:
-        stored = run.reading.put(results[: len(keys)], row, offloaded=True)
+        stored = run.reading.store(results[: len(keys)], row)
         run.accumulators.update(zip(keys, stored, strict=True))
         if run.phase is not None:
             run.phase.note(stored)
@@ -486,7 +520,8 @@ def enqueue(template: Template) -> After:
 
 def collect(run: ColumnRun, chunk: int, _results: Sequence[Any]) -> None:
     """What the last stage returns is kept."""
-    run.outputs.take(run.reading.put, run.slots[chunk], chunk)
+    if run.outputs is not None:
+        run.outputs.take(run.reading.put, run.slots[chunk], chunk)
 
 
 def log(template: Template, plan: Plan) -> After:

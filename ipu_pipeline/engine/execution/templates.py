@@ -34,9 +34,9 @@ class Send(NamedTuple):
     """What goes from a program's row to another one, once the program has been started."""
 
     target: Row  # the other row
-    sources: tuple[int, ...]  # slots, on the program's row
-    targets: tuple[int, ...]  # likewise, on the other one
-    releases: tuple[int, ...] = ()  # those of the sources that nobody reads afterwards
+    sources: tuple[int, ...]  # slots on the program's row
+    targets: tuple[int, ...]  # slots on the other row
+    releases: tuple[int, ...] = ()  # sources that are not read afterwards
 
 
 @dataclass(eq=False)
@@ -45,8 +45,9 @@ class Template:
 
     index: int  # its place among the plan's templates
     kind: ActionKind  # forward or backward
-    stage: int  # whose
+    stage: int  # the stage that it belongs to
     row: Row  # where it runs
+    options: Options  # XLA's, that it is compiled with
     jitted: Any  # the jitted program
     # of its results; where an IPU is several devices a list, with None for what the partitioner decides on
     shardings: Any
@@ -58,7 +59,7 @@ class Template:
     loads: tuple[tuple[int, int], ...]  # (argument, slot)
     stores: tuple[tuple[int, int], ...]  # (result, slot)
     sends: tuple[Send, ...]  # what goes to other rows
-    # slots that nobody reads once it has been started; those that it sends are in `sends`
+    # slots that are not read after it; those that it sends are in `sends`
     releases: tuple[int, ...] = ()
     kept: tuple[int, ...] = ()  # slots that only backwards read once it and its sends have been started
 
@@ -67,7 +68,7 @@ class Template:
         return tuple((place, own.key) for place, own in enumerate(self.arguments) if own.kind is kind)
 
     def given(self, kind: BindingKind) -> tuple[tuple[int, Any], ...]:
-        """The results of a kind, likewise."""
+        """The results of a kind, each as its place and the binding's key."""
         return tuple(
             (place, own.key)
             for place, bound in enumerate(self.results)
@@ -141,6 +142,7 @@ class TemplateMaker:
             kind=work.kind,
             stage=work.stage,
             row=row,
+            options=options,
             jitted=jitted,
             shardings=shardings,
             function=jitted,

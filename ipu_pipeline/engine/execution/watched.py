@@ -42,13 +42,13 @@ __all__ = [
 class Counting:
     """What micro-batches are called by whoever watches."""
 
-    step: int  # the number of the step, of a loop that of the run
-    first: int  # the number of the first micro-batch; of a loop the iteration
+    step: int  # the number of the step, or of the run of a loop
+    first: int  # the number of the first micro-batch, or of the iteration
     size: int  # how many micro-batches a program handles
 
 
 class WatchedDevices(Devices):
-    """Values are arrays, and programs run, with a watcher told."""
+    """The reading that runs a step and reports it to a watcher."""
 
     def __init__(self, constants: Constants, watcher: Watcher, runner: Any, counting: Counting) -> None:
         """Begins a step."""
@@ -66,12 +66,15 @@ class WatchedDevices(Devices):
         return results
 
     def launch_jointly(self, template: Template, row: Row, program: Any, arguments: Any, chunk: int) -> Any:
-        """Starts a program for all replicas at once, on their row."""
+        """Starts a program for all replicas. The transfers of its results are not reported."""
+        self._launch = None
+        if not row.is_here:
+            return super().launch_jointly(template, row, program, arguments, chunk)
         launch = dataclasses.replace(self.describe(template, chunk), devices=row.first_devices)
         return self._watcher.run(launch, program, arguments)
 
     def forget(self) -> None:
-        """What is sent next is told of no program."""
+        """Leaves the transfers that follow unreported: they are of a program of all replicas."""
         self._launch = None
 
     def describe(self, template: Template, chunk: int) -> Launch:
@@ -80,9 +83,9 @@ class WatchedDevices(Devices):
         first = counting.first + chunk * counting.size
         return launch_of(self._runner, template, counting.step, first, counting.size)
 
-    def copy_to(self, arrays: Sequence[Any], row: Row, tag: Tag | None = None) -> list[Any]:
-        """Values on another row."""
-        copies = copy_to(arrays, row, tag)
+    def copy_to(self, values: Sequence[Any], row: Row, tag: Tag | None = None) -> list[Any]:
+        """Copies arrays to another row."""
+        copies = copy_to(values, row, tag)
         if self._launch is not None:
             self._watcher.moved(self._launch, row.first_devices, copies)
         return copies

@@ -323,7 +323,7 @@ class BlockRunner(Runner[PendingBlock]):
         variables = {**state.pipeline.variables, **block.begun.assigned}
         kept = {name: value for name, value in variables.items() if name not in changed}
         # With updates the scale is in the optimizer's state, and changes with it.
-        loss_scale = NO_LOSS_SCALE if updates else self.find_loss_scale(state)
+        loss_scale = NO_LOSS_SCALE if updates else self.residence.loss_scale(state.pipeline.optimizer_state)
         arguments = (
             block.begun.totals,
             {name: variables[name] for name in changed},

@@ -26,7 +26,7 @@ class Position:
     """Where a block is, all int32."""
 
     accumulated: int  # micro-batches in the accumulators where it begins
-    execution: int  # executions of the pipeline before; of a loop, runs
+    execution: int  # executions of the pipeline so far, or runs of the loop
     updates: int  # weight updates before
     iteration: int  # of a loop, iterations of the run before
     count: int  # micro-batches to run
@@ -101,6 +101,6 @@ class Left:
     carried: Any  # of a loop
     # what was collected, stacked over micro-batches, or the sums over weight updates; a stack may be longer
     stacks: Any
-    enqueued: Any  # what stages enqueued, stacked over micro-batches, likewise
-    updated: Any  # what weight updates enqueued, stacked over these, likewise
+    enqueued: Any  # what stages enqueued, stacked over micro-batches; may be longer
+    updated: Any  # what weight updates enqueued, stacked over them; may be longer
     done: Any  # micro-batches that ran, int32 scalar; fewer than asked for if a loop's condition ended it
