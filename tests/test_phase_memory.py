@@ -255,6 +255,44 @@ def test_what_the_simulator_counts_is_what_is_moved(phases, monkeypatch):
         assert planned == pytest.approx(moved[kind], rel=1e-3), way  # but for scalars of the last stage
 
 
+@pytest.mark.parametrize("of_levels", [(0, 1, 1), (0, 0, 1)])
+def test_what_each_program_is_brought_and_leaves(of_levels):
+    """In the same phase weights are brought once; the last forward that reads a value leaves it."""
+
+    def first(x, y):
+        return jnp.tanh(x @ engine.get_variable("first", (4, WIDTH))), y
+
+    def second(h, y):
+        return jnp.tanh(h @ engine.get_variable("second", (WIDTH, WIDTH))), y
+
+    def last(h, y):
+        return jnp.mean((h @ engine.get_variable("last", (WIDTH,)) - y) ** 2)
+
+    pipeline = engine.Pipeline(
+        [first, second, last],
+        num_micro_batches=2,
+        loss=lambda loss: loss,
+        optimizer=optax.sgd(0.01),
+        schedule="sequential",
+        device_mapping=(0, 0, 0),
+        execution_phases=engine.ExecutionPhases(of_levels=of_levels, num_ahead=0),
+        offload=["weights", "activations"],
+    )
+    pipeline.trace(make_step(1)[0])
+    found = pipeline.plan_host_memory(engine.LinkSpeed())
+    weights, hidden = (4 * 4 * WIDTH, 4 * WIDTH * WIDTH, 4 * WIDTH), 4 * ROWS * WIDTH
+    assert found.num_bytes_to_forward == weights
+    assert found.num_bytes_from_backward == (0, 0, 0)
+    kept = found.num_bytes_from_forward
+    if of_levels[1]:  # the second stage's forward and backward are in one phase
+        assert kept[0] >= hidden
+        assert kept[1:] == (0, 0)
+        assert found.num_bytes_to_backward == kept
+    else:  # the second stage's input is its own to leave, although the first one made it
+        assert kept[1] >= 2 * hidden
+        assert found.num_bytes_to_backward == (kept[0], kept[1] + weights[1], 0)
+
+
 def test_there_is_nothing_to_move_where_all_stays_on_the_devices():
     pipeline = make(SERIAL, engine.ExecutionPhases(of_levels=range(5)), ())
     pipeline.trace(make_step(1)[0])

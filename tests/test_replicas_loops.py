@@ -308,6 +308,22 @@ def test_variables_that_bodies_assign():
         np.testing.assert_array_equal(session.run(outfeed.dequeue())[0], [7.625, 7.625])
 
 
+def test_variables_of_a_loop_that_does_not_train_are_joined_at_its_end():
+    """Here the order matters: the mean of squares is not the square of the mean."""
+
+    def body(x):
+        v = ipu.get_variable("v", initializer=0.0, trainable=False)
+        ipu.assign("v", v * v + x)
+
+    infeed = IPUInfeedQueue([np.float32(n) for n in (1, 3, 1, 1)], replication_factor=2)
+    program = front.compile_program(lambda: loops.repeat(2, body, [], infeed))
+    select(2)
+    with ipu.Session() as session:
+        session.run(infeed.initializer)
+        session.run(program)
+        assert session.variables["v"] == (1 * 1 + 1 + 3 * 3 + 1) / 2
+
+
 def test_gradients_through_values_of_all_replicas():
     """The loss of each replica depends on what all of them have, as in one large model."""
     infeed = IPUInfeedQueue([np.float32(n) for n in range(1, 7)])

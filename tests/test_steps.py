@@ -9,6 +9,7 @@ import pytest
 
 from ipu_pipeline import engine
 from ipu_pipeline.engine import watching
+from ipu_pipeline.engine.devices.rows import Row
 from ipu_pipeline.engine.errors import OutOfRangeError
 from ipu_pipeline.engine.execution import steps
 from ipu_pipeline.engine.schedules import ActionKind
@@ -111,6 +112,28 @@ def test_programs_that_call_python_are_waited_for_before_anything_is_joined():
         [stage, last], num_micro_batches=1, loss=lambda loss: loss, optimizer=optax.sgd(0.1), num_replicas=2
     )
     assert lower(pipeline, 1)[-3:] == ["wait 0", "reduce 0", "reduce 1"]
+
+
+def test_where_rows_are_joined_last(monkeypatch):
+    """Behind the last phase, and where starting may be to wait for other processes."""
+    phases = engine.ExecutionPhases(of_levels=(0, 1), num_ahead=1)
+    phased = lower(make(2, schedule="sequential", execution_phases=phases, num_replicas=2), 1)
+    assert phased[-3:] == ["end of a phase 0", "reduce 0", "reduce 1"]
+    monkeypatch.setattr(Row, "is_joined", True)
+    monkeypatch.setenv("PJRT_NPROC", "9")
+    assert lower(make(2, schedule="sequential", num_replicas=2), 1)[-3:] == ["B0.0", "reduce 0", "reduce 1"]
+
+
+def test_accumulators_in_host_memory_return_there_after_each_program():
+    pipeline = make(2, offload=["gradient_accumulation_buffers"])
+    data = models.mlp_batches(np.random.default_rng(0), 2)
+    state = pipeline.init(jax.random.key(0), data[0])
+    placed = pipeline.place_micro_batches(data)
+    take = placed.taker(pipeline.prepare(), 2)
+    pending = pipeline.accumulate(pipeline.place(state), take, [])
+    found = pending.stepped.columns[0].accumulators.values()
+    assert {array.sharding.memory_kind for array in found} == {"pinned_host"}
+    assert all(np.any(np.asarray(array)) for array in found)
 
 
 @pytest.mark.parametrize("is_used", [True, False])
