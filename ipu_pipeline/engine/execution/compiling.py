@@ -212,9 +212,11 @@ class Shapes:
         given = [WHOLE] * len(values) if partitions is None else partitions
         return [_on_row(value, row, partition) for value, partition in zip(values, given, strict=True)]
 
-    def store(self, values: Sequence[Any], row: Row) -> list[Any]:
+    def store(
+        self, values: Sequence[Any], row: Row, leavers: Sequence[Template | None] | None = None
+    ) -> list[Any]:
         """Returns the values as they are: programs take them on their row only."""
-        del row
+        del row, leavers
         return list(values)
 
     def copy_to(self, values: Sequence[Any], row: Row, tag: Any = None) -> list[Any]:

@@ -31,7 +31,6 @@ from ipu_pipeline.engine.jaxprs.shapes import num_bytes
 from ipu_pipeline.engine.planning.memory_plans import Brought
 from ipu_pipeline.engine.programs.bindings import BindingKind
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms
-from ipu_pipeline.engine.schedules.actions import ActionKind
 from ipu_pipeline.engine.schedules.clusters import LinkSpeed
 from ipu_pipeline.engine.schedules.execution_phases import ExecutionPhases
 from ipu_pipeline.engine.schedules.host_memory import HostMemory
@@ -44,7 +43,6 @@ __all__ = ["PhasedStep", "find_brought", "find_host_memory"]
 _CATEGORIES = ("variables", "optimizer", "accumulators", "activations")
 
 Sizes: TypeAlias = "Counter[tuple[int, str]]"  # (IPU, category) -> bytes
-_Program: TypeAlias = "tuple[str, int]"  # the kind of a program, and its stage
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,7 +187,7 @@ class _Meter:
     def __init__(self) -> None:
         self.pieces: list[_Piece] = []
         self.moved: dict[int, Counter[tuple[str, str, int]]] = {}
-        self.program: _Program = ("", 0)  # the last one
+        self._last: Template | None = None  # the program that was started last
         self._live: Sizes = Counter()
         self._own: Sizes = Counter()
         self._brought = 0  # for the program that is next
@@ -209,15 +207,17 @@ class _Meter:
         """So much comes to the program that is next."""
         self._brought += size
 
-    def start(self, program: _Program, chunk: int) -> None:
+    def start(self, template: Template, chunk: int) -> None:
         """A program is started, for a micro-batch or chunk."""
-        self.program, self._now = program, self.moved.setdefault(chunk, Counter())
-        self._now["to", *program] += self._brought
+        self._last, self._now = template, self.moved.setdefault(chunk, Counter())
+        self._now["to", template.kind.name.lower(), template.stage] += self._brought
         self._brought = 0
 
-    def leave(self, size: int, program: _Program) -> None:
-        """So much goes to host memory, which a program leaves."""
-        self._now["from", *program] += size
+    def leave(self, size: int, leaver: Template | None) -> None:
+        """So much goes to host memory, which a program leaves: that, or the one that was started last."""
+        template = leaver or self._last
+        assert template is not None
+        self._now["from", template.kind.name.lower(), template.stage] += size
 
     def close(self) -> None:
         """A phase has ended."""
@@ -229,11 +229,10 @@ class _Ghost:
     """In place of an array: how large it is.
 
     Attributes:
-      row: where it is; None: in host memory.
+      row: the row that it lies on; None in host memory.
       size: in bytes, on each device.
-      category: what of.
+      category: one of `_CATEGORIES`.
       here: how much of the device it takes, besides what is planned elsewhere.
-      user: the program that made it, or the last forward that read it; None if it was fed.
     """
 
     def __init__(
@@ -242,7 +241,6 @@ class _Ghost:
         self.meter, self.row, self.size, self.category = meter, row, size, category
         self.ipu = -1 if row is None else row.ipu
         self.here = 0 if row is None else size if here is None else here
-        self.user: _Program | None = meter.program
         meter.change(self, 1)
 
     def give(self) -> int:
@@ -257,7 +255,7 @@ class _Ghost:
 
 
 class Ghosts:
-    """A reading of a step, see `steps.Reading`: values are ghosts, or None where nobody counts them."""
+    """A reading of a step, see `steps.Reading`: values are ghosts, or None where they are not counted."""
 
     def __init__(self, step: PhasedStep, meter: _Meter, slot_bytes: Sequence[int]) -> None:
         """Begins."""
@@ -277,13 +275,19 @@ class Ghosts:
         self._meter.bring(ghost.size)
         return _Ghost(self._meter, row, ghost.size, ghost.category)
 
-    def store(self, values: Sequence[Any], row: Row) -> list[Any]:
+    def store(
+        self, values: Sequence[Any], row: Row, leavers: Sequence[Template | None] | None = None
+    ) -> list[Any]:
         """Returns ghosts in host memory, and counts what is taken there."""
         del row
-        return [ghost if ghost.row is None else self._leave(ghost) for ghost in values]
+        of_each = [None] * len(values) if leavers is None else leavers
+        return [
+            ghost if ghost.row is None else self._leave(ghost, leaver)
+            for ghost, leaver in zip(values, of_each, strict=True)
+        ]
 
-    def _leave(self, ghost: _Ghost) -> _Ghost:
-        self._meter.leave(ghost.size, ghost.user or self._meter.program)
+    def _leave(self, ghost: _Ghost, leaver: Template | None) -> _Ghost:
+        self._meter.leave(ghost.size, leaver)
         return _Ghost(self._meter, None, ghost.size, ghost.category)
 
     def copy_to(self, values: Sequence[Any], row: Row, tag: Any = None) -> list[Any]:
@@ -298,10 +302,7 @@ class Ghosts:
     def launch(self, template: Template, arguments: list[Any], chunk: int) -> list[Any]:
         """What a program leaves."""
         meter = self._meter
-        meter.start((template.kind.name.lower(), template.stage), chunk)
-        for ghost in arguments:
-            if ghost is not None and template.kind is ActionKind.FORWARD:
-                ghost.user = meter.program
+        meter.start(template, chunk)
         results: list[Any] = [None] * len(template.results)
         for place, _key in enumerate(template.accumulators):
             before = arguments[place]
@@ -366,12 +367,9 @@ def _go_through(step: PhasedStep, count: int) -> _Meter:
     stored = {name: _Ghost(meter, None, size, "variables") for name, size in sizes.items()}
 
     def fed() -> list[Any]:  # micro-batches that are fed are in the plan of the feed
-        ghosts = [
+        return [
             _Ghost(meter, slot.row, slot_bytes[slot.slot], "activations", 0) for slot in plan.feed_slots
         ]
-        for ghost in ghosts:
-            ghost.user = None
-        return ghosts
 
     reading = Ghosts(step, meter, slot_bytes)
     prepared = [[None] * len(template.arguments) for template in plan.templates.values()]

@@ -14,8 +14,9 @@ finds what it takes of the devices.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax
@@ -80,8 +81,13 @@ class Reading(Protocol):
     ) -> list[Any]:
         """Puts values on a row, divided over its devices as `partitions` say; see `placing.put`."""
 
-    def store(self, values: Sequence[Any], row: Row) -> list[Any]:
-        """Puts values into host memory for a row."""
+    def store(
+        self, values: Sequence[Any], row: Row, leavers: Sequence[Template | None] | None = None
+    ) -> list[Any]:
+        """Puts values into host memory for a row.
+
+        `leavers` are the programs that leave them; None stands for the program that was started last.
+        """
 
     def underway(self, limit: int | None) -> Underway:
         """Returns a counter of pieces of work, of which at most `limit` may be unfinished."""
@@ -115,8 +121,11 @@ class Devices:
         """Puts arrays on a row."""
         return put(values, row, partitions=partitions)
 
-    def store(self, values: Sequence[Any], row: Row) -> list[Any]:
+    def store(
+        self, values: Sequence[Any], row: Row, leavers: Sequence[Template | None] | None = None
+    ) -> list[Any]:
         """Puts arrays into host memory for a row."""
+        del leavers
         return put(values, row, offloaded=True)
 
     def underway(self, limit: int | None) -> Underway:
@@ -139,17 +148,18 @@ class PhaseRun:
         self._keeps_values, self._plan = phases.keeps_values, plan
         self._offloads_activations = offloads_activations
         self._underway, self._reading = reading.underway(phases.num_ahead), reading
-        self._kept: list[int] = []  # slots that only backwards read from now on
+        self._kept: dict[int, Template] = {}  # slots that only backwards read, and since which program
         self._made: list[Any] = []
 
-    def note(self, made: Sequence[Any], kept: Sequence[int] = ()) -> None:
-        """Notes what a program of the phase makes, and which slots only backwards read after it."""
+    def note(self, made: Sequence[Any], template: Template | None = None) -> None:
+        """Notes what is made in the phase, and by a program, what only backwards read after it."""
         self._made += made
-        self._kept += kept
+        if template is not None:
+            self._kept.update(dict.fromkeys(template.kept, template))
 
     def end(self, slots: list[Any]) -> None:
         """Ends the phase, sends on its way what leaves the devices, and waits until another may begin."""
-        leaving: Sequence[int] = ()
+        leaving: Iterable[int] = ()
         if not self._keeps_values:
             leaving = range(len(slots))
         elif self._offloads_activations:
@@ -158,18 +168,23 @@ class PhaseRun:
         for slot in leaving:
             if slots[slot] is not None:
                 of_rows.setdefault(self._plan.slot_rows[slot], []).append(slot)
-        self._made += store_slots(self._reading, slots, of_rows)
+        self._made += store_slots(self._reading, slots, of_rows, self._kept)
         self.weights.clear()
         self._underway.add(self._made)
-        self._made, self._kept = [], []
+        self._made, self._kept = [], {}
         self._underway.wait()
 
 
-def store_slots(reading: Reading, slots: list[Any], of_rows: Mapping[Row, Sequence[int]]) -> list[Any]:
-    """Moves values to host memory, and returns what they are there."""
+def store_slots(
+    reading: Reading,
+    slots: list[Any],
+    of_rows: Mapping[Row, Sequence[int]],
+    kept: Mapping[int, Template] = MappingProxyType({}),
+) -> list[Any]:
+    """Moves values to host memory and returns them. `kept` says which programs leave them."""
     made = []
     for row, own in of_rows.items():
-        stored = reading.store([slots[slot] for slot in own], row)
+        stored = reading.store([slots[slot] for slot in own], row, [kept.get(slot) for slot in own])
         made += stored
         for slot, value in zip(own, stored, strict=True):
             slots[slot] = value
@@ -485,7 +500,7 @@ def note_in_phase(template: Template) -> After:
 
     def take(run: ColumnRun, _chunk: int, results: Sequence[Any]) -> None:
         assert run.phase is not None
-        run.phase.note(results, template.kept)
+        run.phase.note(results, template)
 
     return take
 
