@@ -92,7 +92,7 @@ class Runner(abc.ABC, Generic[PendingT]):
 
     Attributes:
       residence: where the state lives.
-      homes: where each replica's part of it lives; of one replica the same.
+      homes: where each replica's part of it lives; with one replica, `residence` alone.
       iterated: for the body of a loop; None for a pipeline.
       programs: of the stages, for one micro-batch.
       temporary_bytes: the most that a program takes besides its arguments and results, by IPU; empty as

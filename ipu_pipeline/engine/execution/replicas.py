@@ -2,7 +2,7 @@
 
 State is one for all replicas, on the rows of their devices. Each column reads its part of it, without a
 copy; what the columns accumulate and assign is joined by one program per row. Micro-batches are dealt out
-to them in turn. What they collect is stacked, and of several processes brought to that of the first one.
+to them in turn. What they collect is stacked, and brought to the first replica's process.
 With one column everything is as the column has it.
 """
 
@@ -59,8 +59,8 @@ class Joint:
 class Reduced:
     """What has been joined of the columns."""
 
-    # variables that stages assign, by full name: the means of floating ones, else those of the first
-    # replica; or of each replica its own
+    # variables that stages assign, by full name: means of floating-point ones and the first replica's
+    # others, or each replica's own if they are not joined
     assigned: dict[str, Any] = field(default_factory=dict)
     means: dict[str, Any] = field(default_factory=dict)  # of the accumulators, by key
     zeros: dict[str, Any] = field(default_factory=dict)  # in their memory, of each replica, by key
@@ -107,7 +107,7 @@ class Replicas:
         return split(array, [self._rows[device] for device in array.sharding.mesh.devices[:, 0]])
 
     def split_state(self, state: RunState) -> list[RunState]:
-        """The state as each column has it; of the optimizer's, only the loss scale."""
+        """The state as each column has it. Of the optimizer's state it has the loss scale only."""
         if self.number == 1:
             return [state]
         pipeline = state.pipeline
@@ -414,7 +414,7 @@ def _unflatten(part: Accumulated, tree: Any, leaves: list[Any]) -> tuple[list[An
 
 
 def join_collected(parts: Sequence[Collected]) -> Collected:
-    """What several replicas collected at once, with an axis for them in front; of one, as it is."""
+    """What several replicas collected at once, with an axis for the replicas in front if there are several."""
     if len(parts) == 1:
         return parts[0]
     axis = 0 if parts[0].size is None else 1
@@ -427,7 +427,7 @@ def join_collected(parts: Sequence[Collected]) -> Collected:
 
 
 def join_handed(parts: Sequence[Handed]) -> Handed:
-    """What several replicas enqueued at once, with an axis for them in front; of one, as it is."""
+    """What several replicas enqueued at once, with an axis for the replicas in front if there are several."""
     if len(parts) == 1:
         return parts[0]
     axis = 0 if parts[0].size is None else 1

@@ -4,7 +4,7 @@ The schedule says when which stage handles which micro-batch. Here that becomes 
 micro-batch comes from the feed (`feed`), parts of variables are gathered (`Gather`), a program is started
 (`Compute`), what it made goes to other devices (`SendOn`) or to host memory (`Store`), an execution phase
 ends (`end_phase`), and what the replicas accumulated is joined (`Reduce`). What a pipeline does not use has
-no action, and no part of one, so nobody asks whether it does.
+no action and no part of one, so no code asks whether it does.
 
 An action is the same for all micro-batches and all columns. What it works on, a column's micro-batches on
 their way, is a `ColumnRun`; what is done with values there, whether they are arrays or only shapes or
