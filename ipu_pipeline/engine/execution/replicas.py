@@ -414,7 +414,7 @@ def _unflatten(part: Accumulated, tree: Any, leaves: list[Any]) -> tuple[list[An
 
 
 def join_collected(parts: Sequence[Collected]) -> Collected:
-    """What several replicas collected at once, with an axis for the replicas in front if there are several."""
+    """Stacks what replicas collected at once, with an axis for them in front if there are several."""
     if len(parts) == 1:
         return parts[0]
     axis = 0 if parts[0].size is None else 1
@@ -427,7 +427,7 @@ def join_collected(parts: Sequence[Collected]) -> Collected:
 
 
 def join_handed(parts: Sequence[Handed]) -> Handed:
-    """What several replicas enqueued at once, with an axis for the replicas in front if there are several."""
+    """Stacks what replicas enqueued at once, with an axis for them in front if there are several."""
     if len(parts) == 1:
         return parts[0]
     axis = 0 if parts[0].size is None else 1
