@@ -11,13 +11,16 @@ from typing import TYPE_CHECKING, Any
 from ipu_pipeline.graphcore import importing
 
 if TYPE_CHECKING:
-    from ipu_pipeline import (
+    from ipu_pipeline import reports
+    from ipu_pipeline.engine.tracing.keys import next_rng_key
+    from ipu_pipeline.engine.tracing.metrics import metric
+    from ipu_pipeline.engine.tracing.variable_scopes import AUTO_REUSE, get_variable_scope, variable_scope
+    from ipu_pipeline.engine.tracing.variables import assign, get_variable
+    from ipu_pipeline.ground import errors
+    from ipu_pipeline.processes.selection import set_num_devices
+    from ipu_pipeline.tf1 import (
         config,
-        cross_replica_ops,
         distributed,
-        embedding_ops,
-        errors,
-        functional_ops,
         gradient_accumulation,
         ipu_compiler,
         ipu_estimator,
@@ -29,37 +32,36 @@ if TYPE_CHECKING:
         layers,
         loops,
         metrics,
-        nn_ops,
-        normalization_ops,
         ops,
         optimizers,
-        pipelining_ops,
         popdist,
-        rand_ops,
-        replication_ops,
-        reports,
-        rnn_ops,
         scopes,
         serving,
         utils,
     )
-    from ipu_pipeline.config import set_num_devices
-    from ipu_pipeline.engine.tracing.keys import next_rng_key
-    from ipu_pipeline.engine.tracing.metrics import metric
-    from ipu_pipeline.engine.tracing.variable_scopes import AUTO_REUSE, get_variable_scope, variable_scope
-    from ipu_pipeline.engine.tracing.variables import assign, get_variable
-    from ipu_pipeline.estimator.programs import ModeKeys
-    from ipu_pipeline.estimator.summaries import SummaryWriter
-    from ipu_pipeline.estimator.train_and_evaluate import EvalSpec, TrainSpec, train_and_evaluate
-    from ipu_pipeline.functional_ops import outlined_function
-    from ipu_pipeline.graph.operations import global_variables_initializer
-    from ipu_pipeline.graph.placeholders import placeholder
-    from ipu_pipeline.graph.symbols import get_global_step
-    from ipu_pipeline.layers.policies import mixed_precision
-    from ipu_pipeline.program.registry import global_variables, trainable_variables
-    from ipu_pipeline.session.loaded_program import load_program
-    from ipu_pipeline.session.saver import Saver, latest_checkpoint
-    from ipu_pipeline.session.session import Session
+    from ipu_pipeline.tf1.estimator.programs import ModeKeys
+    from ipu_pipeline.tf1.estimator.summaries import SummaryWriter
+    from ipu_pipeline.tf1.estimator.train_and_evaluate import EvalSpec, TrainSpec, train_and_evaluate
+    from ipu_pipeline.tf1.graph.operations import global_variables_initializer
+    from ipu_pipeline.tf1.graph.placeholders import placeholder
+    from ipu_pipeline.tf1.graph.symbols import get_global_step
+    from ipu_pipeline.tf1.layers.policies import mixed_precision
+    from ipu_pipeline.tf1.ops import (
+        cross_replica_ops,
+        embedding_ops,
+        functional_ops,
+        nn_ops,
+        normalization_ops,
+        pipelining_ops,
+        rand_ops,
+        replication_ops,
+        rnn_ops,
+    )
+    from ipu_pipeline.tf1.ops.functional_ops import outlined_function
+    from ipu_pipeline.tf1.program.registry import global_variables, trainable_variables
+    from ipu_pipeline.tf1.session.loaded_program import load_program
+    from ipu_pipeline.tf1.session.saver import Saver, latest_checkpoint
+    from ipu_pipeline.tf1.session.session import Session
 
 __version__ = "0.1.0"
 
@@ -122,29 +124,29 @@ __all__ = [
 ]
 
 _HOMES = {  # of what is not a module itself
-    "trainable_variables": "program.registry",
-    "outlined_function": "functional_ops",
-    "latest_checkpoint": "session.saver",
-    "global_variables": "program.registry",
-    "Saver": "session.saver",
+    "trainable_variables": "tf1.program.registry",
+    "outlined_function": "tf1.ops.functional_ops",
+    "latest_checkpoint": "tf1.session.saver",
+    "global_variables": "tf1.program.registry",
+    "Saver": "tf1.session.saver",
     "AUTO_REUSE": "engine.tracing.variable_scopes",
-    "EvalSpec": "estimator.train_and_evaluate",
-    "ModeKeys": "estimator.programs",
-    "TrainSpec": "estimator.train_and_evaluate",
-    "train_and_evaluate": "estimator.train_and_evaluate",
-    "Session": "session.session",
-    "SummaryWriter": "estimator.summaries",
+    "EvalSpec": "tf1.estimator.train_and_evaluate",
+    "ModeKeys": "tf1.estimator.programs",
+    "TrainSpec": "tf1.estimator.train_and_evaluate",
+    "train_and_evaluate": "tf1.estimator.train_and_evaluate",
+    "Session": "tf1.session.session",
+    "SummaryWriter": "tf1.estimator.summaries",
     "assign": "engine.tracing.variables",
-    "get_global_step": "graph.symbols",
+    "get_global_step": "tf1.graph.symbols",
     "get_variable": "engine.tracing.variables",
     "get_variable_scope": "engine.tracing.variable_scopes",
-    "global_variables_initializer": "graph.operations",
-    "load_program": "session.loaded_program",
+    "global_variables_initializer": "tf1.graph.operations",
+    "load_program": "tf1.session.loaded_program",
     "metric": "engine.tracing.metrics",
-    "mixed_precision": "layers.policies",
+    "mixed_precision": "tf1.layers.policies",
     "next_rng_key": "engine.tracing.keys",
-    "placeholder": "graph.placeholders",
-    "set_num_devices": "config",
+    "placeholder": "tf1.graph.placeholders",
+    "set_num_devices": "processes.selection",
     "variable_scope": "engine.tracing.variable_scopes",
 }
 

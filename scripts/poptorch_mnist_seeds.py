@@ -20,7 +20,7 @@ from unittest import mock
 
 import torch
 
-from ipu_pipeline import datasets
+from ipu_pipeline.data import datasets
 
 PROGRAM = Path(__file__).resolve().parent.parent / "tutorial" / "poptorch" / "mnist_pipeline.py"
 LEAST_MEDIAN, GREATEST_DIFFERENCE = 98.2, 0.2  # percent, points

@@ -11,9 +11,9 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from ipu_pipeline import utils
-from ipu_pipeline.config_categories import SETTINGS
 from ipu_pipeline.graphcore.table import Row, read_rows
+from ipu_pipeline.tf1 import utils
+from ipu_pipeline.tf1.config_categories import SETTINGS
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "porting.md"

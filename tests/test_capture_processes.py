@@ -10,7 +10,7 @@ import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline.engine import ProcessError, peers
-from ipu_pipeline.engine.jax_processes import key_value_store
+from ipu_pipeline.ground.jax_processes import key_value_store
 from ipu_pipeline.reports.chrome_trace import to_chrome_trace
 from ipu_pipeline.reports.events import Event, EventKind
 from ipu_pipeline.reports.page.tables import table_of_ipus

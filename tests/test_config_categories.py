@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 
 import ipu_pipeline as ipu
-from ipu_pipeline import config_categories
 from ipu_pipeline.config import IPUConfig, StochasticRoundingBehaviour
+from ipu_pipeline.ground import messages
+from ipu_pipeline.tf1 import config_categories
 
 
 @pytest.fixture(autouse=True)
 def nothing_warned(monkeypatch):
-    monkeypatch.setattr(config_categories, "_warned", set())
+    monkeypatch.setattr(messages, "_warned", set())
 
 
 def other_value(setting):

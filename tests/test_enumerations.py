@@ -5,7 +5,7 @@ import enum
 import pytest
 
 from ipu_pipeline import engine
-from ipu_pipeline.engine.enumerations import list_members, parse_member
+from ipu_pipeline.ground.enumerations import list_members, parse_member
 
 
 class Number(enum.IntEnum):

@@ -16,11 +16,11 @@ import pytest
 import ipu_pipeline as ipu
 from ipu_pipeline.checkpointing import checkpoints
 from ipu_pipeline.errors import CheckpointError
-from ipu_pipeline.estimator.scalars import ScalarWriter
 from ipu_pipeline.ipu_pipeline_estimator import IPUPipelineEstimator, IPUPipelineEstimatorSpec
 from ipu_pipeline.ipu_run_config import IPURunConfig, RunConfig
 from ipu_pipeline.ipu_session_run_hooks import SessionRunArgs, SessionRunHook
 from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput
+from ipu_pipeline.tf1.estimator.scalars import ScalarWriter
 from tests.estimating import (
     assert_same_variables,
     finite_input_fn,

@@ -169,7 +169,7 @@ def test_training_that_is_done_needs_no_place(tmp_path, monkeypatch):
     def refuse(*_arguments, **_options):
         raise AssertionError
 
-    monkeypatch.setattr(sys.modules["ipu_pipeline.estimator.base"], "check_writable", refuse)
+    monkeypatch.setattr(sys.modules["ipu_pipeline.tf1.estimator.base"], "check_writable", refuse)
     estimator.train(input_fn, max_steps=8)
     with pytest.raises(AssertionError):
         estimator.train(input_fn, max_steps=9)

@@ -13,7 +13,7 @@ import ipu_pipeline as ipu
 from ipu_pipeline.checkpointing import checkpoints
 from ipu_pipeline.errors import CheckpointError
 from ipu_pipeline.pipelining_ops import pipeline
-from ipu_pipeline.session import loaded_program
+from ipu_pipeline.tf1.session import loaded_program
 from tests import front
 from tests.programs import ROOT
 from tests.resumable import Batches, Training, loss_of, make_stages
@@ -117,7 +117,7 @@ import pickle
 import numpy as np
 import orbax.checkpoint
 import ipu_pipeline as ipu
-from ipu_pipeline.session import loaded_program
+from ipu_pipeline.tf1.session import loaded_program
 def refuse(*_arguments, **_options):
     raise AssertionError("unpickled")
 pickle.load = pickle.loads = pickle.Unpickler = refuse

@@ -28,7 +28,7 @@ from ipu_pipeline.pipelining_ops import (
     RecomputationMode,
     pipeline,
 )
-from ipu_pipeline.session import host_rows
+from ipu_pipeline.tf1.session import host_rows
 from tests import front, models
 
 ROWS, COLUMNS, CLASSES, BATCH = 20, 6, 5, 4

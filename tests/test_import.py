@@ -58,7 +58,7 @@ def test_all_names_are_there():
 def test_what_is_imported_from_it():
     assert run("from ipu_pipeline import Session, layers; print(Session.__name__, layers.__name__)") == [
         "Session",
-        "ipu_pipeline.layers",
+        "ipu_pipeline.tf1.layers",
     ]
 
 

@@ -18,7 +18,7 @@ import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline.processes import interrupts
-from ipu_pipeline.session import turns
+from ipu_pipeline.tf1.session import turns
 from tests import front
 from tests.programs import ROOT, Started, environment
 from tests.resumable import Training

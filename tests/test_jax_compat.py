@@ -13,7 +13,7 @@ import optax
 import orbax.checkpoint  # noqa: F401  # by the package, at its first checkpoint; not while a name is away
 import pytest
 
-from ipu_pipeline.engine import jax_compat, jax_processes
+from ipu_pipeline.ground import jax_compat, jax_processes
 from tests.test_executables import no_cache  # noqa: F401  # a fixture
 from tests.test_rooms import rooms
 
@@ -54,8 +54,8 @@ def without(*paths):
         with contextlib.ExitStack() as away:
             for path in paths:
                 away.enter_context(taken_away(path))
-            found = importlib.import_module("ipu_pipeline.engine.jax_compat")
-            importlib.import_module("ipu_pipeline.engine.jax_processes")
+            found = importlib.import_module("ipu_pipeline.ground.jax_compat")
+            importlib.import_module("ipu_pipeline.ground.jax_processes")
         assert found is not jax_compat
         yield importlib.import_module
     finally:
@@ -175,7 +175,7 @@ def test_cached_functions_without_contexts():
 def test_loops_that_are_not_reduced():
     with without("jax.interpreters.partial_eval:dce_rules") as import_module:
         joined, hoisting = import_module("tests.test_updates_joined"), import_module("tests.test_hoisting")
-        assert not import_module("ipu_pipeline.engine.jax_compat").dce_rules
+        assert not import_module("ipu_pipeline.ground.jax_compat").dce_rules
         joined.check("loops", 2)
         hoisting.test_a_scan_s_variable_has_the_gradient_of_the_same_scan_by_hand(np.random.default_rng(0))
 
@@ -260,7 +260,7 @@ jax.core.Tracer, jax.Array, jax.memory, equation.source_info
 
 
 def test_no_other_module_has_private_names():
-    own = ("engine.jax_compat", "engine.jax_processes")
+    own = ("ground.jax_compat", "ground.jax_processes")
     paths = {module: path for module, path in rooms.MODULES.items() if module not in own}
     assert len(paths) > 100
     found = {module: find_private_names(path.read_text()) for module, path in paths.items()}

@@ -9,8 +9,8 @@ import optax
 import pytest
 
 import ipu_pipeline as ipu
-from ipu_pipeline.engine import jax_compat
 from ipu_pipeline.engine.execution.kept import KeptPrograms, current, identify, text_of
+from ipu_pipeline.ground import jax_compat
 from ipu_pipeline.ipu_pipeline_estimator import IPUPipelineEstimator, IPUPipelineEstimatorSpec
 from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput
 from tests import test_ipu_estimator, test_replicas_estimator

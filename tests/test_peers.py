@@ -15,13 +15,13 @@ from ipu_pipeline.checkpointing.checkpoints import DOCUMENT, CheckpointSeries
 from ipu_pipeline.checkpointing.together import beside, do_each
 from ipu_pipeline.engine import Pipeline, get_variable, peers
 from ipu_pipeline.engine.devices import action_log
-from ipu_pipeline.engine.errors import ProcessError
 from ipu_pipeline.engine.fingerprints import describe
 from ipu_pipeline.errors import CheckpointError
+from ipu_pipeline.ground.errors import ProcessError
 from ipu_pipeline.processes import addresses, ending, joining
 from ipu_pipeline.processes.devices import spread
 from ipu_pipeline.processes.peer_watch import Judge, PeerWatch, Status
-from ipu_pipeline.session.fetches import concerns_devices
+from ipu_pipeline.tf1.session.fetches import concerns_devices
 
 
 class Store:

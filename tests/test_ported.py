@@ -15,9 +15,10 @@ import optax
 import pytest
 
 import ipu_pipeline as ipu
-from ipu_pipeline import config_categories, datasets, utils
+from ipu_pipeline import datasets, utils
 from ipu_pipeline.engine import reference
 from ipu_pipeline.engine.state import PipelineState
+from ipu_pipeline.ground import messages
 from tests import front, models
 from tests.ported import (
     autoencoder,
@@ -39,7 +40,7 @@ from tests.recurrent_formulas import plain_gru, plain_lstm
 
 @pytest.fixture(autouse=True)
 def as_in_a_new_process(monkeypatch):
-    monkeypatch.setattr(config_categories, "_warned", set())
+    monkeypatch.setattr(messages, "_warned", set())
     monkeypatch.setattr(utils, "_seed", 0)
 
 

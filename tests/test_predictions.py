@@ -15,8 +15,8 @@ import pytest
 
 from benchmarks.emulation import host_links, stages, timing, values
 from ipu_pipeline import engine
-from ipu_pipeline.engine.jax_processes import key_value_store
 from ipu_pipeline.engine.schedules import predict_step_time
+from ipu_pipeline.ground.jax_processes import key_value_store
 from tests import joined
 
 NUM_ROUNDS, NUM_ATTEMPTS, NUM_WAITS = 5, 6, 10

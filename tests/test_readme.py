@@ -11,7 +11,7 @@ import pytest
 
 import ipu_pipeline as ipu
 from benchmarks import harness, page
-from ipu_pipeline.program.program import Program
+from ipu_pipeline.tf1.program.program import Program
 from tests.programs import AS_TESTS, environment
 
 ROOT = Path(__file__).parent.parent

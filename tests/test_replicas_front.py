@@ -15,7 +15,8 @@ import optax
 import pytest
 
 import ipu_pipeline as ipu
-from ipu_pipeline import config_categories, datasets, optimizers
+from ipu_pipeline import datasets, optimizers
+from ipu_pipeline.ground import messages
 from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput, PipelineSchedule, pipeline
 from tests import front, models
 from tests.programs import environment
@@ -27,7 +28,7 @@ Queue = ipu.ipu_outfeed_queue.IPUOutfeedQueue
 
 @pytest.fixture(autouse=True)
 def nothing_warned(monkeypatch):
-    monkeypatch.setattr(config_categories, "_warned", set())
+    monkeypatch.setattr(messages, "_warned", set())
 
 
 def select(number, **settings):

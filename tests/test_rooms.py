@@ -28,12 +28,10 @@ def test_imports_only_rooms_before_its_own(module):
     assert not upwards, f"{module} imports {upwards}"
 
 
-@pytest.mark.parametrize("module", [module for module in IMPORTS if module.startswith("poptorch")])
-def test_poptorch_stands_beside_the_tf1_front(module):
-    floors = [room.name for room in rooms.FLOORS]
-    beside = range(floors.index("graph/"), floors.index("package") + 1)
-    allowed = {"queues", "checkpointing"}
-    across = [i for i in IMPORTS[module] if rooms.room_of(i) in beside and i.split(".")[0] not in allowed]
+@pytest.mark.parametrize("module", [m for m in IMPORTS if m.startswith(("tf1.", "poptorch."))])
+def test_fronts_stand_beside_each_other(module):
+    other = {"tf1": "poptorch", "poptorch": "tf1"}[module.partition(".")[0]]
+    across = [i for i in IMPORTS[module] if i.split(".")[0] in (other, "__init__")]
     assert not across, f"{module} imports {across}"
 
 
@@ -48,20 +46,20 @@ def test_reads_imports_of_every_form():
     source = """
 from typing import TYPE_CHECKING
 import ipu_pipeline.engine.state
-from ipu_pipeline import config
+from ipu_pipeline.tf1 import config
 from ipu_pipeline.engine import jaxprs
 from ipu_pipeline.engine.jaxprs.flat import flatten
 if TYPE_CHECKING:
-    from ipu_pipeline.session import Session
+    from ipu_pipeline.tf1.session import Session
 def inner():
     import ipu_pipeline as ipu
 """
     assert rooms.read_imports("x", source) == {
         "engine.state",
-        "config",
+        "tf1.config",
         "engine.jaxprs.__init__",
         "engine.jaxprs.flat",
-        "session.__init__",
+        "tf1.session.__init__",
         "__init__",
     }
 

@@ -138,7 +138,7 @@ def test_another_session_has_nothing_to_save(tmp_path):
 
 def test_no_program_has_variables(tmp_path, monkeypatch):
     for module in ("missing", "session"):
-        monkeypatch.setattr(f"ipu_pipeline.session.{module}.compiled_programs", list)
+        monkeypatch.setattr(f"ipu_pipeline.tf1.session.{module}.compiled_programs", list)
     with ipu.Session() as session:
         session.run(INITIALIZE)
         with pytest.raises(ValueError, match="was run, but no program that is still referred to has var"):

@@ -6,6 +6,7 @@ import fnmatch
 import importlib
 import inspect
 import pickle
+import pkgutil
 import re
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import sys
 import pytest
 
 import ipu_pipeline as ipu
-from ipu_pipeline.graphcore import table
+from ipu_pipeline.graphcore import importing, table
 from tests.test_porting import ROWS, find
 
 BY_NAME = {row.name: row for row in ROWS}
@@ -114,10 +115,40 @@ def test_every_row_is_about_a_name_of_the_sdk():
     assert [row.name for row in ours if not any(is_about(row, path) for path in known)] == []
 
 
+@pytest.mark.parametrize(("path", "own"), importing.PATHS.items())
+def test_paths_that_are_not_those_of_files(path, own):
+    module = importlib.import_module(f"ipu_pipeline.{own}")
+    ways = [f"import ipu_pipeline.{path} as m", f"from ipu_pipeline import {path} as m"]
+    for way in ways:
+        namespace = {}
+        exec(way, namespace)  # noqa: S102
+        assert namespace["m"] is module
+    for inner in pkgutil.iter_modules(getattr(module, "__path__", [])):
+        name = f"ipu_pipeline.{path}.{inner.name}"
+        assert importlib.import_module(name) is importlib.import_module(f"ipu_pipeline.{own}.{inner.name}")
+    assert sum(vars(one).get("__file__") == module.__file__ for one in set(sys.modules.values())) == 1
+
+
+def test_a_module_is_imported_once_by_whatever_path_comes_first():
+    program = """
+import sys
+from ipu_pipeline.session.fetches import *
+import ipu_pipeline.tf1.session.fetches as own
+import ipu_pipeline.session.fetches as other
+assert own is other is sys.modules["ipu_pipeline.session"].fetches
+import pickle
+from ipu_pipeline import errors
+assert pickle.loads(b"cipu_pipeline.errors\nOutOfRangeError\n.") is errors.OutOfRangeError
+print(len({id(m) for name, m in sys.modules.items() if name.endswith(".fetches")}))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.stdout.strip(), done.stderr) == ("1", "")
+
+
 def test_modules_are_those_that_there_are():
     assert importlib.import_module("ipu_pipeline.ops.pipelining_ops") is ipu.pipelining_ops
     assert ipu.ops.rand_ops is ipu.rand_ops
-    assert ipu.rand_ops.__spec__.name == ipu.rand_ops.__name__ == "ipu_pipeline.rand_ops"
+    assert ipu.rand_ops.__spec__.name == ipu.rand_ops.__name__ == "ipu_pipeline.tf1.ops.rand_ops"
     made = importlib.import_module("ipu_pipeline.optimizers.cross_replica_optimizer")
     assert made.CrossReplicaOptimizer is ipu.optimizers.CrossReplicaOptimizer
     assert ipu.cross_replica_optimizer.CrossReplicaOptimizer is ipu.optimizers.CrossReplicaOptimizer
@@ -239,7 +270,7 @@ print(sum(type(finder).__module__.startswith("ipu_pipeline") for finder in sys.m
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["False", "0", "0", "1"]
+    assert done.stdout.split() == ["False", "0", "0", "2"]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from ipu_pipeline.engine.tracing import scopes
 from ipu_pipeline.errors import OutOfRangeError
 from ipu_pipeline.ipu_outfeed_queue import IPUOutfeedMode, IPUOutfeedQueue
 from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput, pipeline
-from ipu_pipeline.session.store import Store
+from ipu_pipeline.tf1.session.store import Store
 from tests import front, models
 
 

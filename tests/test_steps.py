@@ -10,9 +10,9 @@ import pytest
 from ipu_pipeline import engine
 from ipu_pipeline.engine import watching
 from ipu_pipeline.engine.devices.rows import Row
-from ipu_pipeline.engine.errors import OutOfRangeError
 from ipu_pipeline.engine.execution import steps
 from ipu_pipeline.engine.schedules import ActionKind
+from ipu_pipeline.ground.errors import OutOfRangeError
 from tests import models
 
 NAMES = {

@@ -9,14 +9,15 @@ import optax
 import pytest
 
 import ipu_pipeline as ipu
-from ipu_pipeline import config_categories, nn_ops, normalization_ops, rand_ops
+from ipu_pipeline import nn_ops, normalization_ops, rand_ops
+from ipu_pipeline.ground import messages
 from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput, pipeline
 from tests import front
 
 
 @pytest.fixture(autouse=True)
 def nothing_warned(monkeypatch):
-    monkeypatch.setattr(config_categories, "_warned", set())
+    monkeypatch.setattr(messages, "_warned", set())
 
 
 def variables_of(function):

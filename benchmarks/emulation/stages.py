@@ -30,8 +30,8 @@ import numpy as np
 
 from benchmarks.emulation import values
 from ipu_pipeline import engine
-from ipu_pipeline.engine import jax_compat
 from ipu_pipeline.engine.devices.rows import Row
+from ipu_pipeline.ground import jax_compat
 
 __all__ = [
     "LEAST_BYTES",

@@ -181,7 +181,7 @@ def _take_part(run: Callable[[int], float | None], losses: Any, count: int, rank
 
     import jax
 
-    from ipu_pipeline.engine import jax_processes
+    from ipu_pipeline.ground import jax_processes
 
     store, patience = jax_processes.key_value_store(), round(1000 * MOST_SECONDS)
 

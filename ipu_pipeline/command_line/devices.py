@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from ipu_pipeline.tables import align, describe_bytes, printable
+from ipu_pipeline.ground.tables import align, describe_bytes, printable
 
 __all__ = ["add"]
 

@@ -12,8 +12,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from ipu_pipeline.ground.tables import align, describe_bytes, printable, shorten
 from ipu_pipeline.processes import board
-from ipu_pipeline.tables import align, describe_bytes, printable, shorten
 
 __all__ = ["add"]
 

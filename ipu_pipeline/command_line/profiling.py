@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ipu_pipeline.command_line.running import add_script
+from ipu_pipeline.ground.tables import printable
 from ipu_pipeline.reports.analysis import analyse
 from ipu_pipeline.reports.files import REPORTS, check_directory, read_manifest, remove_reports
 from ipu_pipeline.reports.host_time import find_host_time
 from ipu_pipeline.reports.profile import read_profile
-from ipu_pipeline.tables import printable
 
 __all__ = ["add", "profile"]
 

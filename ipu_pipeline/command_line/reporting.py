@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ipu_pipeline.ground.tables import printable
 from ipu_pipeline.reports.analysis import PipelineAnalysis
 from ipu_pipeline.reports.chrome_trace import to_chrome_trace
 from ipu_pipeline.reports.files import check_directory, write_reports
@@ -18,7 +19,6 @@ from ipu_pipeline.reports.page import write_page
 from ipu_pipeline.reports.profile import read_profile
 from ipu_pipeline.reports.studies import Study, study
 from ipu_pipeline.reports.wording import describe_share, describe_speed, describe_time
-from ipu_pipeline.tables import printable
 
 __all__ = ["add", "report"]
 

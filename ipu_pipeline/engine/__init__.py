@@ -10,7 +10,6 @@ from importlib.machinery import PathFinder
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ipu_pipeline.engine.errors import OutOfRangeError, ProcessError
     from ipu_pipeline.engine.measuring import measure_dispatch_plan
     from ipu_pipeline.engine.pipeline import Pipeline
     from ipu_pipeline.engine.planning.dispatch_plans import DispatchPlan
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
     from ipu_pipeline.engine.tracing.variable_scopes import variable_scope
     from ipu_pipeline.engine.tracing.variables import assign, get_variable
     from ipu_pipeline.engine.updates.reporting import with_metrics
+    from ipu_pipeline.ground.errors import OutOfRangeError, ProcessError
 
 __all__ = [
     "Action",
@@ -78,49 +78,49 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Action": "schedules.actions",
-    "ActionKind": "schedules.actions",
-    "Cluster": "schedules.clusters",
-    "Costs": "schedules.scenarios",
-    "DispatchPlan": "planning.dispatch_plans",
-    "ExecutionPhases": "schedules.execution_phases",
-    "HostMemory": "schedules.host_memory",
-    "LinkSpeed": "schedules.clusters",
-    "OutOfRangeError": "errors",
-    "Pipeline": "pipeline",
-    "PipelineState": "state",
-    "ProcessError": "errors",
-    "Recomputation": "programs.recomputation",
-    "Reduction": "programs.accumulation",
-    "Scenario": "schedules.scenarios",
-    "ScheduleError": "schedules.actions",
-    "Shared": "tracing.stage_parameters",
-    "Stage": "tracing.stage_lists",
-    "StepOutputs": "state",
-    "TensorParallel": "tracing.tensor_parallel",
-    "Timetable": "schedules.checking",
-    "advise": "schedules.advice",
-    "assign": "tracing.variables",
-    "constrain": "tracing.tensor_parallel",
-    "cross_replica_sum": "tracing.replicas",
-    "get_variable": "tracing.variables",
-    "measure_dispatch_plan": "measuring",
-    "metric": "tracing.metrics",
-    "micro_batch_tag": "tracing.keys",
-    "next_rng_key": "tracing.keys",
-    "recomputation_checkpoint": "tracing.checkpoints",
-    "replica_count": "tracing.replicas",
-    "replica_index": "tracing.replicas",
-    "simulate": "schedules.simulator",
-    "variable_scope": "tracing.variable_scopes",
-    "what_if": "schedules.variants",
-    "with_metrics": "updates.reporting",
+    "Action": "engine.schedules.actions",
+    "ActionKind": "engine.schedules.actions",
+    "Cluster": "engine.schedules.clusters",
+    "Costs": "engine.schedules.scenarios",
+    "DispatchPlan": "engine.planning.dispatch_plans",
+    "ExecutionPhases": "engine.schedules.execution_phases",
+    "HostMemory": "engine.schedules.host_memory",
+    "LinkSpeed": "engine.schedules.clusters",
+    "OutOfRangeError": "ground.errors",
+    "Pipeline": "engine.pipeline",
+    "PipelineState": "engine.state",
+    "ProcessError": "ground.errors",
+    "Recomputation": "engine.programs.recomputation",
+    "Reduction": "engine.programs.accumulation",
+    "Scenario": "engine.schedules.scenarios",
+    "ScheduleError": "engine.schedules.actions",
+    "Shared": "engine.tracing.stage_parameters",
+    "Stage": "engine.tracing.stage_lists",
+    "StepOutputs": "engine.state",
+    "TensorParallel": "engine.tracing.tensor_parallel",
+    "Timetable": "engine.schedules.checking",
+    "advise": "engine.schedules.advice",
+    "assign": "engine.tracing.variables",
+    "constrain": "engine.tracing.tensor_parallel",
+    "cross_replica_sum": "engine.tracing.replicas",
+    "get_variable": "engine.tracing.variables",
+    "measure_dispatch_plan": "engine.measuring",
+    "metric": "engine.tracing.metrics",
+    "micro_batch_tag": "engine.tracing.keys",
+    "next_rng_key": "engine.tracing.keys",
+    "recomputation_checkpoint": "engine.tracing.checkpoints",
+    "replica_count": "engine.tracing.replicas",
+    "replica_index": "engine.tracing.replicas",
+    "simulate": "engine.schedules.simulator",
+    "variable_scope": "engine.tracing.variable_scopes",
+    "what_if": "engine.schedules.variants",
+    "with_metrics": "engine.updates.reporting",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
-        value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+        value = getattr(importlib.import_module(f"ipu_pipeline.{_HOMES[name]}"), name)
         globals()[name] = value
         return value
     full_name = f"{__name__}.{name}"

@@ -11,7 +11,6 @@ from typing import Any
 import jax
 
 from ipu_pipeline.engine import jaxprs
-from ipu_pipeline.engine.errors import without_traceback_note
 from ipu_pipeline.engine.pipeline_options import PipelineOptions
 from ipu_pipeline.engine.programs import differentiation
 from ipu_pipeline.engine.programs.accumulation import Reduction, find_accumulator_dtype
@@ -28,6 +27,7 @@ from ipu_pipeline.engine.tracing.tensor_parallel import Partitions, TensorParall
 from ipu_pipeline.engine.tracing.traced import TracedPipeline, send_variables
 from ipu_pipeline.engine.updates import optimizer_tracing
 from ipu_pipeline.engine.updates.cutting import Updates, cut_updates
+from ipu_pipeline.ground.errors import without_traceback_note
 
 __all__ = ["Built", "Recipe", "build"]
 

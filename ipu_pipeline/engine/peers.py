@@ -22,7 +22,7 @@ from typing import Protocol
 
 import jax
 
-from ipu_pipeline.engine.errors import ProcessError
+from ipu_pipeline.ground.errors import ProcessError
 
 __all__ = [
     "Peers",

@@ -27,14 +27,11 @@ from ipu_pipeline.engine.devices.offloading import parse_offload
 from ipu_pipeline.engine.devices.residence import Residence
 from ipu_pipeline.engine.devices.rows import Row, check_processes, make_rows
 from ipu_pipeline.engine.devices.sharding import parse_shard
-from ipu_pipeline.engine.enumerations import parse_member
-from ipu_pipeline.engine.errors import OutOfRangeError
 from ipu_pipeline.engine.execution import kept
 from ipu_pipeline.engine.execution.blocks.runner import BlockRunner
 from ipu_pipeline.engine.execution.contract import Iterated, Pending, Request, Runner
 from ipu_pipeline.engine.execution.runner import ColumnRunner
 from ipu_pipeline.engine.execution.watched import rehearse
-from ipu_pipeline.engine.jaxprs.shapes import as_shape, check_like, describe_structures
 from ipu_pipeline.engine.pipeline_options import PipelineOptions, check_positive, check_replicas
 from ipu_pipeline.engine.planning.choosing import choose_dispatch_plan
 from ipu_pipeline.engine.planning.dispatch_plans import DispatchPlan, check_dispatch_plan
@@ -53,6 +50,9 @@ from ipu_pipeline.engine.tracing.stage_lists import StageEntry, flatten_stages
 from ipu_pipeline.engine.tracing.traced import TracedPipeline
 from ipu_pipeline.engine.updates.accumulators import AccumulatorPlan, plan_accumulators
 from ipu_pipeline.engine.updates.cutting import Updates
+from ipu_pipeline.ground.enumerations import parse_member
+from ipu_pipeline.ground.errors import OutOfRangeError
+from ipu_pipeline.ground.shapes import as_shape, check_like, describe_structures
 
 __all__ = ["Pipeline"]
 

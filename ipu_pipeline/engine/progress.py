@@ -19,7 +19,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ipu_pipeline.engine import jax_compat, peers, watching
+from ipu_pipeline.engine import peers, watching
+from ipu_pipeline.ground import jax_compat
 
 __all__ = ["Compilation", "between_bars", "compiling", "is_shown_on", "watched_by"]
 

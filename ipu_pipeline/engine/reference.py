@@ -17,13 +17,13 @@ import numpy as np
 import optax
 
 from ipu_pipeline.engine import jaxprs
-from ipu_pipeline.engine.enumerations import parse_member
 from ipu_pipeline.engine.programs.accumulation import Reduction, count_dtype
 from ipu_pipeline.engine.state import Collected, PipelineState, StepOutputs
 from ipu_pipeline.engine.tracing import keys, stages
 from ipu_pipeline.engine.tracing.traced import Source, TracedPipeline
 from ipu_pipeline.engine.updates.loss_scaling import LossScaled, LossScaleState
 from ipu_pipeline.engine.updates.optimizer_tracing import Optimizer
+from ipu_pipeline.ground.enumerations import parse_member
 
 __all__ = ["Gradients", "gradients", "step"]
 

@@ -1,14 +1,18 @@
-"""How Graphcore's names are imported: its module paths, and errors that say what to use.
+"""How modules are imported by paths that are not those of their files, and errors that say what to use.
 
-`install` adds a finder behind Python's own finders. It is only asked for modules of this package that
-have no file:
+`install` adds a finder before Python's own finders and one behind them. The first one gives modules under
+other paths than their own:
 
-1. A path of Graphcore's whose module is here under a shorter path, such as `ipu_pipeline.ops.rand_ops`,
-   gives that module itself.
-2. A path without a module here some of whose names are here, such as
+1. Users import the TF1 front without its folders: `ipu_pipeline.pipelining_ops` is
+   `ipu_pipeline.tf1.ops.pipelining_ops`. `PATHS` is the table.
+2. What is within such a module is within it under both paths: `ipu_pipeline.ops.rand_ops`.
+
+The second one is only asked for modules of this package that have no file:
+
+3. A path of Graphcore's without a module here some of whose names are here, such as
    `ipu_pipeline.optimizers.cross_replica_optimizer`, gives a module of these names. Each is looked up
    when it is used.
-3. Any other path or name of Graphcore's raises an error that says what to use, from the table.
+4. Any other path or name of Graphcore's raises an error that says what to use, from the table of names.
 
 `from m import x` replaces an AttributeError of `m` by an ImportError with Python's own text. But if `m`
 has a `__path__`, Python first looks for a module `m.x`. So each module that Graphcore has, too, calls
@@ -29,14 +33,32 @@ from typing import Any
 
 from ipu_pipeline.graphcore import table
 
-__all__ = ["explain_missing", "find_attribute", "install"]
+__all__ = ["PATHS", "explain_missing", "find_attribute", "install"]
 
 _ROOT = "ipu_pipeline"
+_FRONT = "tf1"
+_IN_FRONT = (
+    "config config_categories distributed estimator gradient_accumulation graph ipu_compiler ipu_estimator "
+    "ipu_infeed_queue ipu_outfeed_queue ipu_pipeline_estimator ipu_run_config ipu_session_run_hooks layers "
+    "loops metrics ops optimizers popdist program scopes serving session tutorial_support utils"
+)
+_OPS = (
+    "cross_replica_ops embedding_ops functional_ops nn_ops normalization_ops pipelining_ops rand_ops "
+    "replication_ops rnn_ops"
+)
+# Where modules are that users import from the package itself.
+PATHS = {
+    "datasets": "data.datasets",
+    "errors": "ground.errors",
+    **{name: f"{_FRONT}.{name}" for name in _IN_FRONT.split()},
+    **{name: f"{_FRONT}.ops.{name}" for name in _OPS.split()},
+}
 
 
 def install() -> None:
-    """Adds the finder, once."""
+    """Adds the finders, once."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _PathFinder())
         sys.meta_path.append(_Finder())
 
 
@@ -69,7 +91,7 @@ def find_attribute(module_name: str, name: str) -> Any:
     if name.startswith("_"):
         raise AttributeError(ordinary, name=name, obj=module)
     path = _join(module_name, name)
-    if _find_real_module(path) or table.find_names(path) is not None:
+    if table.find_names(path) is not None:
         return importlib.import_module(f"{module_name}.{name}")
     # Without a name, Python adds no suggestion of its own.
     text = table.describe_missing(path) or ordinary + _suggest(module_name, name)
@@ -78,22 +100,17 @@ def find_attribute(module_name: str, name: str) -> Any:
 
 def _join(module_name: str, name: str) -> str:
     """The path behind `ipu.`."""
-    return f"{module_name}.{name}".removeprefix(f"{_ROOT}.")
+    return f"{_path_of(module_name)}.{name}".removeprefix(".")
 
 
-def _find_real_module(path: str) -> str | None:
-    """The module of a file that a path of Graphcore's stands for: `rand_ops` for `ops.rand_ops`."""
-    short = table.shorten(path)
-    if short == path or table.find_module(path) is None:
-        return None
-    full_name = f"{_ROOT}.{short}"
-    places = sys.modules[_ROOT].__path__
-    return full_name if importlib.machinery.PathFinder.find_spec(full_name, places) else None
+def _path_of(module_name: str) -> str:
+    """The path of a module behind `ipu.`, as Graphcore's programs have it; empty for the package."""
+    return module_name.removeprefix(_ROOT).removeprefix(".").removeprefix(_FRONT).removeprefix(".")
 
 
 def _suggest(module_name: str, name: str) -> str:
     """Says where a name of Graphcore's is, or which one is near that the module has here or had there."""
-    own = module_name.removeprefix(_ROOT).removeprefix(".")
+    own = _path_of(module_name)
     known_names = table.read_sdk_names().items()
     places = sorted({table.shorten(path) for path, names in known_names if name in names})
     if places and own not in places:
@@ -113,6 +130,39 @@ def _suggest(module_name: str, name: str) -> str:
     return f". Did you mean {near[0]!r}?" if near else ""
 
 
+class _PathFinder(importlib.abc.MetaPathFinder):
+    """Finds modules by other paths than their own."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """The module of a path in `PATHS`, or within a module that was imported by such a path."""
+        del target
+        if not fullname.startswith(f"{_ROOT}."):
+            return None
+        parent, _dot, child = fullname.rpartition(".")
+        own = sys.modules[parent].__name__
+        if parent == _ROOT:
+            real = f"{_ROOT}.{PATHS[child]}" if child in PATHS else None
+        elif own != parent:
+            real = f"{own}.{child}"
+            real = real if importlib.machinery.PathFinder.find_spec(real, path) else None
+        else:
+            real = None
+        return None if real is None else importlib.machinery.ModuleSpec(fullname, _RealLoader(real))
+
+
+class _RealLoader(importlib.abc.Loader):
+    """Puts the module of another path in a module's place."""
+
+    def __init__(self, real: str) -> None:
+        self._real = real
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Imports the module by its own path."""
+        sys.modules[module.__name__] = importlib.import_module(self._real)
+
+
 class _Finder(importlib.abc.MetaPathFinder):
     """Finds modules by Graphcore's paths."""
 
@@ -129,10 +179,9 @@ class _Finder(importlib.abc.MetaPathFinder):
         if not fullname.startswith(f"{_ROOT}.") or child.startswith("_"):
             return None
         wanted = _join(parent, child)
-        real = _find_real_module(wanted)
-        names = None if real else table.find_names(wanted)
-        if real or names is not None:
-            return importlib.machinery.ModuleSpec(fullname, _Loader(wanted, real, names or {}))
+        names = table.find_names(wanted)
+        if names is not None:
+            return importlib.machinery.ModuleSpec(fullname, _Loader(wanted, names))
         text = table.describe_missing(wanted)
         if text is None and hasattr(sys.modules.get(parent), "__getattr__"):
             near = _suggest(parent, child)
@@ -144,23 +193,14 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.abc.Loader):
-    """Loads a module of another path, or makes one."""
+    """Makes a module of names that are elsewhere here."""
 
-    def __init__(self, path: str, real: str | None, names: Mapping[str, str]) -> None:
-        """Of a path.
-
-        Args:
-          path: behind `ipu.`.
-          real: the module that it leads to; None: one is made.
-          names: what that has.
-        """
-        self._path, self._real, self._names = path, real, names
+    def __init__(self, path: str, names: Mapping[str, str]) -> None:
+        self._path = path  # behind `ipu.`
+        self._names = names  # what the module has, and where that is here
 
     def exec_module(self, module: ModuleType) -> None:
-        """Fills the module, or puts the one that there is in its place."""
-        if self._real is not None:
-            sys.modules[module.__name__] = importlib.import_module(self._real)
-            return
+        """Fills the module."""
         module.__doc__ = f"Names of Graphcore's `ipu.{self._path}`."
         attributes = {
             "__all__": sorted(self._names),

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ipu_pipeline.engine.enumerations import list_members
+from ipu_pipeline.ground.enumerations import list_members
 from ipu_pipeline.poptorch.enums import CommGroupType, VariableRetrievalMode
 from ipu_pipeline.poptorch.errors import Error
 

@@ -7,7 +7,7 @@ import os
 import socket
 from dataclasses import dataclass
 
-from ipu_pipeline.engine import jax_processes
+from ipu_pipeline.ground import jax_processes
 
 __all__ = [
     "COORDINATOR_VARIABLE",

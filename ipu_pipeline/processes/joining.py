@@ -18,8 +18,9 @@ from typing import Any
 
 import jax
 
-from ipu_pipeline.engine import jax_processes, peers
+from ipu_pipeline.engine import peers
 from ipu_pipeline.engine.devices import threads
+from ipu_pipeline.ground import jax_processes
 from ipu_pipeline.processes import coordinator
 from ipu_pipeline.processes.addresses import (
     Place,

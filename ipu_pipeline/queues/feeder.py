@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ipu_pipeline.engine.devices.feeds import Element
-from ipu_pipeline.engine.jaxprs.shapes import check_like, trees_equal
-from ipu_pipeline.engine.jaxprs.values import as_plain
-from ipu_pipeline.errors import CheckpointError, OutOfRangeError
+from ipu_pipeline.ground.errors import CheckpointError, OutOfRangeError
+from ipu_pipeline.ground.shapes import check_like, trees_equal
+from ipu_pipeline.ground.values import as_plain
 from ipu_pipeline.queues.positions import DataPass, Position
 
 __all__ = ["Feeder", "Place", "as_array", "is_feeding"]

@@ -20,9 +20,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_pipeline.config_categories import warn_once
 from ipu_pipeline.engine.devices.feeds import Take
 from ipu_pipeline.engine.execution.contract import Runner
+from ipu_pipeline.ground.messages import warn_once
 
 __all__ = ["make_synthetic", "make_values", "uses_synthetic_data"]
 

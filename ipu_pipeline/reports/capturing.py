@@ -17,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 
 from ipu_pipeline.engine import peers, watching
-from ipu_pipeline.engine.errors import ProcessError
+from ipu_pipeline.ground.errors import ProcessError
 from ipu_pipeline.reports.chrome_trace import to_chrome_trace
 from ipu_pipeline.reports.describing import describe_devices, describe_pipeline
 from ipu_pipeline.reports.device_profile import DeviceProfile, DeviceProfiler

@@ -11,10 +11,10 @@ from typing import Any
 import jax
 
 from ipu_pipeline.engine.execution.blocks.runner import BlockRunner
-from ipu_pipeline.engine.jaxprs.shapes import num_bytes
 from ipu_pipeline.engine.planning.crossings import find_flows
 from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.engine.watching import Launch, LaunchKind
+from ipu_pipeline.ground.shapes import num_bytes
 from ipu_pipeline.reports.profile import (
     DeviceFacts,
     EdgeFacts,

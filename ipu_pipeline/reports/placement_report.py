@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ipu_pipeline.ground.tables import align
 from ipu_pipeline.reports.summaries import Edge, Part, Sent
-from ipu_pipeline.tables import align
 
 __all__ = ["CallPlacement", "Placement"]
 

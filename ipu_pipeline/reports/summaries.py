@@ -8,13 +8,13 @@ from typing import Any
 
 import jax
 
-from ipu_pipeline.engine.jaxprs.shapes import num_bytes
 from ipu_pipeline.engine.planning.crossings import find_crossings
 from ipu_pipeline.engine.planning.memory import find_copied
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms
 from ipu_pipeline.engine.tracing.traced import TracedPipeline
 from ipu_pipeline.engine.updates.accumulators import Accumulator
 from ipu_pipeline.engine.updates.cutting import Updates
+from ipu_pipeline.ground.shapes import num_bytes
 
 __all__ = ["Edge", "Part", "Sent", "summarize", "summarize_shared", "summarize_update"]
 

@@ -19,7 +19,8 @@ from unittest import mock
 import jax
 import numpy as np
 
-from ipu_pipeline import datasets, engine
+from ipu_pipeline import engine
+from ipu_pipeline.data import datasets
 from ipu_pipeline.engine import schedules
 from ipu_pipeline.engine.programs.stage_programs import ValueKind
 from ipu_pipeline.engine.schedules import staircases

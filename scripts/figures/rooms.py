@@ -37,13 +37,12 @@ def _beside(name: str, members: str, purpose: str) -> Room:
 
 # From the ground up. A room imports only those before it.
 FLOORS = (
-    _beside("ground", "tables", "Plain tables for terminals"),
+    _folder("ground"),
     _folder("graphcore"),
     _beside(
         "engine: ground",
-        "engine.errors engine.enumerations engine.state engine.jax_compat engine.jax_processes "
-        "engine.progress engine.watching engine.peers",
-        "Errors, enumerations, state, private names of JAX, progress, who watches, other processes",
+        "engine.state engine.progress engine.watching engine.peers",
+        "State, progress, who watches, other processes",
     ),
     _folder("engine/jaxprs"),
     _folder("engine/schedules"),
@@ -61,33 +60,33 @@ FLOORS = (
         "The public call, Pipeline, Loop, and the plain loop that all is compared with",
     ),
     _folder("processes"),
+    _folder("reports"),
+    _folder("data"),
+    _folder("queues"),
+    _folder("checkpointing"),
     _beside(
-        "front: ground",
-        "errors config_categories executable_cache config distributed utils gradient_accumulation scopes "
-        "ipu_run_config",
+        "tf1: ground",
+        "tf1.config_categories tf1.config tf1.distributed tf1.utils tf1.gradient_accumulation tf1.scopes "
+        "tf1.ipu_run_config",
         "What is configured, and where operations go",
     ),
-    _folder("reports"),
-    _folder("graph"),
-    _folder("data"),
-    _beside("datasets", "datasets", "Data sets, public"),
-    _folder("queues"),
-    _folder("optimizers"),
-    _beside("hooks", "ipu_session_run_hooks", "What is called around an estimator's runs"),
-    _folder("checkpointing"),
-    _folder("program"),
-    _folder("session"),
-    _folder("layers"),
+    _folder("tf1/graph"),
+    _folder("tf1/optimizers"),
+    _beside("tf1: hooks", "tf1.ipu_session_run_hooks", "What is called around an estimator's runs"),
+    _folder("tf1/program"),
+    _folder("tf1/session"),
+    _folder("tf1/layers"),
+    _folder("tf1/ops"),
     _beside(
-        "TF1 modules",
-        "loops pipelining_ops ipu_compiler ipu_infeed_queue ipu_outfeed_queue normalization_ops nn_ops "
-        "embedding_ops rand_ops rnn_ops functional_ops ops cross_replica_ops replication_ops popdist "
-        "metrics",
+        "tf1: loops and queues",
+        "tf1.loops tf1.ipu_compiler tf1.ipu_infeed_queue tf1.ipu_outfeed_queue tf1.popdist tf1.metrics",
         "Graphcore's names",
     ),
-    _folder("estimator"),
+    _folder("tf1/estimator"),
     _beside(
-        "estimator: roof", "ipu_pipeline_estimator ipu_estimator serving tutorial_support", "The estimators"
+        "tf1: estimators",
+        "tf1.ipu_pipeline_estimator tf1.ipu_estimator tf1.serving tf1.tutorial_support tf1",
+        "The estimators",
     ),
     _beside("package", "__init__", "import ipu_pipeline as ipu"),
     _beside(
@@ -125,7 +124,7 @@ def room_of(module: str) -> int:
         name = ".".join(parts[:length])
         for number, room in enumerate(FLOORS):
             # A roof is the package itself only.
-            is_inner = name in ("engine", "poptorch") and length < len(parts)
+            is_inner = name in ("engine", "poptorch", "tf1") and length < len(parts)
             if name in room.members and not is_inner:
                 return number
     raise ValueError(f"{module} is in no room")

@@ -13,11 +13,11 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
-from ipu_pipeline.engine import jax_compat
 from ipu_pipeline.engine.devices.elsewhere import absent_like, is_here
 from ipu_pipeline.engine.devices.links import Tag, links
 from ipu_pipeline.engine.tracing.replicas import REPLICA
 from ipu_pipeline.engine.tracing.tensor_parallel import MODEL
+from ipu_pipeline.ground import jax_compat
 
 __all__ = ["can_move_parts", "is_all_here", "join_parts", "move", "put_own", "row_sharding"]
 

@@ -26,8 +26,9 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from ipu_pipeline.engine import jax_processes, peers
-from ipu_pipeline.engine.errors import ProcessError
+from ipu_pipeline.engine import peers
+from ipu_pipeline.ground import jax_processes
+from ipu_pipeline.ground.errors import ProcessError
 
 __all__ = ["Links", "Tag", "check_peers", "links", "naming_peers"]
 

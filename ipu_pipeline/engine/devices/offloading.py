@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from ipu_pipeline.engine.devices.rows import Row
-from ipu_pipeline.engine.enumerations import parse_member
+from ipu_pipeline.ground.enumerations import parse_member
 
 __all__ = ["Offload", "load", "parse_offload", "store"]
 

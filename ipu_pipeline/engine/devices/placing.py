@@ -9,7 +9,6 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ipu_pipeline.engine import jax_compat
 from ipu_pipeline.engine.devices.crossing import (
     can_move_parts,
     is_all_here,
@@ -23,6 +22,7 @@ from ipu_pipeline.engine.devices.links import Tag
 from ipu_pipeline.engine.devices.rows import HOST_MEMORY, WHOLE, Row, partition_of
 from ipu_pipeline.engine.state import is_readable
 from ipu_pipeline.engine.tracing.tensor_parallel import MODEL
+from ipu_pipeline.ground import jax_compat
 
 __all__ = ["copy_to", "is_offloaded", "keep", "put", "put_host_copies"]
 

@@ -21,13 +21,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from ipu_pipeline.engine import jax_compat
 from ipu_pipeline.engine.devices.crossing import (
     row_sharding,
 )
 from ipu_pipeline.engine.devices.elsewhere import NotRun, absent, is_here
 from ipu_pipeline.engine.tracing.replicas import REPLICA
 from ipu_pipeline.engine.tracing.tensor_parallel import MODEL, normal_partition
+from ipu_pipeline.ground import jax_compat
 
 __all__ = [
     "HOST_MEMORY",

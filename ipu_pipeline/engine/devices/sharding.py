@@ -12,9 +12,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ipu_pipeline.engine.devices.crossing import row_sharding
 from ipu_pipeline.engine.devices.elsewhere import NotRun
 from ipu_pipeline.engine.devices.rows import Row, names_of, partition_of
-from ipu_pipeline.engine.enumerations import parse_member
 from ipu_pipeline.engine.tracing.replicas import REPLICA
 from ipu_pipeline.engine.tracing.tensor_parallel import normal_partition
+from ipu_pipeline.ground.enumerations import parse_member
 
 __all__ = ["Shard", "gather_replicas", "is_apart", "parse_shard", "sharding_of", "share_out"]
 

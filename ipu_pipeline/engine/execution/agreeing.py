@@ -23,7 +23,7 @@ from ipu_pipeline.engine.devices.feeds import Take, gather
 from ipu_pipeline.engine.devices.links import Tag, links, naming_peers
 from ipu_pipeline.engine.devices.residence import Residence
 from ipu_pipeline.engine.devices.rows import Row
-from ipu_pipeline.engine.errors import OutOfRangeError, ProcessError
+from ipu_pipeline.ground.errors import OutOfRangeError, ProcessError
 
 __all__ = ["agree_on_elements", "answer_everywhere", "take_everywhere"]
 

@@ -19,7 +19,6 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from ipu_pipeline.engine import jax_compat
 from ipu_pipeline.engine.devices.compiler_options import Options
 from ipu_pipeline.engine.devices.elsewhere import NotRun
 from ipu_pipeline.engine.devices.residence import Residence
@@ -32,13 +31,14 @@ from ipu_pipeline.engine.execution.replicas import Joint, Replicas
 from ipu_pipeline.engine.execution.steps import Call, ColumnRun, Order, StepRun, follow
 from ipu_pipeline.engine.execution.templates import Template
 from ipu_pipeline.engine.execution.weight_updates import WeightUpdate
-from ipu_pipeline.engine.jaxprs.shapes import num_bytes
 from ipu_pipeline.engine.programs.bindings import BindingKind
 from ipu_pipeline.engine.programs.chunks import ChunkForm
 from ipu_pipeline.engine.progress import Compilation, compiling
 from ipu_pipeline.engine.state import RunState
 from ipu_pipeline.engine.updates.environment import UpdateCounts, UpdateEnvironment
 from ipu_pipeline.engine.updates.optimizer_tracing import UpdateKind
+from ipu_pipeline.ground import jax_compat
+from ipu_pipeline.ground.shapes import num_bytes
 
 __all__ = ["Compiled", "compile_ahead"]
 

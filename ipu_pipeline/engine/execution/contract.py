@@ -20,12 +20,12 @@ from ipu_pipeline.engine import jaxprs
 from ipu_pipeline.engine.devices.feeds import Take
 from ipu_pipeline.engine.devices.residence import Residence
 from ipu_pipeline.engine.execution.kept import KeptPrograms
-from ipu_pipeline.engine.jaxprs.shapes import num_bytes
 from ipu_pipeline.engine.planning.memory import find_fed, plan_ipus
 from ipu_pipeline.engine.planning.memory_plans import Brought, IpuMemory, StageMemory
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms
 from ipu_pipeline.engine.state import PipelineState, Progress, RunState, of_replica
 from ipu_pipeline.engine.tracing.traced import Source
+from ipu_pipeline.ground.shapes import num_bytes
 
 __all__ = ["Iterated", "Pending", "Request", "Runner"]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from ipu_pipeline.engine import jax_compat
+from ipu_pipeline.ground import jax_compat
 
 __all__ = ["Executable", "is_portable"]
 

@@ -17,8 +17,8 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from ipu_pipeline.engine import jax_compat
 from ipu_pipeline.engine.devices.compiler_options import Options
+from ipu_pipeline.ground import jax_compat
 
 __all__ = ["KeptPrograms", "Key", "current", "identify", "jit_zeros", "text_of"]
 

@@ -27,7 +27,6 @@ from ipu_pipeline.engine.execution.columns import Column
 from ipu_pipeline.engine.execution.plans import Plan
 from ipu_pipeline.engine.execution.steps import Call, ColumnRun, Order, StepRun, follow
 from ipu_pipeline.engine.execution.templates import Template
-from ipu_pipeline.engine.jaxprs.shapes import num_bytes
 from ipu_pipeline.engine.planning.memory_plans import Brought
 from ipu_pipeline.engine.programs.bindings import BindingKind
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms
@@ -37,6 +36,7 @@ from ipu_pipeline.engine.schedules.host_memory import HostMemory
 from ipu_pipeline.engine.state import PipelineState, RunState
 from ipu_pipeline.engine.updates.accumulators import variable_of
 from ipu_pipeline.engine.updates.optimizer_tracing import UpdateKind, UpdateValue
+from ipu_pipeline.ground.shapes import num_bytes
 
 __all__ = ["PhasedStep", "find_brought", "find_host_memory"]
 

@@ -27,10 +27,10 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core as jex_core
 
-from ipu_pipeline.engine import jax_compat
 from ipu_pipeline.engine.jaxprs.convolution_forms import canonical, correlated, dilate, gathered, scattered
 from ipu_pipeline.engine.jaxprs.convolution_layouts import Convolution
 from ipu_pipeline.engine.jaxprs.flat import has_primitive, map_atoms
+from ipu_pipeline.ground import jax_compat
 
 __all__ = ["has_convolutions", "with_fast_convolutions"]
 

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import jax
 from jax.extend import core as jex_core
 
-from ipu_pipeline.engine import jax_compat
+from ipu_pipeline.ground import jax_compat
 
 __all__ = [
     "CHECKPOINTS",

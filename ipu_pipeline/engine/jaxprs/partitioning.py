@@ -38,8 +38,8 @@ from ipu_pipeline.engine.jaxprs.flat import (
     has_primitive,
     substitute,
 )
-from ipu_pipeline.engine.jaxprs.shapes import num_bytes
 from ipu_pipeline.engine.jaxprs.slicing import can_reduce, extract, reduce
+from ipu_pipeline.ground.shapes import num_bytes
 
 __all__ = ["JOINT", "Home", "Piece", "Places", "cut", "place"]
 

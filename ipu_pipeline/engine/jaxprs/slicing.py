@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from jax.extend import core as jex_core
 
-from ipu_pipeline.engine import jax_compat
 from ipu_pipeline.engine.jaxprs.flat import Atom, Equation, FlatJaxpr, Program, Var, fresh, make_program
+from ipu_pipeline.ground import jax_compat
 
 __all__ = ["any_equation", "can_reduce", "dependents", "extract", "reduce"]
 

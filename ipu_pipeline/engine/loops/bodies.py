@@ -12,13 +12,14 @@ from typing import Any, TypeAlias
 
 import jax
 
-from ipu_pipeline.engine import jax_compat, jaxprs
+from ipu_pipeline.engine import jaxprs
 from ipu_pipeline.engine.loops import shards
 from ipu_pipeline.engine.loops.recording import BodyFrame, TrainingStep, minimize_p
 from ipu_pipeline.engine.tracing import faults, frames, hoisting
 from ipu_pipeline.engine.tracing.enqueuing import enqueue_p
 from ipu_pipeline.engine.tracing.frames import Enqueued
 from ipu_pipeline.engine.tracing.traced import Source, TracedPipeline
+from ipu_pipeline.ground import jax_compat
 
 __all__ = ["BodyFunction", "TracedBody", "trace_body"]
 

@@ -14,12 +14,12 @@ import jax
 import numpy as np
 from jax.extend import core as jex_core
 
-from ipu_pipeline.engine import jax_compat
 from ipu_pipeline.engine.programs.accumulation import Reduction
 from ipu_pipeline.engine.programs.gradient_maps import GradientMap
 from ipu_pipeline.engine.tracing import frames
 from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.engine.updates.optimizer_tracing import TracedOptimizer
+from ipu_pipeline.ground import jax_compat
 
 __all__ = [
     "BodyFrame",

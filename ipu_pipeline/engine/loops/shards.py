@@ -21,11 +21,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex_core
 
-from ipu_pipeline.engine import jax_compat, jaxprs
+from ipu_pipeline.engine import jaxprs
 from ipu_pipeline.engine.loops.recording import current_recorder
 from ipu_pipeline.engine.tracing import hoisting
 from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.engine.tracing.traced import Source, TracedStage
+from ipu_pipeline.ground import jax_compat
 
 __all__ = ["ShardedFunction", "ipu_shard", "read_shard", "refuse_inner_scopes", "split"]
 

@@ -6,10 +6,10 @@ import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ipu_pipeline.engine.jaxprs.shapes import num_bytes
 from ipu_pipeline.engine.planning.memory_plans import Flow
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms, ValueKind, read_sources
 from ipu_pipeline.engine.tracing.traced import Source, TracedPipeline
+from ipu_pipeline.ground.shapes import num_bytes
 
 __all__ = ["Crossing", "find_crossings", "find_flows"]
 

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ipu_pipeline.engine.jaxprs.shapes import num_bytes
 from ipu_pipeline.engine.tracing.specs import VariableSpec
+from ipu_pipeline.ground.shapes import num_bytes
 
 __all__ = ["Layer", "find_layers", "fold_names", "select_layers"]
 

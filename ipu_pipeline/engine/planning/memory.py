@@ -21,11 +21,11 @@ from types import MappingProxyType
 from typing import Any
 
 from ipu_pipeline.engine.devices.residence import Residence
-from ipu_pipeline.engine.jaxprs.shapes import num_bytes
 from ipu_pipeline.engine.planning.memory_plans import Brought, IpuMemory, StageMemory
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms, read_sources
 from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.engine.tracing.traced import Source, TracedPipeline
+from ipu_pipeline.ground.shapes import num_bytes
 
 __all__ = ["find_copied", "find_fed", "plan_ipus", "plan_stages"]
 

@@ -11,10 +11,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ipu_pipeline.engine.jaxprs.shapes import num_bytes
 from ipu_pipeline.engine.planning.layers import Layer, find_layers, select_layers
 from ipu_pipeline.engine.tracing.specs import VariableSpec
-from ipu_pipeline.tables import align, describe_bytes, describe_flop, printable, shorten
+from ipu_pipeline.ground.shapes import num_bytes
+from ipu_pipeline.ground.tables import align, describe_bytes, describe_flop, printable, shorten
 
 __all__ = ["Bubble", "PipelineSummary", "SharedVariables", "StageSummary", "describe_numbers"]
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 
-from ipu_pipeline.engine.jaxprs.shapes import num_bytes
 from ipu_pipeline.engine.planning.crossings import find_crossings
 from ipu_pipeline.engine.planning.memory_plans import StageMemory
 from ipu_pipeline.engine.planning.summaries import Bubble, SharedVariables, StageSummary
@@ -21,6 +20,7 @@ from ipu_pipeline.engine.schedules.scenarios import Costs, Scenario
 from ipu_pipeline.engine.schedules.simulator import predict_step_time
 from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.engine.tracing.traced import TracedPipeline
+from ipu_pipeline.ground.shapes import num_bytes
 
 __all__ = ["estimate_bubble", "find_shared", "summarize_stages"]
 

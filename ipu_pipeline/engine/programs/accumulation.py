@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_pipeline.engine.jaxprs.shapes import check_float_dtype
 from ipu_pipeline.engine.programs.stage_programs import StageProgram, Value, ValueKind
 from ipu_pipeline.engine.tracing.specs import VariableSpec
+from ipu_pipeline.ground.shapes import check_float_dtype
 
 __all__ = ["Reduction", "accumulate", "count_dtype", "find_accumulator_dtype"]
 

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_pipeline.engine.jaxprs.shapes import check_dtype
 from ipu_pipeline.engine.state import Collected
 from ipu_pipeline.engine.tracing.traced import Source, TracedPipeline
+from ipu_pipeline.ground.shapes import check_dtype
 
 __all__ = ["Collecting", "find_sum_dtype", "make_collecting"]
 

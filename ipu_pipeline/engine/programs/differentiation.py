@@ -25,7 +25,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ipu_pipeline.engine import jax_compat, jaxprs
+from ipu_pipeline.engine import jaxprs
 from ipu_pipeline.engine.programs import accumulation, recomputation, stage_programs
 from ipu_pipeline.engine.programs.accumulation import Reduction
 from ipu_pipeline.engine.programs.cutting import Joint, fuse, is_literal, split
@@ -35,6 +35,7 @@ from ipu_pipeline.engine.programs.stage_programs import StagePrograms, Value, Va
 from ipu_pipeline.engine.tracing import checkpoints, keys
 from ipu_pipeline.engine.tracing.faults import add_derivative_note
 from ipu_pipeline.engine.tracing.traced import Source, TracedPipeline, TracedStage
+from ipu_pipeline.ground import jax_compat
 
 __all__ = ["build"]
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from ipu_pipeline.engine import jax_compat
-from ipu_pipeline.engine.jaxprs.shapes import describe
 from ipu_pipeline.engine.tracing.faults import find_computing_line
 from ipu_pipeline.engine.tracing.specs import VariableSpec
+from ipu_pipeline.ground import jax_compat
+from ipu_pipeline.ground.shapes import describe
 
 __all__ = ["Captures"]
 

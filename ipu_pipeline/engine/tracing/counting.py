@@ -8,8 +8,8 @@ import jax
 import numpy as np
 from jax.extend import core as jex_core
 
-from ipu_pipeline.engine import jax_compat
 from ipu_pipeline.engine.tracing import frames
+from ipu_pipeline.ground import jax_compat
 
 __all__ = ["count_aval", "update_count", "update_count_p"]
 

@@ -19,11 +19,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ipu_pipeline.engine import jax_compat
-from ipu_pipeline.engine.errors import drop_traceback_note
-from ipu_pipeline.engine.jaxprs.shapes import describe
 from ipu_pipeline.engine.tracing import scopes
 from ipu_pipeline.engine.tracing.specs import VariableSpec
+from ipu_pipeline.ground import jax_compat
+from ipu_pipeline.ground.errors import drop_traceback_note
+from ipu_pipeline.ground.shapes import describe
 
 __all__ = [
     "Faults",

@@ -16,13 +16,14 @@ from typing import Any, TypeAlias
 import jax
 from jax.extend import core as jex_core
 
-from ipu_pipeline.engine import jax_compat, jaxprs
+from ipu_pipeline.engine import jaxprs
 from ipu_pipeline.engine.tracing import frames
 from ipu_pipeline.engine.tracing.counting import count_aval, update_count_p
 from ipu_pipeline.engine.tracing.enqueuing import enqueue_p
 from ipu_pipeline.engine.tracing.keys import key_aval, micro_batch_key_p
 from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.engine.tracing.variables import assign_variable_p, read_variable_p
+from ipu_pipeline.ground import jax_compat
 
 __all__ = ["MARKERS", "Hoisted", "contains", "hoist", "marker_rule", "variable_input"]
 

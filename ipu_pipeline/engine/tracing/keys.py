@@ -13,9 +13,9 @@ import jax
 import numpy as np
 from jax.extend import core as jex_core
 
-from ipu_pipeline.engine import jax_compat
 from ipu_pipeline.engine.tracing import frames, scopes
 from ipu_pipeline.engine.tracing.specs import serial_numbers
+from ipu_pipeline.ground import jax_compat
 
 __all__ = [
     "as_int32",

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex_core
 
-from ipu_pipeline.engine import jax_compat, jaxprs
+from ipu_pipeline.engine import jaxprs
 from ipu_pipeline.engine.tracing import frames
+from ipu_pipeline.ground import jax_compat
 
 __all__ = ["REPLICA", "cross_replica_sum", "replica_count", "replica_index", "uses_replicas"]
 

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_pipeline.engine.errors import drop_traceback_note
 from ipu_pipeline.engine.tracing import scopes
 from ipu_pipeline.engine.tracing.initializers import glorot_uniform
+from ipu_pipeline.ground.errors import drop_traceback_note
 
 __all__ = [
     "Initializer",

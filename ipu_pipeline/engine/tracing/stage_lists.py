@@ -9,7 +9,6 @@ from typing import Any, TypeAlias
 
 import jax
 
-from ipu_pipeline.engine.errors import without_traceback_note
 from ipu_pipeline.engine.tracing import scopes
 from ipu_pipeline.engine.tracing.faults import name_of
 from ipu_pipeline.engine.tracing.stage_parameters import (
@@ -21,6 +20,7 @@ from ipu_pipeline.engine.tracing.stage_parameters import (
 )
 from ipu_pipeline.engine.tracing.stages import StageFunction
 from ipu_pipeline.engine.tracing.variables import get_variable
+from ipu_pipeline.ground.errors import without_traceback_note
 
 __all__ = ["Mapping", "Stage", "StageEntry", "as_level", "flatten_stages"]
 

@@ -10,9 +10,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from ipu_pipeline.engine.jaxprs.shapes import as_shape, describe, describe_structures
 from ipu_pipeline.engine.tracing import scopes
 from ipu_pipeline.engine.tracing.specs import is_of_numbers
+from ipu_pipeline.ground.shapes import as_shape, describe, describe_structures
 
 __all__ = ["Layout", "Leaf", "Shared", "StageParameters", "check_length", "check_names", "make_layout"]
 

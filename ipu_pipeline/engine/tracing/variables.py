@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex_core
 
-from ipu_pipeline.engine import jax_compat
 from ipu_pipeline.engine.tracing import frames, scopes
 from ipu_pipeline.engine.tracing.initializers import find_initializer
 from ipu_pipeline.engine.tracing.specs import VariableSpec, dtype_of_constant, make_spec, serial_numbers
+from ipu_pipeline.ground import jax_compat
 
 __all__ = ["assign", "assign_variable_p", "get_variable", "read_variable_p"]
 

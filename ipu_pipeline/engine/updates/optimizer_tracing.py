@@ -18,7 +18,6 @@ import optax
 from jax.extend import core as jex_core
 
 from ipu_pipeline.engine import jaxprs
-from ipu_pipeline.engine.jaxprs.shapes import describe_structures
 from ipu_pipeline.engine.programs.accumulation import Reduction, count_dtype
 from ipu_pipeline.engine.tracing import frames, hoisting
 from ipu_pipeline.engine.tracing.counting import count_aval, update_count_p
@@ -26,6 +25,7 @@ from ipu_pipeline.engine.tracing.enqueuing import enqueue_p
 from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.engine.tracing.stages import as_arguments
 from ipu_pipeline.engine.updates.loss_scaling import LossScale, LossScaled
+from ipu_pipeline.ground.shapes import describe_structures
 
 __all__ = [
     "Optimizer",

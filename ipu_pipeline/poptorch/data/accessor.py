@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.utils.data
 
-from ipu_pipeline.engine.enumerations import parse_member
+from ipu_pipeline.ground.enumerations import parse_member
 from ipu_pipeline.poptorch import logs
 from ipu_pipeline.poptorch.data.messages import Loading
 from ipu_pipeline.poptorch.data.process import LoadingProcess

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.utils.data
 
-from ipu_pipeline.engine.enumerations import parse_member
+from ipu_pipeline.ground.enumerations import parse_member
 from ipu_pipeline.poptorch import logs
 from ipu_pipeline.poptorch.data.accessor import AsynchronousDataAccessor
 from ipu_pipeline.poptorch.data.partition import CombiningSampler, PartSampler, find_part

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import torch
 
-from ipu_pipeline import config, engine
+from ipu_pipeline import engine
 from ipu_pipeline.engine import peers, schedules
 from ipu_pipeline.poptorch.dtypes import jax_dtype, to_numpy
 from ipu_pipeline.poptorch.enums import Liveness, OutputMode
@@ -47,6 +47,7 @@ from ipu_pipeline.poptorch.options import Options
 from ipu_pipeline.poptorch.options.phased import PhasedExecution
 from ipu_pipeline.poptorch.options.strategies import ShardedExecution
 from ipu_pipeline.poptorch.replica_groups import find_groups
+from ipu_pipeline.processes import executable_cache
 
 __all__ = [
     "Wrapped",
@@ -240,7 +241,7 @@ def _make_program(
         if stages.has_checkpoints:
             pipeline_options["recompute"] = "auto"
     if options.executable_cache_path is not None:
-        config.enable_executable_cache(options.executable_cache_path)
+        executable_cache.enable_executable_cache(options.executable_cache_path)
     checks = options.Precision.floating_point_exceptions
     pipeline = engine.Pipeline(
         stages.functions,

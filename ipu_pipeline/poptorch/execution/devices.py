@@ -6,9 +6,10 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from ipu_pipeline import config
 from ipu_pipeline.poptorch.errors import Error
 from ipu_pipeline.poptorch.options import Options
+from ipu_pipeline.processes import selection
+from ipu_pipeline.processes.devices import have_cpu_devices
 
 __all__ = ["select_devices"]
 
@@ -40,11 +41,11 @@ def select_devices(num_ipus: int, options: Options) -> list[Any]:
     first = options.ipu_id if options.is_set("ipu_id") else 0
     use_model = options.is_set("use_model") and options.use_model
     number = options.Distributed.numProcesses
-    if config.is_selected() and not first and not use_model:
-        found = config.devices_for(0, number * wanted)
+    if selection.is_selected() and not first and not use_model:
+        found = selection.devices_for(0, number * wanted)
     else:
-        config.have_cpu_devices(number * max(first + wanted, _USUAL_NUMBER))
-        found = config.find_devices(number * (first + wanted), use_model)
+        have_cpu_devices(number * max(first + wanted, _USUAL_NUMBER))
+        found = selection.find_devices(number * (first + wanted), use_model)
     if number == 1:
         return found[first : first + wanted]
     return _of_each_process(found, number, range(first, first + num_ipus))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ipu_pipeline.ground.tables import shorten
 from ipu_pipeline.poptorch.errors import Error
 from ipu_pipeline.poptorch.execution.arguments import (
     OTHER_THAN_SHAPES,
@@ -17,7 +18,6 @@ from ipu_pipeline.poptorch.execution.building import batching_of
 from ipu_pipeline.poptorch.execution.compiled import CompiledModel
 from ipu_pipeline.poptorch.execution.together import agree
 from ipu_pipeline.poptorch.options import Options
-from ipu_pipeline.tables import shorten
 
 __all__ = ["tell_shapes", "use_program"]
 

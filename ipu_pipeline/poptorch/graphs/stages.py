@@ -17,6 +17,7 @@ import torch
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 
 from ipu_pipeline import engine
+from ipu_pipeline.ground.tables import shorten
 from ipu_pipeline.poptorch import markers
 from ipu_pipeline.poptorch.dtypes import jax_dtype, to_numpy
 from ipu_pipeline.poptorch.errors import Error
@@ -35,7 +36,6 @@ from ipu_pipeline.poptorch.lowering.index_checks import IndexChecks
 from ipu_pipeline.poptorch.lowering.interpreter import run_node
 from ipu_pipeline.poptorch.lowering.unsupported import describe_unsupported, find_unsupported
 from ipu_pipeline.poptorch.replica_groups import GroupRows
-from ipu_pipeline.tables import shorten
 
 __all__ = ["SCOPE", "ModelStages", "make_stages"]
 

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ipu_pipeline.engine.jaxprs.shapes import num_bytes
 from ipu_pipeline.engine.planning.layers import fold_names
 from ipu_pipeline.engine.planning.summaries import PipelineSummary, StageSummary, describe_numbers
+from ipu_pipeline.ground.shapes import num_bytes
+from ipu_pipeline.ground.tables import align, describe_bytes, describe_flop, printable, shorten
 from ipu_pipeline.poptorch.graphs.modules import (
     LineUse,
     ModuleUse,
@@ -23,7 +24,6 @@ from ipu_pipeline.poptorch.graphs.modules import (
     name_parts,
 )
 from ipu_pipeline.poptorch.graphs.stages import ModelStages
-from ipu_pipeline.tables import align, describe_bytes, describe_flop, printable, shorten
 
 __all__ = ["ModelSummary", "StageModules", "summarize_module", "summarize_stages"]
 

@@ -6,7 +6,7 @@ from typing import Any, Self
 
 import torch
 
-from ipu_pipeline.engine.enumerations import list_members
+from ipu_pipeline.ground.enumerations import list_members
 from ipu_pipeline.poptorch import markers
 from ipu_pipeline.poptorch.enums import MultiConvPlanType
 from ipu_pipeline.poptorch.logs import warn_once

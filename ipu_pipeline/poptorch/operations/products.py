@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ipu_pipeline.engine.enumerations import list_members
+from ipu_pipeline.ground.enumerations import list_members
 from ipu_pipeline.poptorch import markers
 from ipu_pipeline.poptorch.enums import MatMulSerializationMode
 from ipu_pipeline.poptorch.errors import Error

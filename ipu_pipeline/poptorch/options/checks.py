@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from ipu_pipeline.engine.enumerations import list_members
+from ipu_pipeline.ground.enumerations import list_members
 
 __all__ = [
     "Check",

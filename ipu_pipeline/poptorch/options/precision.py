@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from ipu_pipeline.engine.enumerations import list_members
+from ipu_pipeline.ground.enumerations import list_members
 from ipu_pipeline.poptorch.enums import HalfFloatCastingBehavior
 from ipu_pipeline.poptorch.logs import warn_once
 from ipu_pipeline.poptorch.options import checks

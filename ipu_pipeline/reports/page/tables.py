@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from ipu_pipeline.ground.tables import describe_bytes, describe_flop
 from ipu_pipeline.reports.analysis import PipelineAnalysis
 from ipu_pipeline.reports.memory_over_time import MemoryOverTime, Peak
 from ipu_pipeline.reports.page.escaping import as_html
 from ipu_pipeline.reports.predictions import Predictions
 from ipu_pipeline.reports.profile import PipelineFacts, Profile, StageFacts
 from ipu_pipeline.reports.wording import describe_share, describe_speed, describe_time
-from ipu_pipeline.tables import describe_bytes, describe_flop
 
 __all__ = ["table_of_bubble", "table_of_ipus", "table_of_memory", "table_of_predictions", "table_of_stages"]
 

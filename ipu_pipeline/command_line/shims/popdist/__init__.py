@@ -5,7 +5,7 @@ one of one. Each has a replica until `replicationFactor` says otherwise, and a m
 a replica has.
 """
 
-from ipu_pipeline.popdist import getInstanceIndex, getNumInstances, isPopdistEnvSet
+from ipu_pipeline.tf1.popdist import getInstanceIndex, getNumInstances, isPopdistEnvSet
 
 __all__ = [
     "getInstanceIndex",

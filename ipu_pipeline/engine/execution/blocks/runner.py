@@ -33,7 +33,6 @@ from ipu_pipeline.engine.execution.compiling import note_temporaries
 from ipu_pipeline.engine.execution.contract import Iterated, Request, Runner
 from ipu_pipeline.engine.execution.kept import identify, jit_zeros, text_of
 from ipu_pipeline.engine.execution.watched import watched_take
-from ipu_pipeline.engine.jaxprs.shapes import num_bytes
 from ipu_pipeline.engine.planning.memory_plans import IpuMemory, StageMemory
 from ipu_pipeline.engine.programs.collecting import Collecting
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms
@@ -42,6 +41,7 @@ from ipu_pipeline.engine.state import Collected, Handed, Progress, RunState
 from ipu_pipeline.engine.tracing.keys import as_int32
 from ipu_pipeline.engine.updates.optimizer_tracing import UpdateKind
 from ipu_pipeline.engine.watching import Launch, LaunchKind
+from ipu_pipeline.ground.shapes import num_bytes
 
 __all__ = ["BlockRunner", "PendingBlock"]
 

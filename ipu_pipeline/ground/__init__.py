@@ -1,0 +1,1 @@
+"""What every room may use: it knows no pipelines, and imports nothing of the package."""

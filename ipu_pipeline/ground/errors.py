@@ -1,0 +1,58 @@
+"""Exceptions of the library, and what they show of those of JAX."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+__all__ = [
+    "CheckpointError",
+    "OutOfRangeError",
+    "ProcessError",
+    "drop_traceback_note",
+    "without_traceback_note",
+]
+
+# The note with which JAX says that it has removed its frames from a traceback (JAX_TRACEBACK_FILTERING).
+_TRACEBACK_NOTE = "JAX has removed its internal frames from the traceback"
+
+
+class OutOfRangeError(Exception):
+    """The data set ended before the run had all the micro-batches that it needs.
+
+    Weight updates that were complete by then remain; the one that was being accumulated is dropped.
+    """
+
+    __module__ = "ipu_pipeline.errors"  # where users have it from, as tracebacks show it
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be read, or does not fit the programs that are to use it."""
+
+    __module__ = "ipu_pipeline.errors"
+
+
+class ProcessError(RuntimeError):
+    """Another process of the run has ended, does not answer, or had an error; the message names it."""
+
+    __module__ = "ipu_pipeline.errors"
+
+
+@contextlib.contextmanager
+def without_traceback_note() -> Iterator[None]:
+    """Drops JAX's note about removed frames from the error that a `with` block, or a function, ends in.
+
+    The last lines of the traceback are then the error and our note about where it happened.
+    """
+    try:
+        yield
+    except Exception as error:
+        drop_traceback_note(error)
+        raise
+
+
+def drop_traceback_note(error: BaseException) -> None:
+    """Drops the note from an error that has been caught."""
+    notes = getattr(error, "__notes__", None)
+    if isinstance(notes, list):
+        notes[:] = [note for note in notes if _TRACEBACK_NOTE not in str(note)]

@@ -1,0 +1,27 @@
+"""What errors and warnings say: names that are near, and each warning once."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+import warnings
+
+__all__ = ["find_near", "warn_once"]
+
+_warned: set[str] = set()
+
+
+def warn_once(name: str, message: str) -> None:
+    """Warns the first time that it is called for a name."""
+    if name not in _warned:
+        _warned.add(name)
+        frame, level = sys._getframe(), 1  # noqa: SLF001  # the line of the program's, however deep this is
+        while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("ipu_pipeline"):
+            frame, level = frame.f_back, level + 1
+        warnings.warn(message, stacklevel=level)
+
+
+def find_near(name: str, known: list[str], prefix: str = "") -> str:
+    """What to say to somebody who may have meant another name; an empty text if none is near."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return f" Did you mean {prefix + near[0]!r}?" if near else ""

@@ -1,0 +1,162 @@
+"""Shapes and dtypes of pytrees of arrays, and checks against them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ipu_pipeline.ground.values import as_own
+
+__all__ = [
+    "as_shape",
+    "check_dtype",
+    "check_float_dtype",
+    "check_like",
+    "describe",
+    "describe_structure",
+    "describe_structures",
+    "num_bytes",
+    "trees_equal",
+]
+
+
+def as_shape(value: Any) -> jax.ShapeDtypeStruct:
+    """The shape and dtype that a value has as a JAX array; likewise for a `ShapeDtypeStruct`."""
+    if not hasattr(value, "dtype"):
+        value = np.asarray(value)
+    dtype = value.dtype
+    if isinstance(dtype, np.dtype) and not dtype.isnative:
+        dtype = dtype.newbyteorder("=")
+    return jax.ShapeDtypeStruct(tuple(value.shape), jax.dtypes.canonicalize_dtype(dtype))
+
+
+def check_dtype(dtype: Any, argument: str) -> np.dtype[Any]:
+    """A dtype that was given for an argument.
+
+    Raises:
+      ValueError: it is none, or needs JAX's 64-bit mode.
+    """
+    try:
+        checked: np.dtype[Any] = np.dtype(dtype)
+    except TypeError as error:
+        raise ValueError(f"{argument} must be a dtype; got {dtype!r}.") from error
+    if jax.dtypes.canonicalize_dtype(checked) != checked:
+        raise ValueError(f"{argument} {checked.name} needs JAX's 64-bit mode; give another one.")
+    return checked
+
+
+def check_float_dtype(dtype: Any, argument: str) -> np.dtype[Any]:
+    """Likewise a floating-point dtype."""
+    checked = check_dtype(dtype, argument)
+    if not jnp.issubdtype(checked, jnp.floating):
+        raise ValueError(f"{argument} must be a floating-point dtype; got {checked.name}.")
+    return checked
+
+
+class _Bare(str):
+    """A text that has no quotes in the text of a tree."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def describe(value: Any) -> str:
+    """Shapes and dtypes of a pytree for errors, for example `{'x': float32[4, 12]}`."""
+    return str(jax.tree.map(lambda leaf: _Bare(f"{leaf.dtype.name}{list(leaf.shape)}"), value))
+
+
+def describe_structure(tree: Any) -> str:
+    """The structure of a pytree for errors, for example "a tuple of 2 arrays".
+
+    Args:
+      tree: the structure, as `jax.tree.structure` gives it.
+    """
+    node, children = tree.node_data(), tree.children()
+    if node is None:
+        return "an array" if tree.num_leaves else "None"
+    kind, keys = node
+    if kind is type(None):
+        return "None"
+    name, parts = f"a {kind.__name__}", [describe_structure(child) for child in children]
+    if not parts:
+        return f"an empty {kind.__name__}"
+    are_arrays = all(part == "an array" for part in parts)
+    if issubclass(kind, dict):
+        if are_arrays:
+            return f"{name} with the key{'s' * (len(parts) > 1)} {', '.join(map(repr, keys))}"
+        return f"{name} {{{', '.join(f'{key!r}: {part}' for key, part in zip(keys, parts, strict=True))}}}"
+    if hasattr(kind, "_fields"):  # a namedtuple
+        return (
+            f"{name}({', '.join(f'{key}: {part}' for key, part in zip(kind._fields, parts, strict=True))})"
+        )
+    if are_arrays:
+        return f"{name} of {len(parts)} array{'s' * (len(parts) > 1)}"
+    return f"{name} of ({', '.join(parts)})"
+
+
+def describe_structures(*trees: Any) -> list[str]:
+    """Likewise several structures that differ, each so that the difference shows."""
+    described = [describe_structure(tree) for tree in trees]
+    return described if len(set(described)) > 1 else [str(tree) for tree in trees]
+
+
+def num_bytes(shapes: Iterable[Any]) -> int:
+    """How many bytes arrays of these shapes and dtypes take together."""
+    return sum(math.prod(shape.shape) * shape.dtype.itemsize for shape in shapes)
+
+
+def trees_equal(first: Any, second: Any) -> bool:
+    """Whether two structures of pytrees are the same."""
+    return bool(first == second)
+
+
+def check_like(value: Any, expected: Any, what: str) -> list[Any]:
+    """The leaves of a value, if it is like another one; NumPy's arrays with the dtypes that JAX has.
+
+    Args:
+      value: a pytree of arrays.
+      expected: a pytree of `ShapeDtypeStruct`s.
+      what: what errors call the value.
+
+    Raises:
+      ValueError: structure, shape or dtype differ, and it names the paths of all leaves that do; or a
+        value does not fit, or is masked.
+    """
+    leaves, tree = jax.tree.flatten(value)
+    expected_tree = jax.tree.structure(expected)
+    found, wanted = _shapes_by_path(value), _shapes_by_path(expected)
+    different = [
+        (f"at {path}, " if path else "", describe(known), describe(found[path]))
+        for path, known in wanted.items()
+        if path in found and (found[path].shape, found[path].dtype) != (known.shape, known.dtype)
+    ]
+    if not trees_equal(tree, expected_tree):
+        right, wrong = describe_structures(expected_tree, tree)
+        parts = [f"{what} must be {right}, as the first one; got {wrong}."]
+        is_one = (
+            "" in wanted or "" in found
+        )  # one array, whose path is empty: all of the other would be named
+        missing = [path for path in wanted if path not in found and not is_one]
+        unexpected = [path for path in found if path not in wanted and not is_one]
+        parts += [f"Missing: {', '.join(missing)}."] if missing else []
+        parts += [f"Unexpected: {', '.join(unexpected)}."] if unexpected else []
+        parts += [f"It must have, {path}{old}; got {new}." for path, old, new in different]
+        raise ValueError(" ".join(parts))
+    if different:
+        described = "; ".join(f"{path}{old}; got {new}" for path, old, new in different)
+        raise ValueError(
+            f"{what} must have the shape and dtype of the first one, {described}. Sizes are fixed: drop "
+            "the remainder of a data set that does not fill its last batch (drop_remainder)."
+        )
+    paths = [f"{what}, at {path}" if path else what for path in found]
+    return [as_own(leaf, path) for leaf, path in zip(leaves, paths, strict=True)]
+
+
+def _shapes_by_path(value: Any) -> dict[str, jax.ShapeDtypeStruct]:
+    paths_and_leaves = jax.tree_util.tree_flatten_with_path(value)[0]
+    return {jax.tree_util.keystr(path): as_shape(leaf) for path, leaf in paths_and_leaves}

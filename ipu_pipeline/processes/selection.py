@@ -1,0 +1,206 @@
+"""Which JAX devices are the IPUs of this program.
+
+An IPU is one JAX device. A configuration selects them; without one the first run selects as many as the
+programs compiled so far need. Where several processes run the program (`ipu_pipeline.distributed`), devices
+are those of all, and each process makes its part of the CPU's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from ipu_pipeline.processes.devices import check_num_cpu_devices, have_cpu_devices, spread, want_cpu_devices
+
+__all__ = [
+    "System",
+    "allows_recomputation",
+    "devices_for",
+    "find_devices",
+    "is_selected",
+    "norm_group_size",
+    "num_configured",
+    "reserve",
+    "reset_ipu_configuration",
+    "running_on_ipu_model",
+    "select",
+    "select_automatically",
+    "selected_devices",
+    "set_num_devices",
+]
+
+
+@dataclass
+class System:
+    """The selected devices, and what a configuration says of all programs on them."""
+
+    groups: list[list[Any]]  # per TensorFlow device (`/device:IPU:<n>`), in the order that stages take them
+    is_automatic: bool  # no configuration selected them, so their number grows with what programs need
+    allow_recompute: bool = False  # pipelines that train recompute
+    wanted: Sequence[int] = ()  # how many IPUs a configuration asked for, per group; the rest is idle
+    norm_group_size: int = 1  # how many replicas share the statistics of batch normalization
+
+
+_system: System | None = None
+
+
+def select(system: System) -> None:
+    """Selects what a configuration found, in place of what was selected."""
+    global _system
+    _system = system
+
+
+def set_num_devices(number: int) -> None:
+    """Makes JAX's CPU so many devices, each of which can be an IPU. Call it at the top of a program.
+
+    JAX fixes the number when it is first used: when an array is made (`jnp.float32(2)`, a module of Flax),
+    a random key, or when somebody looks at `jax.devices()`. Without this function, and without
+    `IPUConfig.configure_ipu_system`, there are as many as the programs need that are compiled before.
+    Accelerators are as many as there are.
+
+    Args:
+      number: from 1. Where JAX runs already, so many or more must be there.
+
+    Raises:
+      RuntimeError: JAX's CPU backend is running already, with fewer devices.
+      ValueError: it is no number from 1.
+    """
+    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+        raise ValueError(f"set_num_devices: number must be an integer from 1; got {number!r}.")
+    want_cpu_devices(number)
+
+
+def select_automatically(needs: Iterable[tuple[int, int]]) -> None:
+    """Selects devices for programs, unless a system was configured; what is selected already stays.
+
+    Args:
+      needs: for each program the n of its `/device:IPU:<n>`, and how many IPUs it needs.
+
+    Raises:
+      ValueError: there are fewer accelerators.
+      RuntimeError: JAX's CPU backend is running already, with fewer devices.
+    """
+    global _system
+    if _system is not None and not _system.is_automatic:
+        return
+    groups = [] if _system is None else [list(group) for group in _system.groups]
+    wanted = _group_sizes(groups, needs)
+    if wanted == [len(group) for group in groups]:
+        return
+    used = [device for group in groups for device in group]
+    found = spread(find_devices(sum(wanted), ipu_model=False), sum(wanted))
+    free = [device for device in found if device not in used]
+    groups += [[] for _ in range(len(wanted) - len(groups))]
+    for group, number in zip(groups, wanted, strict=True):
+        num_missing = number - len(group)
+        group += free[:num_missing]
+        free = free[num_missing:]
+    _system = System(groups, is_automatic=True)
+
+
+def reserve(needs: Iterable[tuple[int, int]]) -> None:
+    """Sees to it that the CPU will have devices enough for programs, unless a system was configured.
+
+    It does not start JAX's backend.
+
+    Args:
+      needs: for each program the n of its `/device:IPU:<n>`, and how many IPUs it needs.
+
+    Raises:
+      RuntimeError: the CPU backend is running already, with fewer devices.
+    """
+    if _system is not None and not _system.is_automatic:
+        return
+    number = sum(_group_sizes([] if _system is None else _system.groups, needs))
+    if not have_cpu_devices(number) and jax.default_backend() == "cpu":
+        check_num_cpu_devices(number)
+
+
+def _group_sizes(groups: Sequence[Sequence[Any]], needs: Iterable[tuple[int, int]]) -> list[int]:
+    """How many IPUs each `/device:IPU:<n>` is to have."""
+    wanted = [len(group) for group in groups]
+    for ordinal, number in needs:
+        wanted += [1] * (ordinal + 1 - len(wanted))
+        wanted[ordinal] = max(wanted[ordinal], number)
+    return wanted
+
+
+def is_selected() -> bool:
+    """Whether devices have been selected, in whatever way."""
+    return _system is not None
+
+
+def allows_recomputation() -> bool:
+    """Whether the configured system has `allow_recompute`."""
+    return _system is not None and _system.allow_recompute
+
+
+def num_configured(ordinal: int) -> int | None:
+    """How many IPUs a configuration asked for `/device:IPU:<ordinal>`; None if none did."""
+    if _system is None or ordinal >= len(_system.wanted):
+        return None
+    return _system.wanted[ordinal]
+
+
+def norm_group_size() -> int:
+    """How many replicas the configured system has share statistics of batch normalization; 1 by default."""
+    return 1 if _system is None else _system.norm_group_size
+
+
+def selected_devices(ordinal: int) -> list[Any]:
+    """The JAX devices of `/device:IPU:<ordinal>` as selected so far; selects none."""
+    if _system is None or ordinal >= len(_system.groups):
+        return []
+    return _system.groups[ordinal]
+
+
+def devices_for(ordinal: int, number: int) -> list[Any]:
+    """The JAX devices of `/device:IPU:<ordinal>`, at least `number` of them.
+
+    Raises:
+      ValueError: the configured system has fewer, or there are fewer accelerators.
+      RuntimeError: JAX's CPU backend is running already, with fewer devices.
+    """
+    select_automatically([(ordinal, number)])
+    assert _system is not None
+    if ordinal >= len(_system.groups):
+        raise ValueError(
+            f"The program is placed on /device:IPU:{ordinal}, but the configured system has only "
+            f"{len(_system.groups)} such device(s); give auto_select_ipus a list with a number for each."
+        )
+    group = _system.groups[ordinal]
+    if len(group) < number:
+        raise ValueError(
+            f"The program needs {number} IPUs, but configure_ipu_system() selected {len(group)} for "
+            f"/device:IPU:{ordinal}. Set IPUConfig.auto_select_ipus to at least {number}."
+        )
+    return group
+
+
+def reset_ipu_configuration() -> None:
+    """Forgets the selected devices, as if nothing had been configured."""
+    global _system
+    _system = None
+
+
+def running_on_ipu_model() -> bool:
+    """Whether the IPUs that were selected are virtual, devices of the CPU."""
+    return any(device.platform == "cpu" for device in selected_devices(0))
+
+
+def find_devices(number: int, ipu_model: bool) -> list[Any]:
+    """All devices that can be IPUs, at least `number`; makes that many if they are CPU devices."""
+    have_cpu_devices(number)
+    devices: list[Any] = jax.devices("cpu") if ipu_model else jax.devices()
+    if len(devices) >= number:
+        return devices
+    platform = devices[0].platform
+    if platform == "cpu":
+        check_num_cpu_devices(number)
+    raise ValueError(
+        f"{number} IPUs are needed, but there are {len(devices)} {platform} device(s). Set "
+        "IPUConfig.ipu_model = True to use CPU devices as IPUs, or use fewer."
+    )

@@ -1,0 +1,258 @@
+"""`IPUConfig`: which JAX devices are the IPUs, and what programs do on them.
+
+Without it the first `run` selects as many devices as the programs compiled so far need.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ipu_pipeline.graphcore.importing import explain_missing
+from ipu_pipeline.ground.enumerations import list_members
+from ipu_pipeline.ground.messages import find_near
+from ipu_pipeline.processes import selection
+from ipu_pipeline.processes.devices import spread
+from ipu_pipeline.processes.executable_cache import (
+    CACHE_DIR_VARIABLE,
+    enable_executable_cache,
+)
+from ipu_pipeline.processes.selection import (
+    reset_ipu_configuration,
+    running_on_ipu_model,
+    selected_devices,
+    set_num_devices,
+)
+from ipu_pipeline.tf1.config_categories import (
+    CATEGORIES,
+    SETTINGS,
+    Category,
+    DeviceConnectionType,
+    ExecutionProfileType,
+    IPUModel,
+    MergeRemoteBuffersBehaviour,
+    SchedulingAlgorithm,
+    SelectionOrder,
+    StochasticRoundingBehaviour,
+)
+
+__all__ = [
+    "CACHE_DIR_VARIABLE",
+    "DeviceConnectionType",
+    "ExecutionProfileType",
+    "IPUConfig",
+    "MergeRemoteBuffersBehaviour",
+    "SchedulingAlgorithm",
+    "SelectionOrder",
+    "StochasticRoundingBehaviour",
+    "configure_ipu_system",
+    "enable_executable_cache",
+    "reset_ipu_configuration",
+    "running_on_ipu_model",
+    "selected_devices",
+    "set_num_devices",
+]
+
+
+class IPUConfig:
+    """Selects the IPUs, and says how.
+
+    Attributes:
+      auto_select_ipus: how many IPUs; a list gives each `/device:IPU:<n>` its number. For R replicas of a
+        pipeline of S IPUs it is R times S.
+      select_ipus: instead of that, which ones: indices of JAX devices, in the order that
+        `/device:IPU:0` has them.
+      selection_order: a `utils.SelectionOrder`.
+      ipu_model: True makes CPU devices the IPUs; it is Graphcore's category of settings as well.
+      auto_round_num_ipus: True takes the next power of two where the number is none; the rest is idle.
+      require_power_of_two: False allows any number.
+      allow_recompute: True lets the stages of pipelines that train compute values again in their backward,
+        instead of keeping them; see `pipelining_ops.RecomputationMode`.
+
+    With `norms.experimental.distributed_batch_norm_replica_group_size` the replicas of a program share the
+    statistics of batch normalization: it is their number, or 1, which is the default, for statistics of
+    each replica. It counts for programs that are compiled after `configure_ipu_system`.
+
+    Graphcore's other settings are known by their names (`config.floating_point_behaviour.esr`). They have
+    no effect: who sets one to something else than its default is told why, once.
+
+    Example:
+      config = IPUConfig()
+      config.auto_select_ipus = 2
+      config.configure_ipu_system()
+    """
+
+    auto_select_ipus: int | list[int] | None
+    select_ipus: list[int] | None
+    selection_order: SelectionOrder
+    ipu_model: IPUModel
+    auto_round_num_ipus: bool
+    require_power_of_two: bool
+    allow_recompute: bool
+
+    def __init__(self) -> None:
+        """Starts with nothing selected."""
+        for name, value in _DEFAULTS.items():
+            object.__setattr__(self, name, value)
+        for name in CATEGORIES:
+            object.__setattr__(self, name, IPUModel() if name == "ipu_model" else Category(name))
+        object.__setattr__(self, "_others", Category(""))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Checks the name and the value."""
+        if name in SETTINGS:
+            setattr(self._others, name, value)
+            return
+        if name in CATEGORIES and name != "ipu_model":
+            raise TypeError(f"IPUConfig.{name} is a category: set what it has. Got {value!r}.")
+        if name not in _DEFAULTS:
+            raise AttributeError(_describe_unknown(name))
+        if name in ("auto_select_ipus", "select_ipus"):
+            _check_numbers(name, value)
+        elif name == "selection_order":
+            if not isinstance(value, SelectionOrder):
+                raise TypeError(
+                    f"IPUConfig.selection_order must be one of {list_members(SelectionOrder)}; got "
+                    f"{value!r}."
+                )
+        elif not isinstance(value, (bool, IPUModel) if name == "ipu_model" else bool):
+            raise TypeError(f"IPUConfig.{name} must be True or False; got {value!r}.")
+        elif name == "ipu_model":
+            value = (value if isinstance(value, IPUModel) else self.ipu_model).with_used(bool(value))
+        object.__setattr__(self, name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        """Only called for names that are no attributes of its own."""
+        if name in SETTINGS and "_others" in vars(self):
+            return getattr(self._others, name)
+        raise AttributeError(_describe_unknown(name))
+
+    def configure_ipu_system(self, device: str = "cpu") -> None:
+        """Selects the devices. It starts JAX's backend, with enough virtual devices if that is a CPU.
+
+        Where several processes run the program, the devices are those of all, process by process; if the
+        environment says so (see `ipu_pipeline.distributed`), it joins this process with them.
+
+        Args:
+          device: the host's, in Graphcore's programs; only "cpu" and names of a CPU device.
+
+        Raises:
+          ValueError: nothing, or too much, is selected; the number of IPUs is not a power of two; or
+            there are fewer accelerators.
+          RuntimeError: JAX's CPU backend is running already, with fewer devices.
+        """
+        if "cpu" not in str(device).lower():
+            raise ValueError(
+                f"configure_ipu_system: device is the host's, a CPU like 'cpu'; got {device!r}."
+            )
+        if self.select_ipus is not None:
+            if self.auto_select_ipus is not None:
+                raise ValueError(
+                    "IPUConfig: set auto_select_ipus or select_ipus, not both; they are "
+                    f"{self.auto_select_ipus} and {self.select_ipus}."
+                )
+            self._check_power_of_two(len(self.select_ipus))
+            available = selection.find_devices(max(self.select_ipus) + 1, bool(self.ipu_model))
+            chosen = [[available[index] for index in self.select_ipus]]
+        elif self.auto_select_ipus is None:
+            raise ValueError("IPUConfig: auto_select_ipus must be set to a number of IPUs; it is None.")
+        else:
+            wanted = self.group_sizes
+            reserved = [self._check_power_of_two(number) for number in wanted]
+            available = spread(selection.find_devices(sum(reserved), bool(self.ipu_model)), sum(reserved))
+            starts = [sum(reserved[:index]) for index in range(len(reserved))]
+            chosen = [
+                available[start : start + number] for start, number in zip(starts, reserved, strict=True)
+            ]
+        groups = [[group[index] for index in self.selection_order.permute(len(group))] for group in chosen]
+        selection.select(
+            selection.System(
+                groups,
+                is_automatic=False,
+                allow_recompute=self.allow_recompute,
+                wanted=self.group_sizes,
+                norm_group_size=self.norms.experimental.distributed_batch_norm_replica_group_size,
+            )
+        )
+
+    @property
+    def group_sizes(self) -> list[int]:
+        """How many IPUs each `/device:IPU:<n>` is to have; empty if nothing is selected."""
+        if self.select_ipus is not None:
+            return [len(self.select_ipus)]
+        if self.auto_select_ipus is None:
+            return []
+        return (
+            [self.auto_select_ipus] if isinstance(self.auto_select_ipus, int) else [*self.auto_select_ipus]
+        )
+
+    def _check_power_of_two(self, number: int) -> int:
+        """How many IPUs to take for a wanted number."""
+        rounded = 1 << (number - 1).bit_length()
+        if number == rounded or not self.require_power_of_two:
+            return number
+        if self.auto_round_num_ipus:
+            return rounded
+        raise ValueError(
+            "Unsupported number of IPUs requested - could not find an IPU device with "
+            f"{number} IPUs: IPU systems come in powers of two. Set IPUConfig.auto_round_num_ipus = True "
+            f"to take {rounded} and leave {rounded - number} idle, or "
+            "IPUConfig.require_power_of_two = False, which JAX devices do not mind."
+        )
+
+
+_DEFAULTS: dict[str, Any] = {
+    "auto_select_ipus": None,
+    "select_ipus": None,
+    "selection_order": SelectionOrder.AUTO,
+    "ipu_model": False,
+    "auto_round_num_ipus": False,
+    "require_power_of_two": True,
+    "allow_recompute": False,
+}
+
+
+def configure_ipu_system(config: IPUConfig, device: str = "cpu", reset_configuration: bool = True) -> None:
+    """As `IPUConfig.configure_ipu_system`.
+
+    Args:
+      config: what to configure.
+      device: the host's.
+      reset_configuration: False refuses to replace another configuration.
+
+    Raises:
+      RuntimeError: `reset_configuration` is False, and devices are selected.
+      Others: as that.
+    """
+    if not isinstance(config, IPUConfig):
+        raise TypeError(f"configure_ipu_system: config must be an IPUConfig; got {type(config).__name__}.")
+    if not reset_configuration and selection.is_selected():
+        raise RuntimeError(
+            "configure_ipu_system: devices have been selected already, and reset_configuration is False. "
+            "Call reset_ipu_configuration() before."
+        )
+    config.configure_ipu_system(device)
+
+
+def _check_numbers(name: str, value: Any) -> None:
+    is_selection = name == "select_ipus"
+    lowest = 0 if is_selection else 1
+    numbers = value if isinstance(value, (list, tuple)) else [value]
+    if value is None:
+        return
+    if not numbers or not all(
+        isinstance(n, int) and not isinstance(n, bool) and n >= lowest for n in numbers
+    ):
+        kind = "list of device indices from 0" if is_selection else "number from 1, or a list of them"
+        raise ValueError(f"IPUConfig.{name} must be a {kind}; got {value!r}.")
+    if is_selection and (not isinstance(value, (list, tuple)) or len(set(numbers)) < len(numbers)):
+        raise ValueError(
+            f"IPUConfig.select_ipus must be a list of different device indices; got {value!r}."
+        )
+
+
+def _describe_unknown(name: str) -> str:
+    near = find_near(name, [*_DEFAULTS, *CATEGORIES, *SETTINGS, "configure_ipu_system"])
+    return f"IPUConfig has no attribute {name!r}.{near}"
+
+
+explain_missing(__name__)

@@ -1,0 +1,450 @@
+"""What all estimators do: training, evaluation and prediction around a `model_fn`, with checkpoints."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import copy
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from ipu_pipeline.checkpointing import checkpoints
+from ipu_pipeline.checkpointing.checkpoints import CheckpointSeries
+from ipu_pipeline.checkpointing.writable import check_writable
+from ipu_pipeline.engine.execution.kept import KeptPrograms
+from ipu_pipeline.processes import selection
+from ipu_pipeline.tf1.estimator.exporting import check_export, export_prediction
+from ipu_pipeline.tf1.estimator.inference import Inference, PaddedData
+from ipu_pipeline.tf1.estimator.predictions import choose_entries, split_examples
+from ipu_pipeline.tf1.estimator.programs import EstimatorProgram, ModeKeys, call_input_fn
+from ipu_pipeline.tf1.estimator.restoring import (
+    CHECKPOINTS,
+    GLOBAL_STEP,
+    agree_on_directory,
+    find_checkpoint,
+    find_warm_variables,
+    take_weights,
+)
+from ipu_pipeline.tf1.estimator.scalars import ScalarWriter
+from ipu_pipeline.tf1.estimator.training import Training, describe_function
+from ipu_pipeline.tf1.ipu_run_config import RunConfig
+from ipu_pipeline.tf1.ipu_session_run_hooks import (
+    CheckpointSaverListener,
+    SessionRunHook,
+    check_hooks,
+    check_listeners,
+)
+from ipu_pipeline.tf1.session.resuming import check_optimizers, check_program
+from ipu_pipeline.tf1.session.session import Session
+
+__all__ = ["Estimator"]
+
+_RESERVED = ("input_fn",)
+_logger = logging.getLogger("ipu_pipeline.estimator")
+
+
+class Estimator(abc.ABC):
+    """Trains, evaluates and predicts.
+
+    A step is a micro-batch of each replica, and `global_step` counts them. Messages go to the logger
+    "ipu_pipeline.estimator", and what a terminal shows is in `train`.
+    """
+
+    def __init__(
+        self,
+        model_fn: Callable[..., Any],
+        model_dir: str | os.PathLike[str] | None,
+        config: RunConfig | None,
+        params: Mapping[str, Any] | None,
+        warm_start_from: str | os.PathLike[str] | None,
+    ) -> None:
+        """Checks the arguments; see the estimators."""
+        if not isinstance(config, RunConfig):
+            raise ValueError("`config` must be provided with type `ipu_run_config.RunConfig`")
+        if params is not None and not isinstance(params, dict):
+            raise ValueError("`params` is expected to be of type `dict`")
+        if any(key in (params or {}) for key in _RESERVED):
+            raise ValueError(f"{list(_RESERVED)} are reserved keys but existed in params {params}.")
+        given = None if model_dir is None else os.fspath(model_dir)
+        configured = None if config.model_dir is None else os.fspath(config.model_dir)
+        if given is not None and configured is not None and given != configured:
+            raise ValueError(
+                "`model_dir` are set both in constructor and `RunConfig`, but with different values. In "
+                f"constructor: '{given}', in `RunConfig`: '{configured}'."
+            )
+        directory = agree_on_directory(given or configured)
+        self._model_dir = Path(directory).absolute()
+        self._model_fn = model_fn
+        self._config = config
+        self._params = copy.deepcopy(dict(params or {}))
+        self._warm_start_from = warm_start_from
+        self._series = CheckpointSeries(
+            self._model_dir / CHECKPOINTS, max_to_keep=config.keep_checkpoint_max or None
+        )
+        self._kept = {mode: KeptPrograms() for mode in ModeKeys}
+
+    @property
+    def model_dir(self) -> str:
+        """Where checkpoints and scalars are."""
+        return str(self._model_dir)
+
+    @property
+    def config(self) -> RunConfig:
+        """The configuration."""
+        return self._config
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """A copy of the parameters."""
+        return copy.deepcopy(self._params)
+
+    @property
+    def model_fn(self) -> Callable[..., Any]:
+        """The function."""
+        return self._model_fn
+
+    def train(
+        self,
+        input_fn: Callable[..., Any],
+        hooks: Sequence[SessionRunHook] | None = None,
+        steps: int | None = None,
+        max_steps: int | None = None,
+        saving_listeners: Sequence[CheckpointSaverListener] | None = None,
+    ) -> Self:
+        """Trains, from the last checkpoint in `model_dir` if there is one.
+
+        The data set goes on where it stood at the checkpoint, if that was trained by an `input_fn` of the
+        same name and the data had not ended: so training that was interrupted, or done in parts, gives the
+        same as all of it at once. It has to give the same elements again.
+
+        Checkpoints are saved as `config` says and at the end, unless a hook ends training with a
+        FloatingPointError because the loss is not finite. SIGINT and SIGTERM end training after the
+        running weight update: it saves a checkpoint, and the process exits with 130 or 143. A second one
+        does not wait for the update.
+
+        A terminal shows a bar. The logger is told where training begins and ends, of every checkpoint, and
+        as `config` says the loss and the speed. What cannot be written is found before anything compiles.
+
+        Args:
+          input_fn: takes any of `mode`, `params` and `config`, returns a data set as `IPUInfeedQueue`
+            takes it. Training ends at its end.
+          hooks: called around each run, after those of the specification.
+          steps: how many micro-batches each replica is to train on, a multiple of `iterations_per_loop`.
+          max_steps: until which `global_step` to train, instead. The last weight update may go beyond it.
+          saving_listeners: called around each save of a checkpoint, which training waits for then.
+
+        Returns:
+          The estimator.
+
+        Raises:
+          CheckpointError: no checkpoint in `model_dir` can be read, or the newest that can be is of another
+            model; the data set is shorter than it was; or the last checkpoint cannot be written.
+          OSError: nothing can be written to `model_dir`.
+          SystemExit: a signal came.
+          TypeError, ValueError: an argument, or what `model_fn` or `input_fn` returns, is not usable.
+        """
+        given = check_hooks(hooks, "hooks")
+        listeners = check_listeners(saving_listeners, "train")
+        if steps is not None and max_steps is not None:
+            raise ValueError("Can not provide both steps and max_steps.")
+        if steps is None and max_steps is None:
+            raise ValueError("One of `steps` or `max_steps` must be specified.")
+        self.check_steps(steps)
+        _check_number("max_steps", max_steps)
+        latest = self._series.latest()
+        if max_steps is None or latest is None or int(latest.name) < max_steps:
+            check_writable(self._model_dir, "train: checkpoints and scalars", may_be_full=True)
+        self._select_devices()
+        dataset = self._call_input_fn(input_fn, ModeKeys.TRAIN)
+        with self._kept[ModeKeys.TRAIN].building():
+            made = self._build(ModeKeys.TRAIN, dataset)
+        found = self._series.read_latest(set_aside=True)
+        global_step = 0 if found is None else int(found[1].extra.get(GLOBAL_STEP, found[0]))
+        if max_steps is not None and global_step >= max_steps:
+            _logger.info("Skipping training since max_steps has already saved.")
+            return self
+        path = self._series.path(found[0]) if found is not None else None
+        is_same_data = begins_anew = False
+        with Session(seed=self._config.tf_random_seed or 0) as session:
+            if found is not None and path is not None:
+                snapshot = found[1]
+                check_program(snapshot, path, made.program, allow_extra=False)
+                check_optimizers(snapshot, path, made.program)
+                is_same_data = snapshot.extra.get("input_fn") == describe_function(input_fn)
+                goes_on = is_same_data and not snapshot.extra.get("data_has_ended")
+                session.take_over(snapshot, path, fits=False, feeds=goes_on)
+                begins_anew = goes_on and bool(snapshot.extra.get("is_complete"))
+                _logger.info("Training goes on from step %d, restored from %s.", global_step, path)
+            elif self._warm_start_from is not None:
+                session.load(find_warm_variables(self._warm_start_from, made.program))
+            final_step = max_steps if max_steps is not None else global_step + (steps or 0)
+            every = made.spec.hooks + given
+            for hook in every:
+                hook.begin()
+            for listener in listeners:
+                listener.begin()
+            initializer = made.infeed.initializer
+            session.run(initializer)
+            with contextlib.closing(ScalarWriter(self._model_dir, global_step)) as scalars:
+                Training(
+                    made,
+                    session,
+                    every,
+                    self._config,
+                    self._series,
+                    scalars,
+                    input_fn,
+                    global_step,
+                    initializer,
+                    is_same_data,
+                    begins_anew,
+                    listeners,
+                ).run_until(final_step)
+        return self
+
+    def evaluate(
+        self,
+        input_fn: Callable[..., Any],
+        steps: int | None = None,
+        hooks: Sequence[SessionRunHook] | None = None,
+        checkpoint_path: str | os.PathLike[str] | None = None,
+        name: str | None = None,
+    ) -> dict[str, float]:
+        """Evaluates the variables of a checkpoint.
+
+        Args:
+          input_fn: as for `train`.
+          steps: how many micro-batches of each replica, a multiple of `iterations_per_loop`; None for all
+            of the data set. All of them count, also where there are fewer than a run takes.
+          hooks: called around each run, after those of the specification.
+          checkpoint_path: which checkpoint; None for the newest in `model_dir`. If there is none, the
+            initial values are evaluated, with a warning.
+          name: of this evaluation, if there are several: scalars go to the folder eval_<name>.
+
+        Returns:
+          The means of the metrics over micro-batches, by name, with "loss"; and "global_step".
+
+        Raises:
+          CheckpointError: the checkpoint cannot be read, or is of another model.
+          KeyError, TypeError: `eval_metrics_fn` returns no dict with "loss".
+          ValueError: an argument is not usable, or the data set is empty.
+        """
+        given = check_hooks(hooks, "hooks")
+        self.check_steps(steps)
+        iterations = self._config.ipu_run_config.iterations_per_loop
+        with self._inferring(ModeKeys.EVAL, input_fn, given, checkpoint_path) as (inference, global_step):
+            result = inference.evaluate(steps, iterations)
+        folder = "eval" if name is None else f"eval_{name}"
+        with contextlib.closing(ScalarWriter(self._model_dir / folder)) as scalars:
+            scalars.write(global_step, result)
+        _logger.info(
+            "Evaluation at step %d: %s",
+            global_step,
+            ", ".join(f"{key} = {value:.6g}" for key, value in result.items()),
+        )
+        return {**result, GLOBAL_STEP: global_step}
+
+    def predict(
+        self,
+        input_fn: Callable[..., Any],
+        predict_keys: Sequence[str] | str | None = None,
+        hooks: Sequence[SessionRunHook] | None = None,
+        checkpoint_path: str | os.PathLike[str] | None = None,
+        yield_single_examples: bool = True,
+        num_predictions: int | None = None,
+    ) -> Iterator[Any]:
+        """Yields predictions for all of a data set.
+
+        Args:
+          input_fn: as for `train`.
+          predict_keys: which entries, where the last stage returns a dict; None for all.
+          hooks: called around each run, after those of the specification.
+          checkpoint_path: as for `evaluate`.
+          yield_single_examples: False yields what the last stage returns for each micro-batch, not example
+            by example along the first axis. A scalar for each micro-batch is one example.
+          num_predictions: how many to yield at most.
+
+        Yields:
+          An array, or a dict of arrays.
+
+        Raises:
+          CheckpointError: the checkpoint cannot be read, or is of another model.
+          ValueError: an argument is not usable; or the last stage returns neither one array nor a dict.
+        """
+        given = check_hooks(hooks, "hooks")
+        _check_number("num_predictions", num_predictions)
+        keys = [predict_keys] if isinstance(predict_keys, str) else predict_keys
+
+        def generate() -> Iterator[Any]:
+            iterations = self._config.ipu_run_config.iterations_per_loop
+            number = 0
+            with self._inferring(ModeKeys.PREDICT, input_fn, given, checkpoint_path) as (inference, _step):
+                for batch in inference.predictions(iterations):
+                    for prediction in split_examples(choose_entries(batch, keys), yield_single_examples):
+                        yield prediction
+                        number += 1
+                        if number == num_predictions:
+                            inference.stop()
+                            break
+
+        return generate()
+
+    def export_saved_model(
+        self,
+        export_dir_base: str | os.PathLike[str],
+        serving_input_receiver_fn: Callable[[], Any],
+        assets_extra: None = None,
+        as_text: bool = False,
+        checkpoint_path: str | os.PathLike[str] | None = None,
+        experimental_mode: ModeKeys | str = ModeKeys.PREDICT,
+    ) -> str:
+        """Writes the prediction with a checkpoint's variables, to run without its Python code.
+
+        Args:
+          export_dir_base: where; the folder in it is named by the time, in seconds.
+          serving_input_receiver_fn: takes nothing, returns what a micro-batch is like, which goes to the
+            first stage, or as features to the `model_fn`: a pytree of `jax.ShapeDtypeStruct`s, placeholders
+            or arrays; or an object with such `features`.
+          assets_extra: only None; `as_text` only False, `experimental_mode` only PREDICT.
+          as_text: see there.
+          checkpoint_path: which checkpoint; None for the newest in `model_dir`.
+          experimental_mode: see there.
+
+        Returns:
+          The folder, for `ipu.load_program`, whose programs take any multiple of a micro-batch's rows.
+
+        Raises:
+          CheckpointError: the checkpoint cannot be read, or is of another model.
+          NotImplementedError, TypeError, ValueError: an argument is not usable, or there is no checkpoint.
+        """
+        given = (assets_extra, as_text, experimental_mode)
+        receive = check_export(export_dir_base, serving_input_receiver_fn, *given)
+        self._select_devices()
+        found = find_checkpoint(self._series, checkpoint_path)
+        if found is None:
+            raise ValueError(f"Couldn't find trained model at {self._model_dir}.")
+        made = self._build(ModeKeys.PREDICT, [receive()], is_exported=True)
+        with Session(seed=self._config.tf_random_seed or 0) as session:
+            global_step = take_weights(session, *found, made.program)
+            return export_prediction(session, made, global_step, export_dir_base)
+
+    def latest_checkpoint(self) -> str | None:
+        """The path of the newest checkpoint in `model_dir`, or None; `Session.restore` takes it too."""
+        path = self._series.latest()
+        return None if path is None else str(path)
+
+    def get_variable_names(self) -> list[str]:
+        """The full names of the variables in the newest checkpoint, and "global_step".
+
+        Raises:
+          ValueError: there is no checkpoint.
+        """
+        document = checkpoints.read_document(self._existing_checkpoint())
+        return sorted([*document["arrays"]["variables"], GLOBAL_STEP])
+
+    def get_variable_value(self, name: str) -> np.ndarray[Any, Any]:
+        """The value of a variable, or of "global_step", in the newest checkpoint.
+
+        Raises:
+          CheckpointError: it cannot be read.
+          ValueError: there is no checkpoint, or no such variable.
+        """
+        path = self._existing_checkpoint()
+        if name == GLOBAL_STEP:
+            return np.array(checkpoints.read_document(path)["extra"][GLOBAL_STEP])
+        self._select_devices()
+        variables = checkpoints.read_checkpoint(path).state.variables
+        if name not in variables:
+            raise ValueError(
+                f"get_variable_value: there is no variable {name!r}; there are "
+                f"{', '.join(sorted(variables))}."
+            )
+        return np.array(variables[name])
+
+    def _existing_checkpoint(self) -> Path:
+        path = self._series.latest()
+        if path is None:
+            raise ValueError(f"Couldn't find trained model at {self._model_dir}.")
+        return path
+
+    def check_steps(self, steps: int | None) -> None:
+        """Raises if so many steps cannot be evaluated, or trained.
+
+        Raises:
+          ValueError: they are no multiple of `iterations_per_loop`.
+        """
+        if steps is None:
+            return
+        _check_number("steps", steps)
+        iterations_per_loop = self._config.ipu_run_config.iterations_per_loop
+        if steps % iterations_per_loop != 0:
+            raise ValueError(
+                f"steps ({steps}) must be a multiple of iterations_per_loop ({iterations_per_loop})"
+            )
+
+    @abc.abstractmethod
+    def _build(self, mode: ModeKeys, dataset: Any, is_exported: bool = False) -> EstimatorProgram:
+        """Calls the `model_fn` and compiles what it gives. It does not start JAX's backend.
+
+        Args:
+          mode: what for.
+          dataset: the data set.
+          is_exported: whether it is to be exported: one replica, whose hooks log nothing.
+        """
+
+    def _params_of(self, mode: ModeKeys) -> dict[str, Any]:
+        """What the `model_fn` and the `input_fn` of a mode get."""
+        del mode
+        return self.params
+
+    def _call_input_fn(self, input_fn: Callable[..., Any], mode: ModeKeys) -> Any:
+        return call_input_fn(input_fn, mode, self._params_of(mode), self._config)
+
+    def _select_devices(self) -> None:
+        """To be called before the user's functions and before a checkpoint is read: both may start JAX."""
+        run_config = self._config.ipu_run_config
+        if run_config.ipu_options is not None:
+            run_config.ipu_options.configure_ipu_system()
+        else:
+            selection.select_automatically([(run_config.ordinal, run_config.num_shards)])
+
+    @contextlib.contextmanager
+    def _inferring(
+        self,
+        mode: ModeKeys,
+        input_fn: Callable[..., Any],
+        hooks: Sequence[SessionRunHook],
+        checkpoint_path: str | os.PathLike[str] | None,
+    ) -> Iterator[tuple[Inference, int]]:
+        """What evaluates or predicts, and the step of its variables."""
+        self._select_devices()
+        data = PaddedData(self._call_input_fn(input_fn, mode))
+        with self._kept[mode].building():
+            made = self._build(mode, data)
+        found = find_checkpoint(self._series, checkpoint_path)
+        global_step = 0
+        with Session(seed=self._config.tf_random_seed or 0) as session:
+            if found is None:
+                warnings.warn(
+                    f"There is no checkpoint in {self._model_dir}: the initial values of the variables are "
+                    "used.",
+                    stacklevel=4,
+                )
+            else:
+                global_step = take_weights(session, *found, made.program)
+            every = (*made.spec.hooks, *hooks)
+            for hook in every:
+                hook.begin()
+            session.run(made.infeed.initializer)
+            yield Inference(made, data, session, every, global_step), global_step
+
+
+def _check_number(name: str, value: Any) -> None:
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value <= 0):
+        raise ValueError(f"Must specify {name} > 0, given: {value}")

@@ -1,0 +1,237 @@
+"""Evaluation and prediction of an estimator, over data sets of any length.
+
+A pipeline runs whole executions. After its end, a data set therefore goes on with copies of its last
+element, and the results for these are dropped.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from ipu_pipeline.engine import peers
+from ipu_pipeline.queues.positions import DataPass
+from ipu_pipeline.queues.synthetic import uses_synthetic_data
+from ipu_pipeline.tf1.estimator.logs import apply_to
+from ipu_pipeline.tf1.estimator.programs import EstimatorProgram
+from ipu_pipeline.tf1.estimator.runs import Runs
+from ipu_pipeline.tf1.ipu_session_run_hooks import SessionRunHook
+from ipu_pipeline.tf1.metrics import Update
+from ipu_pipeline.tf1.session.running import reads_data
+from ipu_pipeline.tf1.session.session import Session
+
+__all__ = ["Inference", "PaddedData"]
+
+
+class PaddedData:
+    """A data set, then copies of its last element without end; iterated over once."""
+
+    def __init__(self, dataset: Any) -> None:
+        """Takes the data set; nothing is read from it yet."""
+        self._dataset = dataset
+        self._condition = threading.Condition()
+        self._num_read = 0
+        self._has_ended = False
+
+    def __iter__(self) -> Iterator[Any]:
+        """The elements, for the infeed's thread."""
+        data = DataPass(self._dataset)
+        last = None
+        while True:
+            try:
+                last = next(data)
+            except StopIteration:
+                break
+            except BaseException:
+                self._note(num_read=1)  # whoever asks whether there is more gets the error with it
+                raise
+            self._note(num_read=1)
+            yield last
+        self._note(has_ended=True)
+        while data.count > 0:
+            yield last
+
+    def _note(self, num_read: int = 0, has_ended: bool = False) -> None:
+        with self._condition:
+            self._num_read += num_read
+            self._has_ended = has_ended
+            self._condition.notify_all()
+
+    def num_left(self, done: int, wanted: int) -> int:
+        """How many of so many elements after the first ones are to be run.
+
+        Waits until it is known whether there is one. While the end is not known, all are.
+        """
+        with self._condition:
+            while not self._has_ended and self._num_read <= done:
+                self._condition.wait()
+            return self._num_real(done, wanted)
+
+    def num_real(self, done: int, count: int) -> int:
+        """How many of so many elements after the first ones, all of which have been run, are no copies."""
+        with self._condition:
+            return self._num_real(done, count)
+
+    def _num_real(self, done: int, count: int) -> int:
+        return min(count, self._num_read - done) if self._has_ended else count
+
+
+class Inference:
+    """Runs a program over a data set, once."""
+
+    def __init__(
+        self,
+        made: EstimatorProgram,
+        data: PaddedData,
+        session: Session,
+        hooks: Sequence[SessionRunHook],
+        global_step: int,
+    ) -> None:
+        """Takes what it needs.
+
+        Args:
+          made: the program.
+          data: what its infeed feeds.
+          session: with the variables; the infeed is initialized.
+          hooks: all of them.
+          global_step: of the variables.
+        """
+        self._made = made
+        self._data = data
+        self._runs = Runs(made, session, hooks, global_step)
+        self._global_step = global_step
+        self._done = 0
+        self._is_stopped = False
+        self._reads: bool | None = None  # whether this process reads the data; None: not known yet
+
+    def stop(self) -> None:
+        """Ends `predictions` after what it yielded last."""
+        self._is_stopped = True
+
+    def evaluate(self, steps: int | None, iterations_per_loop: int) -> dict[str, float]:
+        """The metrics over so many micro-batches of each replica, or over all.
+
+        What `ipu.metrics` gave is added up; of other numbers means are taken.
+
+        Raises:
+          KeyError, TypeError: of what `eval_metrics_fn` returns.
+          ValueError: the data set is empty, or the function does not return the same metrics each time.
+        """
+        updates: dict[str, Update] = {}
+
+        def loss_of(outputs: Any) -> float:
+            nonlocal updates
+            updates = self._metrics(outputs)
+            return float(updates["loss"].result())
+
+        totals: dict[str, Update] = {}
+        for count, _outputs in self._run_all(steps, iterations_per_loop, loss_of):
+            if totals and totals.keys() != updates.keys():
+                raise ValueError(
+                    "The `eval_metrics_fn` must return the same metrics in each call; it returned "
+                    f"{', '.join(map(repr, totals))}, then {', '.join(map(repr, updates))}."
+                )
+            for name, update in updates.items():
+                own = update if update.kind != _PLAIN else _weigh(update, count)
+                totals[name] = own if name not in totals else totals[name] + own
+        return {name: float(total.result()) for name, total in totals.items()}
+
+    def predictions(self, iterations_per_loop: int) -> Iterator[Any]:
+        """What the last stage returns, per micro-batch: an array, or a dict of arrays.
+
+        Raises:
+          ValueError: it returns something else.
+        """
+        for count, outputs in self._run_all(None, iterations_per_loop, lambda _outputs: float("nan")):
+            if isinstance(outputs, (list, tuple)):
+                if len(outputs) != 1:
+                    raise ValueError(
+                        "The last computational stage must return exactly one prediction tensor, but got "
+                        f"{len(outputs)}: return one array, or a dict of arrays."
+                    )
+                (outputs,) = outputs
+            for number in range(count):
+                yield jax.tree.map(lambda stack, n=number: stack[n], outputs)
+                if self._is_stopped:
+                    break
+
+    def _run_all(
+        self, steps: int | None, iterations_per_loop: int, loss_of: Callable[[Any], float]
+    ) -> Iterator[tuple[int, Any]]:
+        """Yields, for each run, the number of micro-batches, and outputs stacked over them."""
+        num_replicas = self._made.num_replicas
+        per_update = self._made.spec.micro_batches_per_update * num_replicas
+        with self._runs.started():
+            while steps is None or self._done < steps * num_replicas:
+                self._read_for_run(iterations_per_loop * num_replicas)
+                left = self._agree(self._data.num_left, iterations_per_loop * num_replicas)
+                if left == 0:
+                    break
+                run = self._runs.run(
+                    self._global_step,
+                    -(-left // per_update),
+                    loss_of,
+                    num_real=lambda count: self._agree(self._data.num_real, count),
+                )
+                count = len(jax.tree.leaves(run.outputs)[0])
+                self._done += count
+                yield count, run.outputs
+                if run.context.stop_requested or self._is_stopped:
+                    break
+
+    def _read_for_run(self, count: int) -> None:
+        """With synthetic data, reads what a run would, to know how many elements there are."""
+        if uses_synthetic_data() and (peers.current() is None or reads_data(self._made.program)):
+            self._made.infeed.connect(lambda leaves: leaves, count)(count)
+            self._made.infeed.mark()
+
+    def _agree(self, count: Callable[[int, int], int], wanted: int) -> int:
+        """What a method of the data counts from here on; of several processes, in those that read it."""
+        others = peers.current()
+        if others is None:
+            return count(self._done, wanted)
+        if self._reads is None:
+            self._reads = reads_data(self._made.program)
+        own = count(self._done, wanted) if self._reads else None
+        told = [json.loads(text) for text in others.exchange("the data of an estimator", json.dumps(own))]
+        return min(number for number in told if number is not None)
+
+    def _metrics(self, outputs: Any) -> dict[str, Update]:
+        function = self._made.spec.eval_metrics_fn
+        metrics = apply_to(function, outputs)
+        if not isinstance(metrics, dict):
+            raise TypeError(f"The `eval_metrics_fn` must return a dict, but got {type(metrics)}.")
+        if "loss" not in metrics:
+            raise KeyError(
+                "The dict returned from `eval_metrics_fn` must contain 'loss'; it has "
+                f"{', '.join(map(repr, metrics)) or 'nothing'}."
+            )
+        return {name: _as_update(name, value) for name, value in metrics.items()}
+
+
+_PLAIN = "a mean of runs"
+
+
+def _as_update(name: str, value: Any) -> Update:
+    """What `ipu.metrics` gave for a run; another number as something to take the mean of."""
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Update):
+        return value[1]
+    try:
+        number = float(np.mean(np.asarray(value)))
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"The metric {name!r} that `eval_metrics_fn` returned must be a number, an array of numbers or "
+            f"a pair (value, update) of ipu.metrics; got {value!r}."
+        ) from error
+    return Update(_PLAIN, {"total": number, "count": 1.0}, lambda sums: sums["total"] / sums["count"])
+
+
+def _weigh(update: Update, count: int) -> Update:
+    """The sums of a mean over so many micro-batches."""
+    return replace(update, sums={name: value * count for name, value in update.sums.items()})

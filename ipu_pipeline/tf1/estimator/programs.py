@@ -1,0 +1,446 @@
+"""What a `model_fn` gives, checked, and the program that an estimator makes of it."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from ipu_pipeline.engine.tracing.counting import update_count
+from ipu_pipeline.queues.infeed import IPUInfeedQueue
+from ipu_pipeline.queues.outfeed import IPUOutfeedQueue
+from ipu_pipeline.tf1 import ipu_compiler, scopes
+from ipu_pipeline.tf1.estimator.logs import with_logs
+from ipu_pipeline.tf1.gradient_accumulation import GradientAccumulationReductionMethod
+from ipu_pipeline.tf1.graph.placeholders import Placeholder, placeholder
+from ipu_pipeline.tf1.graph.symbols import counting_steps
+from ipu_pipeline.tf1.ipu_run_config import RunConfig
+from ipu_pipeline.tf1.ipu_session_run_hooks import (
+    IPULoggingTensorHook,
+    SessionRunHook,
+    check_hooks,
+    dropping_logs,
+)
+from ipu_pipeline.tf1.ops import pipelining_ops
+from ipu_pipeline.tf1.program.program import Program
+from ipu_pipeline.tf1.program.replication import asking_for
+
+__all__ = [
+    "EstimatorProgram",
+    "IPUPipelineEstimatorSpec",
+    "ModeKeys",
+    "argument_names",
+    "build_estimator_program",
+    "call_input_fn",
+    "call_with",
+    "check_known",
+    "check_model_fn",
+    "compile_spec",
+    "make_infeed",
+]
+
+
+class ModeKeys(enum.StrEnum):
+    """What a `model_fn` is called for."""
+
+    TRAIN = "train"
+    EVAL = "eval"
+    PREDICT = "infer"
+
+
+_NAMES = {  # of the pipelines
+    ModeKeys.TRAIN: "ipu_pipeline_estimator_train",
+    ModeKeys.EVAL: "ipu_pipeline_estimator_eval",
+    ModeKeys.PREDICT: "ipu_pipeline_estimator_predict",
+}
+# Arguments of `pipeline` that the estimator gives itself, or the specification has under its own name.
+_OWN_ARGUMENTS = (
+    "accumulate_outfeed",
+    "accumulate_outfeed_dtype",
+    "infeed_queue",
+    "name",
+    "outfeed_loss",
+    "outfeed_mask",
+    "outfeed_queue",
+    "repeat_count",
+)
+
+
+class IPUPipelineEstimatorSpec:
+    """What a `model_fn` returns: a pipeline, and what is needed around it.
+
+    Attributes are the arguments, with hooks as tuples.
+    """
+
+    def __init__(
+        self,
+        mode: ModeKeys | str,
+        computational_stages: Sequence[Any],
+        gradient_accumulation_count: int | None = None,
+        eval_metrics_fn: Callable[..., Mapping[str, Any]] | None = None,
+        optimizer_function: Any = None,
+        device_mapping: Sequence[Any] | None = None,
+        loss_accumulator_dtype: Any = None,
+        training_hooks: Sequence[SessionRunHook] | None = None,
+        evaluation_hooks: Sequence[SessionRunHook] | None = None,
+        prediction_hooks: Sequence[SessionRunHook] | None = None,
+        reduction_method: Any = GradientAccumulationReductionMethod.SUM,
+        **pipeline_op_kwargs: Any,
+    ) -> None:
+        """Checks the arguments; what concerns the pipeline itself is checked by `pipelining_ops.pipeline`.
+
+        Args:
+          mode: what the `model_fn` was called for.
+          computational_stages: the stages. The first one takes `inputs`, then an element of the data set.
+            In training the last one's outputs go to `optimizer_function`, in evaluation to
+            `eval_metrics_fn`, and in prediction they are one array [examples, ...], or a dict of such.
+          gradient_accumulation_count: micro-batches per weight update; in evaluation and prediction, how
+            many overlap.
+          eval_metrics_fn: takes the last stage's outputs as NumPy arrays, stacked over micro-batches (of
+            all replicas, in the order of the data) on a new first axis, and returns a dict with "loss". It
+            is called for each run. Pairs (value, update) of `ipu.metrics` are added up over the whole
+            evaluation; of numbers and arrays the mean over runs is taken, weighted by micro-batches.
+          optimizer_function: see `pipelining_ops.pipeline`. With an `IPULoggingTensorHook` it is traced
+            once more.
+          device_mapping: see there.
+          loss_accumulator_dtype: of the sum of the losses of a weight update; None for the loss's.
+          training_hooks: called when training.
+          evaluation_hooks: called when evaluating.
+          prediction_hooks: called when predicting.
+          reduction_method: see `pipelining_ops.pipeline`. It has no effect but in training.
+          **pipeline_op_kwargs: other arguments of `pipelining_ops.pipeline`. `inputs` may have
+            `get_global_step()` and what is computed from it.
+
+        Raises:
+          TypeError: a hook is none, or there is another argument than `pipeline` has.
+          ValueError: what the mode needs is missing, or an argument is the estimator's own.
+        """
+        try:
+            self.mode = ModeKeys(mode)
+        except ValueError:
+            raise ValueError(
+                f"IPUPipelineEstimatorSpec: mode must be one of {', '.join(ModeKeys)}; got {mode!r}."
+            ) from None
+        if self.mode is ModeKeys.TRAIN and not optimizer_function:
+            raise ValueError("`IPUPipelineEstimatorSpec` must contain `optimizer_function` when training")
+        if self.mode is ModeKeys.EVAL and not eval_metrics_fn:
+            raise ValueError("`IPUPipelineEstimatorSpec` must contain `eval_metrics_fn` when evaluating")
+        if not gradient_accumulation_count:
+            raise ValueError("`IPUPipelineEstimatorSpec` must contain `gradient_accumulation_count`")
+        if not isinstance(gradient_accumulation_count, int) or gradient_accumulation_count < 1:
+            raise ValueError(
+                "IPUPipelineEstimatorSpec: gradient_accumulation_count must be an integer of at "
+                "least 1; got "
+                f"{gradient_accumulation_count!r}."
+            )
+        known = inspect.signature(pipelining_ops.pipeline).parameters
+        for name in pipeline_op_kwargs:
+            if name in _OWN_ARGUMENTS:
+                raise ValueError(
+                    f"The `{name}` pipeline keyword argument cannot be passed to the "
+                    "`IPUPipelineEstimatorSpec`: the estimator uses it itself."
+                )
+            if name not in known:
+                raise TypeError(
+                    f"IPUPipelineEstimatorSpec: pipelining_ops.pipeline has no argument {name!r}."
+                )
+        self.computational_stages = computational_stages
+        self.gradient_accumulation_count = gradient_accumulation_count
+        self.eval_metrics_fn = eval_metrics_fn
+        self.optimizer_function = optimizer_function
+        self.device_mapping = device_mapping
+        self.loss_accumulator_dtype = loss_accumulator_dtype
+        self.training_hooks = check_hooks(training_hooks, "training_hooks")
+        self.evaluation_hooks = check_hooks(evaluation_hooks, "evaluation_hooks")
+        self.prediction_hooks = check_hooks(prediction_hooks, "prediction_hooks")
+        self.reduction_method = reduction_method
+        self.pipeline_op_kwargs = pipeline_op_kwargs
+
+    @property
+    def micro_batches_per_update(self) -> int:
+        """How many elements a replica takes in a weight update, or in an execution of the pipeline."""
+        serialized: int = self.pipeline_op_kwargs.get("batch_serialization_iterations", 1)
+        return self.gradient_accumulation_count * serialized
+
+    @property
+    def hooks(self) -> tuple[SessionRunHook, ...]:
+        """The hooks of its mode."""
+        return {
+            ModeKeys.TRAIN: self.training_hooks,
+            ModeKeys.EVAL: self.evaluation_hooks,
+            ModeKeys.PREDICT: self.prediction_hooks,
+        }[self.mode]
+
+
+@dataclass(frozen=True, eq=False)
+class EstimatorProgram:
+    """A compiled program of an estimator.
+
+    Attributes:
+      mode: what it does.
+      program: the program.
+      spec: what it was made of.
+      infeed: its queue.
+      outfeed: its queue: of training, sums of losses per weight update; of evaluation and prediction, what
+        the last stage returns.
+      hooks_that_log: those that get values from its stages.
+      has_logs: whether the outfeed's elements are dicts of "logs", by the `id` of the hook, and of
+        "outputs"; in training, of the "loss" of each micro-batch.
+      num_replicas: how many replicas of the pipeline run.
+      step_offset: what is added to the micro-batches of the weight updates to give the global step; in
+        evaluation and prediction the global step itself.
+    """
+
+    mode: ModeKeys
+    program: Program
+    spec: IPUPipelineEstimatorSpec
+    infeed: IPUInfeedQueue
+    outfeed: IPUOutfeedQueue
+    hooks_that_log: tuple[IPULoggingTensorHook, ...]
+    has_logs: bool
+    num_replicas: int
+    step_offset: Placeholder
+
+    def feed_steps(self, offset: int) -> dict[Any, Any]:
+        """The feed for an offset of the global step; empty if the model does not use the global step."""
+        if self.step_offset not in self.program.placeholders:
+            return {}
+        return {self.step_offset: np.array(offset % 2**32, np.uint32).astype(np.int32)}
+
+    @property
+    def name(self) -> str:
+        """The pipeline's."""
+        return _NAMES[self.mode]
+
+    @property
+    def num_examples(self) -> int:
+        """Examples in a step: in a micro-batch the first axis of the first array that has one."""
+        leaves = jax.tree.leaves(self.infeed.element)
+        return self.num_replicas * next((leaf.shape[0] for leaf in leaves if leaf.ndim > 0), 1)
+
+
+def check_model_fn(model_fn: Any) -> None:
+    """Raises if a function cannot be a `model_fn`.
+
+    Raises:
+      TypeError: it is no function.
+      ValueError: it takes `features`, `labels`, or something else that nobody gives it.
+    """
+    if not callable(model_fn):
+        raise TypeError(f"IPUPipelineEstimator: model_fn must be a function; got {model_fn!r}.")
+    arguments = argument_names(model_fn)
+    if {"features", "labels"} & set(arguments):
+        raise ValueError(
+            "The `model_fn` used with `IPUPipelineEstimator` must not have `features` or `labels` "
+            "arguments. "
+            "They are instead passed to the first pipeline stage function."
+        )
+    check_known(model_fn, "model_fn")
+
+
+def call_input_fn(input_fn: Any, mode: ModeKeys, params: Mapping[str, Any], config: RunConfig) -> Any:
+    """The data set that an `input_fn` returns.
+
+    Raises:
+      TypeError: it is no function.
+      ValueError: it takes something that nobody gives it, or returns no data set.
+    """
+    if not callable(input_fn):
+        raise TypeError(f"input_fn must be a function that returns a data set; got {input_fn!r}.")
+    check_known(input_fn, "input_fn")
+    dataset = call_with(input_fn, mode=mode, params=dict(params), config=config)
+    try:
+        IPUInfeedQueue(dataset)
+    except TypeError as error:
+        raise ValueError(f"input_fn must return Dataset: {error}") from error
+    return dataset
+
+
+def build_estimator_program(
+    model_fn: Any,
+    mode: ModeKeys,
+    params: Mapping[str, Any],
+    config: RunConfig,
+    dataset: Any,
+    is_exported: bool = False,
+) -> EstimatorProgram:
+    """Calls the `model_fn` of an `IPUPipelineEstimator` and compiles its pipeline.
+
+    Raises:
+      TypeError: the `model_fn` returns no specification.
+      ValueError: `num_shards` does not fit; or of `compile_spec`.
+      Others: of `pipelining_ops.pipeline`.
+    """
+    spec = call_with(model_fn, mode=mode, params=dict(params), config=config)
+    if not isinstance(spec, IPUPipelineEstimatorSpec):
+        raise TypeError(
+            "The `model_fn` used with `IPUPipelineEstimator` must return `IPUPipelineEstimatorSpec`; got "
+            f"{type(spec).__name__}."
+        )
+    if spec.mode is not mode:
+        raise ValueError(
+            f"The `model_fn` was called with mode {mode}, and returned a specification for {spec.mode}."
+        )
+    _check_num_shards(spec, config.ipu_run_config.num_shards)
+    hooks: tuple[IPULoggingTensorHook, ...] = ()
+    if not is_exported:
+        hooks = tuple(hook for hook in spec.hooks if isinstance(hook, IPULoggingTensorHook))
+    for hook in hooks:
+        hook.forget_record()
+    options: dict[str, Any] = {
+        **spec.pipeline_op_kwargs,
+        "computational_stages": spec.computational_stages,
+        "optimizer_function": spec.optimizer_function if mode is ModeKeys.TRAIN else None,
+    }
+    if mode is ModeKeys.TRAIN:
+        options["reduction_method"] = spec.reduction_method
+    if hooks:
+        options.update(with_logs(options["computational_stages"], options["optimizer_function"], hooks))
+    elif mode is ModeKeys.TRAIN:
+        options["outfeed_loss"] = options["accumulate_outfeed"] = True
+        options["accumulate_outfeed_dtype"] = spec.loss_accumulator_dtype
+    made = compile_spec(spec, config, make_infeed(dataset, config), options, is_exported)
+    return replace(made, hooks_that_log=hooks, has_logs=bool(hooks))
+
+
+def make_infeed(dataset: Any, config: RunConfig) -> IPUInfeedQueue:
+    """The queue of an estimator's data set."""
+    depth = config.ipu_run_config.prefetch_depth
+    return IPUInfeedQueue(dataset) if depth is None else IPUInfeedQueue(dataset, prefetch_depth=depth)
+
+
+def compile_spec(
+    spec: IPUPipelineEstimatorSpec,
+    config: RunConfig,
+    infeed: IPUInfeedQueue,
+    options: Mapping[str, Any],
+    is_exported: bool,
+) -> EstimatorProgram:
+    """Compiles the pipeline of a specification. It does not start JAX's backend.
+
+    Args:
+      spec: the specification.
+      config: the estimator's.
+      infeed: the pipeline's.
+      options: arguments of the pipeline besides those that every estimator's has.
+      is_exported: whether it is to be exported: then there is one replica, and hooks log nothing.
+
+    Returns:
+      The program, without hooks that log.
+
+    Raises:
+      ValueError: `iterations_per_loop` does not fit; or there are to be several replicas, and no optimizer
+        averages gradients over them.
+      Others: of `pipelining_ops.pipeline`.
+    """
+    mode, run_config = spec.mode, config.ipu_run_config
+    repeat_count = _repeat_count(run_config.iterations_per_loop, spec)
+    outfeed = IPUOutfeedQueue()
+    step_offset = placeholder(np.int32, [], name="global_step")
+
+    def count_steps() -> Any:
+        offset = step_offset.traced()
+        is_training = mode is ModeKeys.TRAIN
+        return update_count() * np.int32(spec.micro_batches_per_update) + offset if is_training else offset
+
+    def model() -> Any:
+        return pipelining_ops.pipeline(
+            gradient_accumulation_count=spec.gradient_accumulation_count,
+            repeat_count=repeat_count,
+            infeed_queue=infeed,
+            outfeed_queue=outfeed,
+            device_mapping=spec.device_mapping,
+            name=_NAMES[mode],
+            **options,
+        )
+
+    num_replicas = 1 if is_exported else run_config.num_replicas
+    with (
+        dropping_logs() if is_exported else contextlib.nullcontext(),
+        scopes.ipu_scope(f"/device:IPU:{run_config.ordinal}"),
+        asking_for(num_replicas, run_config.num_shards),
+        counting_steps(count_steps),
+    ):
+        program = ipu_compiler.compile(model)
+    return EstimatorProgram(mode, program, spec, infeed, outfeed, (), False, num_replicas, step_offset)
+
+
+def _check_num_shards(spec: IPUPipelineEstimatorSpec, num_shards: int) -> None:
+    def flatten(entries: Any) -> list[Any]:
+        return [
+            one for entry in entries for one in (entry if isinstance(entry, (list, tuple)) else [entry])
+        ]
+
+    stages, mapping = spec.computational_stages, spec.device_mapping
+    if not isinstance(stages, (list, tuple)) or not isinstance(mapping, (list, tuple, type(None))):
+        return  # `pipeline` refuses them
+    needed = len(flatten(stages)) if mapping is None else len(set(flatten(mapping)))
+    parallel = spec.pipeline_op_kwargs.get("tensor_parallel")
+    if isinstance(parallel, pipelining_ops.TensorParallel):
+        needed *= parallel.size
+    if not num_shards / 2 < needed <= num_shards:
+        raise ValueError(
+            f"This pipeline requires {needed} devices, but `IPURunConfig.num_shards` was set to "
+            f"{num_shards} "
+            "(num_shards/2 < pipeline_devices <= num_shards)."
+        )
+
+
+def _repeat_count(iterations_per_loop: int, spec: IPUPipelineEstimatorSpec) -> int:
+    count = spec.micro_batches_per_update
+    if iterations_per_loop < count:
+        raise ValueError(
+            f"`IPURunConfig.iterations_per_loop` (got {iterations_per_loop}) cannot be less than "
+            f"`gradient_accumulation_count` (got {count})"
+        )
+    if iterations_per_loop % count != 0:
+        raise ValueError(
+            f"`IPURunConfig.iterations_per_loop` (got {iterations_per_loop}) must be divisible by "
+            f"`gradient_accumulation_count` (got {count})"
+        )
+    return iterations_per_loop // count
+
+
+_GIVEN = ("mode", "params", "config")
+
+
+def call_with(function: Any, **given: Any) -> Any:
+    """Calls a function with those of the arguments that it takes."""
+    names = argument_names(function)
+    return function(**{name: value for name, value in given.items() if name in names})
+
+
+def argument_names(function: Any) -> list[str]:
+    """Names of the arguments that a function takes."""
+    return list(inspect.signature(function).parameters)
+
+
+def check_known(function: Any, what: str, given: Sequence[str] = _GIVEN) -> None:
+    """Raises if a function needs arguments that nobody gives it.
+
+    Args:
+      function: the function.
+      what: what errors call it.
+      given: names of the arguments that it may have.
+
+    Raises:
+      ValueError: it does.
+    """
+    unknown = [
+        name
+        for name, parameter in inspect.signature(function).parameters.items()
+        if name not in given
+        and parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+    if unknown:
+        raise ValueError(
+            f"{what} ({getattr(function, '__name__', function)!r}) has following not expected args: "
+            f"{unknown}. It may take {', '.join(given)}."
+        )

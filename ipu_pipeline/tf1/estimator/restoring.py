@@ -1,0 +1,98 @@
+"""Where an estimator's checkpoints are, and the weights that programs take from them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from ipu_pipeline.checkpointing import checkpoints
+from ipu_pipeline.checkpointing.checkpoints import CheckpointSeries
+from ipu_pipeline.checkpointing.snapshots import Snapshot
+from ipu_pipeline.checkpointing.together import do_first
+from ipu_pipeline.processes.joining import join_by_environment
+from ipu_pipeline.tf1.program.program import Program
+from ipu_pipeline.tf1.session.resuming import check_program
+from ipu_pipeline.tf1.session.session import Session
+
+__all__ = [
+    "CHECKPOINTS",
+    "GLOBAL_STEP",
+    "agree_on_directory",
+    "find_checkpoint",
+    "find_warm_variables",
+    "take_weights",
+]
+
+CHECKPOINTS = "checkpoints"  # the folder in `model_dir`
+GLOBAL_STEP = "global_step"  # in a snapshot's extra
+_logger = logging.getLogger("ipu_pipeline.estimator")
+
+
+def agree_on_directory(own: str | None) -> str:
+    """The model_dir, a temporary one if there is none; of several processes that of the first."""
+    join_by_environment()
+
+    def choose() -> str:
+        if own is not None:
+            return own
+        made = tempfile.mkdtemp(prefix="ipu_pipeline_estimator_")
+        _logger.warning("Using temporary folder as model directory: %s", made)
+        return made
+
+    directory = do_first(choose)
+    if own is not None and directory != own:
+        _logger.warning("The model_dir of process 0 is used: %s, not %s.", directory, own)
+    return directory
+
+
+def find_checkpoint(
+    series: CheckpointSeries, path: str | os.PathLike[str] | None
+) -> tuple[Path, Snapshot] | None:
+    """A checkpoint and where it is: that at a path, or the newest of a series, or None if it has none."""
+    if path is not None:
+        return Path(path), checkpoints.read_checkpoint(path)
+    found = series.read_latest()
+    return None if found is None else (series.path(found[0]), found[1])
+
+
+def take_weights(session: Session, path: Path, snapshot: Snapshot, program: Program) -> int:
+    """Gives a session that infers the variables of a checkpoint.
+
+    Args:
+      session: the session.
+      path: where the checkpoint is.
+      snapshot: the checkpoint.
+      program: what the session is to run.
+
+    Returns:
+      The global step of the variables.
+
+    Raises:
+      CheckpointError: it is of another model.
+    """
+    _logger.info("The variables are those of %s.", path)
+    check_program(snapshot, path, program, allow_extra=True)
+    session.take_over(snapshot, path, fits=False, feeds=False)
+    return int(snapshot.extra.get(GLOBAL_STEP, 0))
+
+
+def find_warm_variables(warm_start_from: str | os.PathLike[str], program: Program) -> dict[str, Any]:
+    """The variables of a checkpoint, or of the newest one of a `model_dir`, that a program has.
+
+    Raises:
+      CheckpointError: it is of another model.
+    """
+    source = Path(os.fspath(warm_start_from))
+    series = CheckpointSeries(source / CHECKPOINTS)
+    if series.steps():
+        found = series.read_latest()
+        assert found is not None
+        path, snapshot = series.path(found[0]), found[1]
+    else:
+        path, snapshot = source, checkpoints.read_checkpoint(source)
+    check_program(snapshot, path, program, allow_extra=True)
+    _logger.info("The variables begin as in %s.", path)
+    return {name: snapshot.state.variables[name] for name in program.variables}

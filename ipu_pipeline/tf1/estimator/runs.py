@@ -1,0 +1,155 @@
+"""What training, evaluation and prediction share: a program with its session, run by run, and the hooks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from ipu_pipeline.engine.devices.everywhere import share_stacks
+from ipu_pipeline.ground.errors import OutOfRangeError
+from ipu_pipeline.tf1.estimator.programs import EstimatorProgram, ModeKeys
+from ipu_pipeline.tf1.graph.symbols import GlobalStep
+from ipu_pipeline.tf1.ipu_session_run_hooks import (
+    SessionRunArgs,
+    SessionRunContext,
+    SessionRunHook,
+    SessionRunValues,
+)
+from ipu_pipeline.tf1.session.session import Session
+
+__all__ = ["Run", "Runs"]
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """One `Session.run` of an estimator's program.
+
+    Attributes:
+      outputs: what its outfeed has, without logs, stacked over micro-batches in the order of the data, or
+        over weight updates and, of each, the replicas.
+      num_updates: weight updates, or executions, that it did.
+      context: as hooks left it.
+      data_end: the error with which the data ended in the run, if they did.
+    """
+
+    outputs: Any
+    num_updates: int
+    context: SessionRunContext
+    data_end: OutOfRangeError | None = None
+
+
+class Runs:
+    """Runs a program for the hooks to see."""
+
+    def __init__(
+        self, made: EstimatorProgram, session: Session, hooks: Sequence[SessionRunHook], global_step: int
+    ) -> None:
+        """Takes a session that has its variables.
+
+        Args:
+          made: the program.
+          session: the session.
+          hooks: all of them.
+          global_step: micro-batches that the variables were trained on.
+        """
+        self.made = made
+        self.session = session
+        self.hooks = hooks
+        # Training counts on from where it begins; what was before may have had other counts per update.
+        per_update = made.spec.micro_batches_per_update if made.mode is ModeKeys.TRAIN else 0
+        offset = global_step - per_update * session.update_count(made.name)
+        session.count_steps(per_update, offset)
+        self._feeds = made.feed_steps(offset)
+        self._fetched: dict[str, Any] = {}
+
+    @contextlib.contextmanager
+    def started(self) -> Iterator[None]:
+        """Calls the hooks' `after_create_session`, and `end` if there was no error."""
+        self.session.create_variables(self.made.program)  # for the hooks to see
+        for hook in self.hooks:
+            hook.after_create_session(self.session, None)
+        yield
+        for hook in self.hooks:
+            hook.end(self.session)
+
+    def run(
+        self,
+        global_step: int,
+        max_updates: int,
+        loss_of: Callable[[Any], float],
+        should_stop: Callable[[], bool] = lambda: False,
+        num_real: Callable[[int], int] = lambda count: count,
+    ) -> Run:
+        """Runs once; at the end of the data, as far as they go.
+
+        Args:
+          global_step: steps before.
+          max_updates: how many updates, or executions, at most.
+          loss_of: from what the outfeed has to the loss that hooks ask for.
+          should_stop: asked after each update.
+          num_real: from how many micro-batches there are in what the outfeed has to how many count.
+
+        Raises:
+          OutOfRangeError: the data ended before the first update.
+        """
+        made = self.made
+        context = SessionRunContext(self.session, global_step)
+        asked = [hook.before_run(context) for hook in self.hooks]
+        before = self.session.execution_count(made.name)
+        data_end = None
+        try:
+            self.session.run_part(
+                made.program, self._feeds, max_updates=max_updates, should_stop=should_stop
+            )
+        except OutOfRangeError as error:  # updates before the data's end were done
+            data_end = error
+        num_updates = self.session.execution_count(made.name) - before
+        if data_end is not None and num_updates == 0:
+            raise data_end
+        if made.mode is ModeKeys.TRAIN:
+            context.global_step += num_updates * made.spec.micro_batches_per_update
+        outputs = jax.tree.map(self._join_replicas, self.session.run(made.outfeed.dequeue()))
+        if made.mode is not ModeKeys.TRAIN:  # all processes see the results
+            leaves, tree = jax.tree.flatten(outputs)
+            outputs = jax.tree.unflatten(tree, share_stacks(leaves))
+        count = num_real(len(jax.tree.leaves(outputs)[0]))
+        outputs = jax.tree.map(lambda stack: stack[:count], outputs)
+        if made.has_logs:
+            for logging_hook in made.hooks_that_log:
+                logging_hook.receive(outputs["logs"][id(logging_hook)])
+            outputs = outputs["outputs" if made.mode is not ModeKeys.TRAIN else "loss"]
+        loss = loss_of(outputs)
+        for hook, wanted in zip(self.hooks, asked, strict=True):
+            results = None if wanted is None else self._fetch(wanted, loss, context.global_step)
+            hook.after_run(context, SessionRunValues(results))
+        return Run(outputs, num_updates, context, data_end)
+
+    def _join_replicas(self, stack: Any) -> Any:
+        """What an outfeed has, with one axis for micro-batches and replicas, in the order of the data."""
+        if self.made.num_replicas == 1:
+            return stack
+        return stack.reshape(stack.shape[0] * stack.shape[1], *stack.shape[2:])
+
+    def _fetch(self, wanted: Any, loss: float, global_step: int) -> Any:
+        if not isinstance(wanted, SessionRunArgs):
+            raise TypeError(f"before_run must return SessionRunArgs or None; got {wanted!r}.")
+
+        def find(name: Any) -> Any:
+            if isinstance(name, GlobalStep) or name == "global_step":
+                return global_step
+            if name == "loss":
+                return loss
+            try:
+                return np.array(self.session.variable_value(name))
+            except KeyError:
+                raise ValueError(
+                    'SessionRunArgs: fetches must be "loss", "global_step" or names of variables; got '
+                    f"{name!r}. The variables are {', '.join(sorted(self.made.program.variables))}."
+                ) from None
+
+        return jax.tree.map(find, wanted.fetches, is_leaf=lambda name: isinstance(name, GlobalStep))

@@ -1,0 +1,372 @@
+"""The training loop of an estimator: runs, checkpoints, scalars, signals."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import math
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from ipu_pipeline.checkpointing.checkpoints import DOCUMENT, CheckpointSeries
+from ipu_pipeline.checkpointing.together import do_first, is_any
+from ipu_pipeline.engine.progress import between_bars, is_shown_on
+from ipu_pipeline.ground.errors import CheckpointError, OutOfRangeError
+from ipu_pipeline.processes.interrupts import StoppedAtOnce, StopRequest, stopping_on_signals
+from ipu_pipeline.tf1.estimator.programs import EstimatorProgram
+from ipu_pipeline.tf1.estimator.runs import Runs
+from ipu_pipeline.tf1.estimator.scalars import ScalarWriter
+from ipu_pipeline.tf1.ipu_run_config import RunConfig
+from ipu_pipeline.tf1.ipu_session_run_hooks import CheckpointSaverListener, SessionRunHook
+from ipu_pipeline.tf1.session.session import Session
+
+__all__ = ["Training", "describe_function"]
+
+_SIGNAL_EXIT = 128  # the exit status of a process that a signal ends is this and the signal's number
+_logger = logging.getLogger("ipu_pipeline.estimator")
+
+
+def describe_function(function: Any) -> str:
+    """What an `input_fn` is known by in checkpoints: module, name, plain arguments of a partial."""
+    bound: list[str] = []
+    while isinstance(function, functools.partial):
+        given = [*function.args, *sorted(function.keywords.items())]
+        bound += [repr(value) for value in given if _is_plain(value)]
+        function = function.func
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    arguments = f"({', '.join(bound)})" if bound else ""
+    return f"{getattr(function, '__module__', '')}.{name}{arguments}"
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _is_stopped(request: StopRequest) -> bool:
+    """Whether a signal has come, to any process; asked by all of them at the same places."""
+    return is_any(request.is_made(), "stopping by a signal")
+
+
+class _Since:
+    """What there was since a moment: losses, and how long it took."""
+
+    def __init__(self, every: int | None, step: int) -> None:
+        """Begins now.
+
+        Args:
+          every: after so many steps it is due; None never.
+          step: where it begins.
+        """
+        self._every = every
+        self._begin_anew(step)
+
+    def _begin_anew(self, step: int) -> None:
+        self._step, self._time = step, time.monotonic()
+        self._total, self._count = 0.0, 0
+
+    def add(self, total: float, count: int) -> None:
+        """Adds the sum of the losses of so many micro-batches."""
+        self._total += total
+        self._count += count
+
+    def take(self, step: int, is_due: bool) -> tuple[float, float] | None:
+        """The mean loss and the steps per second, and begins anew; None if that is not due.
+
+        Args:
+          step: where it ends.
+          is_due: whether it is, however few steps there were.
+        """
+        every = self._every
+        if every is None or not self._count or not (is_due or step // every != self._step // every):
+            return None
+        found = self._total / self._count, (step - self._step) / max(time.monotonic() - self._time, 1e-9)
+        self._begin_anew(step)
+        return found
+
+
+class Training:
+    """Trains until a step, from where a session is."""
+
+    def __init__(
+        self,
+        made: EstimatorProgram,
+        session: Session,
+        hooks: Sequence[SessionRunHook],
+        config: RunConfig,
+        series: CheckpointSeries,
+        scalars: ScalarWriter,
+        input_fn: Any,
+        global_step: int,
+        initializer: Any,
+        is_same_data: bool,
+        begins_anew: bool,
+        listeners: Sequence[CheckpointSaverListener] = (),
+    ) -> None:
+        """Takes what it needs.
+
+        Args:
+          made: the program.
+          session: with the state to go on from; its infeed is initialized.
+          hooks: all of them.
+          config: the estimator's.
+          series: where checkpoints go.
+          scalars: where scalars go.
+          input_fn: where the data came from.
+          global_step: where it begins.
+          initializer: of the infeed.
+          is_same_data: whether the session's checkpoint is of training on what this `input_fn` returns.
+          begins_anew: whether, if there are no more data right away, they are to begin again.
+          listeners: called around saves.
+        """
+        self._runs = Runs(made, session, hooks, global_step)
+        self._made = made
+        self._session = session
+        self._config = config
+        self._series = series
+        self._scalars = scalars
+        self._input_fn = describe_function(input_fn)
+        self._first_step = self._step = self._saved_step = global_step
+        self._is_same_data = is_same_data
+        self._begins_anew = begins_anew
+        self._listeners = listeners
+        self._initializer = initializer
+        self._has_ended = False  # the data
+        self._is_complete = False  # whether all steps were done that were asked for
+        self._logged = _Since(config.log_step_count_steps, global_step)
+        self._written = _Since(config.save_summary_steps, global_step)
+        self._last_loss = 0.0  # of the last run
+        self._extra_scalars: dict[str, float] = {}
+        self._begun_at = self._saved_at = time.monotonic()
+
+    def run_until(self, final_step: int) -> None:
+        """Trains until a number of steps, or until the data end, a hook stops it or a signal comes.
+
+        Whatever ends it, completed weight updates are saved; but not if a hook raises FloatingPointError,
+        and the loss is no finite number.
+
+        Raises:
+          CheckpointError: the last checkpoint cannot be saved.
+          SystemExit: SIGINT or SIGTERM came; the state after the running weight update is saved.
+        """
+        _logger.info(
+            "Training from step %d to %d: %d micro-batches per weight update, up to %d per run%s.",
+            self._first_step,
+            final_step,
+            self._made.spec.micro_batches_per_update,
+            self._config.ipu_run_config.iterations_per_loop,
+            f", in each of {self._made.num_replicas} replicas" if self._made.num_replicas > 1 else "",
+        )
+        with stopping_on_signals() as request:
+            try:
+                with self._runs.started(), self._showing(final_step) as bar:
+                    self._loop(final_step, request, bar)
+                    self._report(is_due=True)
+                    self._is_complete = not request.is_made()
+            except StoppedAtOnce:
+                pass
+            except BaseException as error:
+                if isinstance(error, FloatingPointError) and not math.isfinite(self._last_loss):
+                    self._series.wait()  # from such a state no training goes on
+                    text = "The state after step %d is not saved, since the loss is %s."
+                    _logger.error(text, self._step, self._last_loss)
+                else:
+                    self._save_finally(request, is_error=True)
+                raise
+            is_saved = (self._series.path(self._step) / DOCUMENT).exists() or self._step == 0
+            if not is_saved and not request.is_made():
+                for listener in self._listeners:
+                    listener.before_save(self._session, self._step)
+            self._save_finally(request, is_error=request.is_made())
+            if request.number is not None:
+                _logger.warning("Training ends at step %d by signal %d.", self._step, request.number)
+                raise SystemExit(_SIGNAL_EXIT + request.number)
+            seconds = time.monotonic() - self._begun_at
+            _logger.info("Training ended at step %d, after %.1f s.", self._step, seconds)
+        if not is_saved:
+            self._tell_listeners()  # what they do may be interrupted
+        for listener in self._listeners:
+            listener.end(self._session, self._step)
+
+    @contextlib.contextmanager
+    def _showing(self, final_step: int) -> Iterator[tqdm | None]:
+        """A bar on the standard error, if that is a terminal.
+
+        Elsewhere there is none at all: a process's first one fixes the start method of multiprocessing.
+        """
+        if not is_shown_on(sys.stderr):
+            yield None
+            return
+        with tqdm(
+            total=final_step - self._first_step, desc="Training", unit=" steps", disable=False
+        ) as bar:
+            yield bar
+
+    def _loop(self, final_step: int, request: StopRequest, bar: tqdm | None) -> None:
+        per_update = self._made.spec.micro_batches_per_update
+        is_first = True
+        while self._step < final_step and not _is_stopped(request):
+            wanted = -(-(final_step - self._step) // per_update)
+            every = self._config.save_checkpoints_steps
+            if every is not None:
+                due = self._saved_step - self._saved_step % every + every
+                wanted = min(wanted, -(-(due - self._step) // per_update))
+            before = self._session.execution_count(self._made.name)
+            try:
+                # All processes stop after the same update.
+                stops = functools.partial(_is_stopped, request)
+                run = self._runs.run(self._step, wanted, self._mean_loss, stops)
+            except OutOfRangeError as error:
+                if is_first and self._begins_anew:  # the call before ended where the data do
+                    self._begins_anew = False
+                    self._session.run(self._initializer)
+                    continue
+                self._end_with_data(error)
+                return
+            except BaseException:
+                self._step += (self._session.execution_count(self._made.name) - before) * per_update
+                raise
+            if bar is not None:
+                bar.set_postfix_str(f"loss {self._last_loss:.6g}", refresh=False)
+                bar.update(run.context.global_step - self._step)
+            self._step = run.context.global_step
+            for since in (self._logged, self._written):
+                since.add(*self._sum_losses(run.outputs))
+            self._extra_scalars.update(run.context.scalars)
+            self._report(is_due=is_first)
+            is_first = False
+            if run.data_end is not None:
+                self._end_with_data(run.data_end)
+                return
+            wants_to_stop = self._save_if_due() or run.context.stop_requested
+            if is_any(wants_to_stop, "stopping by a hook"):
+                return
+
+    def _end_with_data(self, error: OutOfRangeError) -> None:
+        self._has_ended = True
+        _logger.info("Training ends at step %d: %s", self._step, error)
+        if self._step == self._first_step:
+            warnings.warn(
+                "train: nothing was trained, since the data of input_fn, or what an earlier call left of "
+                f"them, ended within the first weight update: {error} Give more of them, or repeat them, "
+                "or a smaller gradient_accumulation_count.",
+                stacklevel=5,
+            )
+
+    def _mean_loss(self, outputs: Any) -> float:
+        total, count = self._sum_losses(outputs)
+        self._last_loss = total / max(count, 1)
+        return self._last_loss
+
+    def _sum_losses(self, outputs: Any) -> tuple[float, int]:
+        """The sum of the losses of a run, and of how many micro-batches."""
+        per_update = self._made.spec.micro_batches_per_update  # of each replica
+        sums = outputs
+        if self._made.has_logs:  # a loss per micro-batch, to be summed as the pipeline would
+            dtype = self._made.spec.loss_accumulator_dtype or outputs.dtype
+            replicas = outputs.reshape(-1, per_update, self._made.num_replicas)
+            sums = np.sum(replicas, axis=1, dtype=dtype)
+        return float(np.sum(np.asarray(sums, np.float64))), sums.size * per_update
+
+    def _report(self, is_due: bool) -> None:
+        """Logs, and writes scalars, whichever is due.
+
+        Args:
+          is_due: whether both are, as at the first run and at the end.
+        """
+        if (found := self._logged.take(self._step, is_due)) is not None:
+            loss, speed = found
+            examples = speed * self._made.num_examples
+            with between_bars():
+                _logger.info("loss = %.6g, step = %d", loss, self._step)
+                _logger.info("global_step/sec: %.6g, examples/sec: %.6g", speed, examples)
+        if (found := self._written.take(self._step, is_due)) is not None:
+            loss, speed = found
+            examples = speed * self._made.num_examples
+            scalars = {"loss": loss, "steps/s": speed, "examples/s": examples, **self._extra_scalars}
+            self._scalars.write(self._step, {**self._mean_metrics(), **scalars})
+            self._extra_scalars = {}
+
+    def _mean_metrics(self) -> dict[str, float]:
+        """The means of what the pipeline reported since this was last asked for."""
+        metrics = self._session.metrics(self._made.name)
+        return {name: float(np.nanmean(values)) for name, values in metrics.items() if name != "update"}
+
+    def _save_if_due(self) -> bool:
+        """Whether a listener asks to stop."""
+        every, seconds = self._config.save_checkpoints_steps, self._config.seconds_between_checkpoints
+        if every is not None:
+            is_due = self._step // every > self._saved_step // every
+        else:
+            assert seconds is not None
+            is_own = time.monotonic() - self._saved_at >= seconds
+            is_due = is_any(is_own, "saving after a time")
+        return is_due and self._save()
+
+    def _save(self) -> bool:
+        """Whether a listener asks to stop."""
+        for listener in self._listeners:
+            listener.before_save(self._session, self._step)
+        try:
+            snapshot = self._session.take_snapshot(extra=self._extra())
+        except Exception:
+            _logger.exception("The checkpoint of step %d could not be taken. Training goes on.", self._step)
+            return False
+        finally:
+            self._saved_step, self._saved_at = self._step, time.monotonic()
+        self._series.start_saving(self._step, snapshot)
+        return self._tell_listeners()
+
+    def _tell_listeners(self) -> bool:
+        """Tells listeners of a checkpoint when it is complete. Whether one of them asks to stop."""
+        if not self._listeners:
+            return False
+        self._series.wait()
+        if not (self._series.path(self._step) / DOCUMENT).exists():
+            return False  # the log says why
+        wishes = [listener.after_save(self._session, self._step) for listener in self._listeners]
+        return any(wishes)  # all of them were told
+
+    def _extra(self) -> dict[str, Any]:
+        return {
+            "global_step": self._step,
+            "input_fn": self._input_fn,
+            "data_has_ended": self._has_ended,
+            "is_complete": self._is_complete,
+        }
+
+    def _save_finally(self, request: StopRequest, is_error: bool) -> None:
+        """Saves what has been done since the last checkpoint, in this thread.
+
+        Args:
+          request: further signals are ignored.
+          is_error: whether training ends by an error or a signal, which an error of this must not hide.
+        """
+        request.is_final = True
+        self._series.wait()
+        if self._step == 0:
+            return
+        try:
+            if (self._series.path(self._step) / DOCUMENT).exists():
+                # That of an earlier training is about its own data, unless these are the same ones.
+                if self._step > self._first_step or (self._is_same_data and not is_error):
+                    do_first(lambda: self._series.amend(self._step, self._extra()))
+            else:
+                self._series.save(self._step, self._session.take_snapshot(extra=self._extra()))
+        except Exception as error:
+            kept = self._series.latest()
+            text = (
+                f"The last checkpoint of training, of step {self._step}, could not be saved in "
+                f"{self._series.directory}: {error or type(error).__name__}. The last good one is {kept}."
+            )
+            if not is_error:
+                raise CheckpointError(text) from error
+            _logger.error("%s", text)

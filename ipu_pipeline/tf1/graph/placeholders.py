@@ -1,0 +1,213 @@
+"""Symbolic inputs of a program, fed at `Session.run`."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import itertools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from ipu_pipeline.engine.tracing.specs import is_of_numbers
+from ipu_pipeline.ground.values import as_own, as_plain, cast_exactly
+from ipu_pipeline.tf1.graph.symbols import Symbol
+
+__all__ = [
+    "Placeholder",
+    "as_traced_inputs",
+    "live_placeholders",
+    "placeholder",
+    "standing",
+]
+
+
+class Placeholder(Symbol):
+    """A symbolic input; see `placeholder`."""
+
+    def __init__(self, dtype: Any, shape: tuple[int, ...], name: str) -> None:
+        """Made by `placeholder`."""
+        self.dtype = np.dtype(dtype)
+        self.shape = shape
+        self.name = name
+
+    def __repr__(self) -> str:
+        return f"placeholder {self.name!r} ({self.dtype.name}{list(self.shape)})"
+
+    @property
+    def aval(self) -> jax.ShapeDtypeStruct:
+        """Shape and dtype, as JAX will have them."""
+        return jax.ShapeDtypeStruct(self.shape, jax.dtypes.canonicalize_dtype(self.dtype))
+
+    def traced(self) -> Any:
+        """What stands for its value in the function that is being compiled: it is then an input of that.
+
+        Raises:
+          ValueError: nothing is being compiled, or the placeholder was made by the function itself.
+        """
+        known = _standing.get()
+        if known is None:
+            raise ValueError(
+                f"Trying to capture the tensor {self.name} ({self!r}) outside of a program. A placeholder "
+                "has a value only in a function that ipu_compiler.compile traces."
+            )
+        return known(self)
+
+    def __getattr__(self, name: str) -> Any:
+        """What an array has, such as `astype`."""
+        if name in ("dtype", "shape", "name"):  # while it is being made
+            raise AttributeError(name)
+        return super().__getattr__(name)
+
+    def __eq__(self, other: object) -> Any:
+        """Where something is compiled, compares values; with placeholders, and elsewhere, identities."""
+        if isinstance(other, Placeholder) or other is None or _standing.get() is None:
+            return self is other
+        return self.traced() == other
+
+    def __ne__(self, other: object) -> Any:
+        """Likewise."""
+        if isinstance(other, Placeholder) or other is None or _standing.get() is None:
+            return self is not other
+        return self.traced() != other
+
+    __hash__ = object.__hash__
+
+    def __copy__(self) -> Placeholder:
+        return self  # it is known by what it is: a copy could not be fed
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Placeholder:
+        return self
+
+    def check_value(self, value: Any) -> np.ndarray[Any, Any]:
+        """A value that was fed, as an array of the placeholder's dtype.
+
+        Raises:
+          ValueError: it has another shape, its kind of number does not fit the dtype, or elements of it are
+            masked.
+        """
+        try:
+            array = np.asanyarray(value)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"The value fed to {self!r} is not an array: {error}.") from error
+        if array.shape != self.shape:
+            raise ValueError(
+                f"Cannot feed value of shape {array.shape} for {self!r}, which has shape {self.shape}."
+            )
+        what = f"The value fed to {self!r}"
+        return cast_exactly(as_plain(array, what), self.aval.dtype, what)
+
+
+class _Unfed:
+    """Stands for a placeholder among the leaves of a tree, where nothing is being compiled."""
+
+    def __init__(self, placeholder: Placeholder) -> None:
+        self.placeholder = placeholder
+
+    def __repr__(self) -> str:
+        return repr(self.placeholder)
+
+
+def _flatten(known: Placeholder) -> tuple[tuple[Any], None]:
+    return (_Unfed(known) if _standing.get() is None else known.traced(),), None
+
+
+def _unflatten(_nothing: None, values: Any) -> Any:
+    (value,) = values
+    return value.placeholder if isinstance(value, _Unfed) else value
+
+
+# So functions that JAX traces take them as arguments, and stages may return them.
+jax.tree_util.register_pytree_node(Placeholder, _flatten, _unflatten)
+
+
+def as_traced_inputs(inputs: Any, what: str = "inputs") -> tuple[list[Any], Any]:
+    """The `inputs` argument of a pipeline or loop.
+
+    Args:
+      inputs: arrays, traced or not, or pytrees of them, in a list; one alone need not be in a list; None
+        for none.
+      what: what errors call the argument.
+
+    Returns:
+      The leaves as arrays of dtypes that JAX has, and the structure of the list.
+
+    Raises:
+      TypeError: a leaf is no array.
+      ValueError: an integer does not fit.
+    """
+    if inputs is None:
+        inputs = []
+    elif not isinstance(inputs, (list, tuple)):
+        inputs = [inputs]
+    leaves, tree = jax.tree.flatten(list(inputs))
+    return [_as_array(f"{what}: leaf {index}", leaf) for index, leaf in enumerate(leaves)], tree
+
+
+def _as_array(what: str, leaf: Any) -> Any:
+    if isinstance(leaf, jax.Array):  # traced values included
+        return leaf
+    array = as_plain(leaf, what)
+    if array.dtype.kind in "OUSMm":
+        raise TypeError(f"{what} must be an array; got {type(leaf).__name__}.")
+    return as_own(array, what)
+
+
+_count = 0
+_live: weakref.WeakValueDictionary[int, Placeholder] = weakref.WeakValueDictionary()  # by order of making
+_numbers = itertools.count()
+_standing: contextvars.ContextVar[Callable[[Placeholder], Any] | None] = contextvars.ContextVar(
+    "standing", default=None
+)
+
+
+def live_placeholders() -> list[Placeholder]:
+    """All placeholders that there are, in the order in which they were made."""
+    found = [reference() for reference in _live.valuerefs()]
+    return [known for known in found if known is not None]
+
+
+@contextlib.contextmanager
+def standing(find: Callable[[Placeholder], Any]) -> Iterator[None]:
+    """For a `with` block, says what stands for the value of a placeholder."""
+    token = _standing.set(find)
+    try:
+        yield
+    finally:
+        _standing.reset(token)
+
+
+def placeholder(dtype: Any, shape: Any = None, name: str | None = None) -> Placeholder:
+    """A symbolic input of a program.
+
+    Args:
+      dtype: its dtype.
+      shape: its static shape. None: a scalar.
+      name: what errors call it. None: Placeholder, Placeholder_1, ...
+
+    Returns:
+      The placeholder. It is a key of `feed_dict`; `ipu_compiler.compile(fn, inputs=[...])` takes it as an
+      input, and functions that are compiled, stages and optimizer functions among them, may use it as an
+      array, which makes it an input, too.
+
+    Raises:
+      TypeError: the dtype is none, or not one of numbers or booleans.
+      ValueError: the shape is not static.
+    """
+    global _count
+    if dtype is None or not is_of_numbers(np.dtype(dtype)):
+        raise TypeError(
+            f"placeholder: dtype must be one of numbers or booleans, for example np.float32; got {dtype!r}."
+        )
+    shape = () if shape is None else (shape,) if isinstance(shape, int) else tuple(shape)
+    if not all(isinstance(size, (int, np.integer)) and size >= 0 for size in shape):
+        raise ValueError(f"placeholder: shape must be static, non-negative integers; got {shape}.")
+    if name is None:
+        name = "Placeholder" if _count == 0 else f"Placeholder_{_count}"
+        _count += 1
+    made = Placeholder(np.dtype(dtype), tuple(int(size) for size in shape), name)
+    _live[next(_numbers)] = made
+    return made

@@ -1,0 +1,101 @@
+"""`compile`: a Python function in, a program out."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ipu_pipeline.engine.tracing.frames import InsideOfBodyError, OutsideOfBodyError
+from ipu_pipeline.graphcore.importing import explain_missing
+from ipu_pipeline.ground.values import as_own
+from ipu_pipeline.tf1.graph.placeholders import Placeholder
+from ipu_pipeline.tf1.loops import run_once
+from ipu_pipeline.tf1.program.program import Program, build_program
+from ipu_pipeline.tf1.program.registry import register, reserve_ipus
+from ipu_pipeline.tf1.scopes import current_ipu_device
+
+__all__ = ["compile"]
+
+
+def compile(computation: Callable[..., Any], inputs: Sequence[Any] | None = None) -> Program:
+    """Traces a function and checks all that can be checked without running it.
+
+    It does not start JAX's backend; XLA compiles when the program first runs. If the devices are a CPU's,
+    there will be as many as the programs need that were compiled before the backend starts.
+
+    Args:
+      computation: a function that takes one array per input. It calls `pipelining_ops.pipeline` or
+        `loops.repeat`, may compute before, between and after them, and returns what `Session.run` is to
+        return. One without pipelines and loops may do what the body of a loop does: train by `minimize`,
+        enqueue, use `ipu_shard`, draw random keys. It then becomes the body of a loop that runs once.
+      inputs: placeholders, or values that are the same in every run. One alone need not be in a list. A
+        placeholder that the function, a stage or an optimizer function uses as an array need not be among
+        them.
+
+    Returns:
+      The program, for `Session.run`, which gives the values that the function returns as a list, even if
+      there is only one, or if they are a namedtuple; for a dict or a nested structure, the same structure.
+      If the function returns only operations, or nothing, the result is None. Operations that follow
+      values are left out of the list.
+      The program is also the sequence of these values, each of which can be run: `(loss,) = compile(...)`,
+      `compiled[0]`. So can what operators of Python make of them, which is computed on the host:
+      `session.run([total / 100 for total in compiled])`.
+
+    Raises:
+      RuntimeError: called outside of `scopes.ipu_scope`, or JAX's CPU backend is running already with
+        fewer devices than the programs need (see `set_num_devices`).
+      TypeError: `computation` is not callable, or an input is neither a placeholder nor an array.
+      ValueError: the function returns an operation before a value.
+      Others: what is wrong with the function; see `pipelining_ops.pipeline`.
+    """
+    if not callable(computation):
+        raise TypeError(f"ipu_compiler.compile: computation must be a function; got {computation!r}.")
+    device = current_ipu_device()
+    if device is None:
+        name = getattr(computation, "__name__", computation)
+        raise RuntimeError(
+            f"The function {name!r} is not placed on an IPU device. Compile it "
+            'within `with ipu.scopes.ipu_scope("/device:IPU:0"):`.'
+        )
+    if inputs is None:
+        inputs = []
+    elif not isinstance(inputs, (list, tuple)):
+        inputs = [inputs]
+    program = _build(
+        computation, [_check_input(index, value) for index, value in enumerate(inputs)], device
+    )
+    reserve_ipus(device, program.num_ipus)
+    register(program)
+    return program
+
+
+def _build(computation: Callable[..., Any], inputs: Sequence[Any], device: int) -> Program:
+    """The program; of a function that does what only the body of a loop does, one that loops once."""
+    with contextlib.suppress(OutsideOfBodyError):
+        return build_program(computation, inputs, device)
+    with contextlib.suppress(InsideOfBodyError):
+        return build_program(partial(run_once, computation), inputs, device)
+    return build_program(computation, inputs, device)  # raises the first error again
+
+
+def _check_input(index: int, value: Any) -> Placeholder | np.ndarray[Any, Any]:
+    if isinstance(value, Placeholder):
+        return value
+    try:
+        array = np.asanyarray(value)  # a masked array as it is
+    except (TypeError, ValueError):
+        array = np.asarray(None)
+    if array.dtype.kind in "OUSMm":
+        raise TypeError(
+            f"ipu_compiler.compile: inputs[{index}] must be a placeholder or an array; got "
+            f"{type(value).__name__}."
+        )
+    given: np.ndarray[Any, Any] = as_own(array, f"inputs[{index}]")
+    return given
+
+
+explain_missing(__name__)

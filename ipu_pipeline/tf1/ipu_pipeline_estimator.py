@@ -1,0 +1,78 @@
+"""`IPUPipelineEstimator`: training, evaluation and prediction of a pipeline, with checkpoints."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ipu_pipeline.graphcore.importing import explain_missing
+from ipu_pipeline.tf1.estimator.base import Estimator
+from ipu_pipeline.tf1.estimator.programs import (
+    EstimatorProgram,
+    IPUPipelineEstimatorSpec,
+    ModeKeys,
+    build_estimator_program,
+    check_model_fn,
+)
+from ipu_pipeline.tf1.ipu_run_config import RunConfig
+
+__all__ = ["IPUPipelineEstimator", "IPUPipelineEstimatorSpec", "ModeKeys"]
+
+
+class IPUPipelineEstimator(Estimator):
+    """Trains, evaluates and predicts with a pipeline.
+
+    Example:
+      def model_fn(mode, params):
+          ...
+          return IPUPipelineEstimatorSpec(
+              mode,
+              computational_stages=[stage1, stage2],
+              gradient_accumulation_count=16,
+              optimizer_function=optimizer_function,
+              eval_metrics_fn=lambda loss: {"loss": loss},
+          )
+
+      estimator = IPUPipelineEstimator(model_fn, "model", RunConfig(ipu_run_config=...))
+      estimator.train(input_fn, steps=1600)
+      print(estimator.evaluate(test_input_fn))
+
+    A step is a micro-batch of each replica, and `global_step` counts them. Messages go to the logger
+    "ipu_pipeline.estimator", and what a terminal shows is in `train`.
+    """
+
+    def __init__(
+        self,
+        model_fn: Callable[..., IPUPipelineEstimatorSpec],
+        model_dir: str | os.PathLike[str] | None = None,
+        config: RunConfig | None = None,
+        params: Mapping[str, Any] | None = None,
+        warm_start_from: str | os.PathLike[str] | None = None,
+    ) -> None:
+        """Checks the arguments. It calls nothing, and makes no folder but a temporary `model_dir`.
+
+        Args:
+          model_fn: takes any of `mode`, `params` and `config`, returns an `IPUPipelineEstimatorSpec`.
+            Variables that have the same names for all modes are shared by way of checkpoints.
+          model_dir: where checkpoints and scalars go; None for that of `config`, and if that is None too, a
+            temporary folder.
+          config: a `RunConfig`; required.
+          params: for `model_fn` and the `input_fn`s.
+          warm_start_from: a checkpoint, or another estimator's `model_dir`, whose variables training begins
+            with if there is no checkpoint in `model_dir`. It has all that the model has; the rest of it
+            (optimizer state, steps, the data's position) is not taken.
+
+        Raises:
+          TypeError: `model_fn` is no function.
+          ValueError: an argument is not usable.
+        """
+        check_model_fn(model_fn)
+        super().__init__(model_fn, model_dir, config, params, warm_start_from)
+
+    def _build(self, mode: ModeKeys, dataset: Any, is_exported: bool = False) -> EstimatorProgram:
+        params = self._params_of(mode)
+        return build_estimator_program(self._model_fn, mode, params, self._config, dataset, is_exported)
+
+
+explain_missing(__name__)

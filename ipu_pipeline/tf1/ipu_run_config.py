@@ -1,0 +1,148 @@
+"""How an estimator runs: `IPURunConfig` for what concerns the IPUs, `RunConfig` for the rest."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import KW_ONLY, dataclass, field
+
+from ipu_pipeline.graphcore.importing import explain_missing
+from ipu_pipeline.tf1.config import IPUConfig
+
+__all__ = ["IPURunConfig", "RunConfig"]
+
+_SECONDS_BETWEEN_CHECKPOINTS = 600
+
+
+@dataclass(frozen=True)
+class IPURunConfig:
+    """What an estimator does on the IPUs.
+
+    Attributes:
+      iterations_per_loop: micro-batches that each replica takes in one `Session.run`, a multiple of the
+        pipeline's `gradient_accumulation_count`. `global_step` goes up by as many.
+      ipu_options: an `IPUConfig`, which the estimator configures; needed for more than one IPU. It selects
+        `num_replicas` times `num_shards` IPUs.
+      num_replicas: how many replicas of the pipeline train, evaluate and predict, each with micro-batches
+        of its own. Several of them train with an `optimizers.CrossReplicaOptimizer` only.
+      num_shards: how many IPUs a replica has for the pipeline's stages; less than twice as many as it uses.
+      ordinal: the n of `/device:IPU:<n>`.
+      prefetch_depth: of the infeed; None for its default.
+    """
+
+    iterations_per_loop: int = 1
+    ipu_options: IPUConfig | None = None
+    num_replicas: int = 1
+    num_shards: int = 1
+    ordinal: int = 0
+    prefetch_depth: int | None = None
+
+    def __post_init__(self) -> None:
+        """Checks the fields.
+
+        Raises:
+          TypeError: `ipu_options` is no `IPUConfig`.
+          ValueError: a number is out of range, or differs from what `ipu_options` selects.
+        """
+        for name, least in (
+            ("iterations_per_loop", 1),
+            ("num_replicas", 1),
+            ("num_shards", 1),
+            ("ordinal", 0),
+        ):
+            _check_integer(f"IPURunConfig: {name}", getattr(self, name), least)
+        num_devices = self.num_replicas * self.num_shards
+        if num_devices > 1 and self.ipu_options is None:
+            raise ValueError(
+                "IPU configuration requires more than one device, but `ipu_options` is None: give it an "
+                f"IPUConfig with auto_select_ipus = {num_devices}."
+            )
+        if self.ipu_options is None:
+            return
+        if not isinstance(self.ipu_options, IPUConfig):
+            raise TypeError(f"ipu_options must be an IPUConfig instance; got {self.ipu_options!r}.")
+        numbers = self.ipu_options.group_sizes
+        if self.ordinal >= len(numbers):
+            raise ValueError(
+                f"Only {len(numbers)} device(s) available to choose from. You tried to pick a device at "
+                f"ordinal {self.ordinal}"
+            )
+        if numbers[self.ordinal] != num_devices:
+            raise ValueError(
+                f"`IPURunConfig` configured with {num_devices} devices "
+                f"({self.num_replicas} replicas times {self.num_shards} shards), but `ipu_options` "
+                "configured "
+                f"with {numbers[self.ordinal]} devices"
+            )
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """What an estimator does besides. Where it counts micro-batches they are those of one replica.
+
+    Attributes:
+      ipu_run_config: an `IPURunConfig`.
+      model_dir: where checkpoints and scalars go.
+      tf_random_seed: of initial values and random keys; None is 0.
+      save_checkpoints_steps: micro-batches between checkpoints, which are saved after the weight update
+        that reaches them. None, without the next one too: a checkpoint every ten minutes.
+      save_checkpoints_secs: seconds between checkpoints, instead.
+      keep_checkpoint_max: how many checkpoints stay; None or 0 for all.
+      log_step_count_steps: micro-batches between lines about the loss and the speed, which there are at the
+        first run and at the end too; None for none.
+      save_summary_steps: micro-batches between scalars that training writes (the loss, the speed, and the
+        means of what `ipu.metric` reported), which there are at the first run and at the end too; None for
+        none.
+    """
+
+    ipu_run_config: IPURunConfig = field(default_factory=IPURunConfig)
+    _: KW_ONLY
+    model_dir: str | os.PathLike[str] | None = None
+    tf_random_seed: int | None = None
+    save_checkpoints_steps: int | None = None
+    save_checkpoints_secs: float | None = None
+    keep_checkpoint_max: int | None = 5
+    log_step_count_steps: int | None = 100
+    save_summary_steps: int | None = 100
+
+    def __post_init__(self) -> None:
+        """Checks the fields.
+
+        Raises:
+          TypeError: `ipu_run_config` is no `IPURunConfig`.
+          ValueError: another field is not usable.
+        """
+        if not isinstance(self.ipu_run_config, IPURunConfig):
+            raise TypeError(
+                f"RunConfig: ipu_run_config must be an IPURunConfig; got {self.ipu_run_config!r}."
+            )
+        if self.save_checkpoints_steps is not None and self.save_checkpoints_secs is not None:
+            raise ValueError("Can not provide both save_checkpoints_steps and save_checkpoints_secs.")
+        for name in ("save_checkpoints_steps", "log_step_count_steps", "save_summary_steps"):
+            if getattr(self, name) is not None:
+                _check_integer(f"RunConfig: {name}", getattr(self, name), 1)
+        if self.keep_checkpoint_max is not None:
+            _check_integer("RunConfig: keep_checkpoint_max", self.keep_checkpoint_max, 0)
+        seconds = self.save_checkpoints_secs
+        if seconds is not None and not (
+            isinstance(seconds, (int, float)) and not isinstance(seconds, bool) and seconds > 0
+        ):
+            raise ValueError(f"RunConfig: save_checkpoints_secs must be a number above 0; got {seconds!r}.")
+        if self.tf_random_seed is not None and (
+            not isinstance(self.tf_random_seed, int) or isinstance(self.tf_random_seed, bool)
+        ):
+            raise ValueError(f"RunConfig: tf_random_seed must be an integer; got {self.tf_random_seed!r}.")
+
+    @property
+    def seconds_between_checkpoints(self) -> float | None:
+        """None where steps count."""
+        if self.save_checkpoints_steps is not None:
+            return None
+        return self.save_checkpoints_secs or _SECONDS_BETWEEN_CHECKPOINTS
+
+
+def _check_integer(what: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{what} must be an integer of at least {least}; got {value!r}.")
+
+
+explain_missing(__name__)

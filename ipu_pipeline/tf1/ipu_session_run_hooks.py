@@ -1,0 +1,337 @@
+"""Hooks: what is called around the runs of an estimator, and one that logs values of its stages."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ipu_pipeline.graphcore.importing import explain_missing
+from ipu_pipeline.ground.enumerations import list_members
+from ipu_pipeline.queues.outfeed import IPUOutfeedMode
+
+__all__ = [
+    "CheckpointSaverListener",
+    "IPULoggingTensorHook",
+    "SessionRunArgs",
+    "SessionRunContext",
+    "SessionRunHook",
+    "SessionRunValues",
+    "check_hooks",
+    "check_listeners",
+    "collecting_logs",
+    "dropping_logs",
+]
+
+_logger = logging.getLogger("ipu_pipeline.estimator")
+
+
+@dataclass(frozen=True)
+class SessionRunArgs:
+    """What a hook asks of a run.
+
+    Attributes:
+      fetches: "loss", "global_step" (or `get_global_step()`), the full name of a variable, or lists,
+        tuples and dicts of these.
+    """
+
+    fetches: Any
+
+
+@dataclass(frozen=True)
+class SessionRunValues:
+    """What a hook gets of a run.
+
+    Attributes:
+      results: the values of what its `before_run` asked for, in the same structure; None if for nothing.
+    """
+
+    results: Any
+
+
+@dataclass
+class SessionRunContext:
+    """A run, for hooks.
+
+    Attributes:
+      session: the `Session`.
+      global_step: micro-batches trained, in `before_run` before the run and in `after_run` after it.
+    """
+
+    session: Any
+    global_step: int
+    stop_requested: bool = False
+    scalars: dict[str, float] = field(default_factory=dict)
+
+    def request_stop(self) -> None:
+        """Ends training, evaluation or prediction after this run."""
+        self.stop_requested = True
+
+    def add_scalar(self, name: str, value: Any) -> None:
+        """Adds a scalar to those that training writes; the last value until then counts."""
+        self.scalars[name] = float(value)
+
+
+class SessionRunHook:
+    """What a hook can do; subclasses have some of it."""
+
+    def begin(self) -> None:
+        """Called once, when the program is compiled and before there is a session."""
+
+    def after_create_session(self, session: Any, coord: None) -> None:
+        """Called when the session has its variables; `coord` is None."""
+
+    def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
+        """Called before each run; may ask for values."""
+
+    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+        """Called after each run."""
+
+    def end(self, session: Any) -> None:
+        """Called once, at the end; not after an error."""
+
+
+class CheckpointSaverListener:
+    """What can be done around each save while an estimator trains; subclasses have some of it."""
+
+    def begin(self) -> None:
+        """Called once, when the program is compiled and before there is a session."""
+
+    def before_save(self, session: Any, global_step: int) -> None:
+        """Called before each save."""
+
+    def after_save(self, session: Any, global_step: int) -> bool | None:
+        """Called when a checkpoint is complete; returns True to end training."""
+
+    def end(self, session: Any, global_step: int) -> None:
+        """Called once, after the last save; not after an error."""
+
+
+# What was logged, and who may; by `id`. None: all may. No dict: what is logged is not wanted again.
+_Logs: TypeAlias = "tuple[dict[int, Any] | None, frozenset[int] | None]"
+_logs: contextvars.ContextVar[_Logs | None] = contextvars.ContextVar("logged values", default=None)
+
+
+@contextlib.contextmanager
+def collecting_logs(hooks: Sequence[SessionRunHook] | None) -> Iterator[dict[int, Any]]:
+    """While a stage is traced: a dict that gets what hooks log, by their `id`; None: any of them."""
+    found: dict[int, Any] = {}
+    token = _logs.set((found, None if hooks is None else frozenset(map(id, hooks))))
+    try:
+        yield found
+    finally:
+        _logs.reset(token)
+
+
+@contextlib.contextmanager
+def dropping_logs() -> Iterator[None]:
+    """While a function is traced once more: hooks log nothing."""
+    token = _logs.set((None, None))
+    try:
+        yield
+    finally:
+        _logs.reset(token)
+
+
+class IPULoggingTensorHook(SessionRunHook):
+    """Logs values from within the stages of an estimator's pipeline, one per micro-batch.
+
+    Example:
+      hook = IPULoggingTensorHook(every_n_iter=10)
+
+      def stage2(x, labels):
+          loss = ...
+          hook.log({"loss": loss})
+          return loss
+
+      return IPUPipelineEstimatorSpec(mode, [stage1, stage2], training_hooks=[hook], ...)
+    """
+
+    LoggingMode = IPUOutfeedMode
+
+    def __init__(
+        self,
+        every_n_iter: int | None = None,
+        every_n_secs: float | None = None,
+        at_end: bool = False,
+        formatter: Callable[[dict[str, Any]], str] | None = None,
+        logging_mode: IPUOutfeedMode = IPUOutfeedMode.LAST,
+    ) -> None:
+        """Says when to log.
+
+        Args:
+          every_n_iter: every so many runs, of `iterations_per_loop` micro-batches each.
+          every_n_secs: every so many seconds, after a run. Exactly one of the two, unless `at_end`.
+          at_end: at the end.
+          formatter: from a dict of names and values to the text; by default "name = value, ...".
+          logging_mode: LAST for the last micro-batch's values; ALL for those of all micro-batches since the
+            hook logged before, stacked on a new first axis.
+
+        Raises:
+          TypeError: `logging_mode` is none.
+          ValueError: it is not said when, or twice.
+        """
+        if every_n_iter is not None and every_n_secs is not None:
+            raise ValueError("Cannot provide both every_n_iter and every_n_secs")
+        if every_n_iter is None and every_n_secs is None and not at_end:
+            raise ValueError("Either every_n_iter, every_n_secs or at_end should be provided")
+        if every_n_iter is not None and (not isinstance(every_n_iter, int) or every_n_iter < 1):
+            raise ValueError(f"every_n_iter must be an integer of at least 1; got {every_n_iter!r}.")
+        if every_n_secs is not None and not every_n_secs > 0:
+            raise ValueError(f"every_n_secs must be above 0; got {every_n_secs!r}.")
+        if not isinstance(logging_mode, IPUOutfeedMode):
+            raise TypeError(
+                f"logging_mode must be one of {list_members(IPUOutfeedMode)}; got {logging_mode!r}."
+            )
+        self._every_n_iter = every_n_iter
+        self._every_n_secs = every_n_secs
+        self._at_end = at_end
+        self._formatter = formatter
+        self._mode = logging_mode
+        self._is_recorded = False
+        self._parts: list[dict[str, np.ndarray[Any, Any]]] = []
+        self._num_runs = 0
+        self._logged_at: float | None = None
+
+    def log(self, tensors: Any) -> None:
+        """Says what is logged; called in a stage, once.
+
+        Args:
+          tensors: a dict of names and arrays, an array, or a list or tuple of arrays, which are then named
+            tensor_0, tensor_1, ...
+
+        Raises:
+          RuntimeError: it was called before, or not in a stage of an estimator's pipeline; or the hook is
+            not among the specification's.
+          TypeError: there is something else than arrays.
+        """
+        found, allowed = _logs.get() or ({}, frozenset())
+        if found is None:
+            return
+        if allowed is not None and id(self) not in allowed:
+            raise RuntimeError(
+                "IPULoggingTensorHook.log must be called in a stage of an IPUPipelineEstimator's "
+                "pipeline, and "
+                "the hook must be in the specification's training_hooks, evaluation_hooks or "
+                "prediction_hooks."
+            )
+        if self._is_recorded if allowed is not None else id(self) in found:
+            raise RuntimeError(
+                "Cannot use this hook object's log function more than once. Either enqueue all "
+                "tensors in a "
+                "single log call using a list or dict, or create another hook."
+            )
+        if not isinstance(tensors, (dict, list, tuple)):
+            tensors = [tensors]
+        if not isinstance(tensors, dict):
+            tensors = {f"tensor_{number}": tensor for number, tensor in enumerate(tensors)}
+        for name, tensor in tensors.items():
+            if not isinstance(tensor, (jax.Array, np.ndarray, np.generic)):
+                raise TypeError(f"log: {name} must be an array; got {type(tensor).__name__}.")
+        self._is_recorded = True
+        found[id(self)] = {str(name): jnp.asarray(tensor) for name, tensor in tensors.items()}
+
+    def forget_record(self) -> None:
+        """Called before the stages are traced anew."""
+        self._is_recorded = False
+
+    def receive(self, stacks: Mapping[str, np.ndarray[Any, Any]]) -> None:
+        """Called after each run with what was logged, stacked over its micro-batches."""
+        if self._mode is IPUOutfeedMode.LAST:
+            self._parts = []
+        self._parts.append(dict(stacks))
+
+    def begin(self) -> None:
+        """Starts counting.
+
+        Raises:
+          RuntimeError: no stage called `log`.
+        """
+        if not self._is_recorded:
+            raise RuntimeError(
+                "This logging hook's outfeed was not enqueued. Did you forget to call the log function?"
+            )
+        self._parts, self._num_runs, self._logged_at = [], 0, None
+
+    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+        """Logs if it is time, and adds values that are scalars to those that training writes."""
+        del run_values
+        if self._parts:
+            for name, stack in self._parts[-1].items():
+                if stack.ndim == 1 and len(stack):
+                    run_context.add_scalar(name, stack[-1])
+        now = time.monotonic()
+        is_due = self._logged_at is None
+        if self._every_n_iter is not None:
+            is_due = self._num_runs % self._every_n_iter == 0
+        elif self._every_n_secs is not None and self._logged_at is not None:
+            is_due = now - self._logged_at >= self._every_n_secs
+        elif self._every_n_secs is None:
+            is_due = False
+        self._num_runs += 1
+        if is_due:
+            self._log_values(now)
+
+    def end(self, session: Any) -> None:
+        """Logs once more if that was asked for."""
+        del session
+        if self._at_end and self._parts:
+            self._log_values(time.monotonic())
+
+    def _log_values(self, now: float) -> None:
+        if not self._parts:
+            return
+        names = self._parts[0]
+        if self._mode is IPUOutfeedMode.LAST:
+            values = {name: self._parts[-1][name][-1] for name in names}
+        else:
+            values = {name: np.concatenate([part[name] for part in self._parts]) for name in names}
+            self._parts = []
+        elapsed = "" if self._logged_at is None else f" ({now - self._logged_at:.3f} sec)"
+        self._logged_at = now
+        if self._formatter is not None:
+            _logger.info("%s", self._formatter(values))
+            return
+        with np.printoptions(suppress=True):
+            text = ", ".join(f"{name} = {value}" for name, value in values.items())
+        _logger.info("%s%s", text, elapsed)
+
+
+def check_listeners(listeners: Any, what: str) -> tuple[CheckpointSaverListener, ...]:
+    """Listeners that were given, as a tuple.
+
+    Raises:
+      TypeError: one is no listener.
+    """
+    found = () if listeners is None else tuple(listeners)
+    for listener in found:
+        if not isinstance(listener, CheckpointSaverListener):
+            raise TypeError(
+                f"{what}: saving_listeners must be a list of CheckpointSaverListener instances, given: "
+                f"{listener!r}"
+            )
+    return found
+
+
+def check_hooks(hooks: Any, what: str) -> tuple[SessionRunHook, ...]:
+    """Hooks that were given, as a tuple.
+
+    Raises:
+      TypeError: one is no hook.
+    """
+    found = () if hooks is None else tuple(hooks)
+    for hook in found:
+        if not isinstance(hook, SessionRunHook):
+            raise TypeError(f"{what}: All hooks must be SessionRunHook instances, given: {hook!r}")
+    return found
+
+
+explain_missing(__name__)

@@ -1,0 +1,337 @@
+"""Modules of Flax as layers: their parameters become variables, their random keys the stage's.
+
+Flax is the extra `flax`; it is imported when the first of these layers is made.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ipu_pipeline.engine import jaxprs
+from ipu_pipeline.engine.tracing import frames, keys, scopes
+from ipu_pipeline.engine.tracing.variables import assign, get_variable
+from ipu_pipeline.ground import jax_compat
+from ipu_pipeline.tf1.layers import policies
+from ipu_pipeline.tf1.layers.base import Layer
+
+__all__ = ["Flax"]
+
+# How linen modules call the argument that says whether they train, and what they get for it in training.
+_TRAINING_ARGUMENTS = {
+    "train": True,
+    "training": True,
+    "is_training": True,
+    "deterministic": False,
+    "use_running_average": False,
+}
+
+
+class Flax(Layer):
+    """A module of flax.linen or flax.nnx as a layer within a stage.
+
+    Variables are called after their paths in the module, within the scope `flax` (`flax_1`, ... for others
+    in the same scope) or `name`: `flax/Dense_0/kernel`. Parameters are trained. What else a module keeps,
+    such as batch statistics, are variables that are not trained; what a call changes of them is assigned,
+    once per micro-batch. Random keys, as of dropout, come from `next_rng_key()`, so masks do not depend on
+    how layers are split into stages. Applied again, the layer uses the same variables again.
+
+    linen: `Flax(module)(*inputs, **options)` calls the module with them. Variables outside the collection
+    `params` have its name in front: `flax/batch_stats/BatchNorm_0/mean`. A variable's initial value is what
+    the module's own `init` makes with the variable's key, of zeros in place of inputs; it depends on the
+    session's seed and the variable's name alone. The random stream `dropout` has the key of
+    `next_rng_key()`, all others another one that is folded from it.
+
+    nnx: modules have values from the start, and these are the initial values of the variables, whatever the
+    session's seed. So make the module outside of the stage, and give it seeds of its own. `Param`s are
+    trained, `RngState` is replaced in each call by keys folded from `next_rng_key()` and the path, and
+    every other `Variable` is assigned when a call changes it. A `Variable` that stands at several places,
+    of one module or of those of several layers (tied embeddings), is one variable of the program, called
+    after the first place that is traced. The given module itself is never changed.
+
+    A module has dtypes of its own. What is said here, by arguments or by `mixed_precision`, comes on top:
+    with `param_dtype`, the variables of its floating-point parameters have that dtype in place of the
+    module's; with `dtype`, the module gets these parameters and its floating-point inputs cast to it, and
+    so computes in it wherever it has no other dtype of its own. Its outputs are left as it makes them, and
+    what else it keeps (batch statistics) has the dtype that the module gives it.
+
+    Example:
+      class Encoder(flax.linen.Module):
+          @flax.linen.compact
+          def __call__(self, x, train):
+              x = flax.linen.BatchNorm(use_running_average=not train)(flax.linen.Dense(16)(x))
+              return flax.linen.Dropout(0.1, deterministic=not train)(x)
+
+      decoder = flax.nnx.Linear(16, 10, rngs=flax.nnx.Rngs(0))
+
+      def stage(images, labels):
+          x = ipu.layers.Flax(Encoder())(images)  # train=True in a program that trains
+          return ipu.layers.Flax(decoder, name="decoder")(x), labels
+    """
+
+    kind = "flax"
+
+    def __init__(
+        self,
+        module: Any,
+        *,
+        name: str | None = None,
+        dtype: Any = None,
+        param_dtype: Any = None,
+        trainable: bool = True,
+    ) -> None:
+        """Describes the layer.
+
+        Args:
+          module: an unbound flax.linen module, or a flax.nnx module.
+          name: the scope of its variables.
+          dtype: of parameters and inputs when the module is applied; None: see `mixed_precision`, by
+            default as they are.
+          param_dtype: of the parameters' variables; None: likewise, by default the module's own.
+          trainable: whether an optimizer trains its parameters.
+
+        Raises:
+          ImportError: Flax is not installed.
+          TypeError: it is no such module.
+          ValueError: a dtype is not a floating-point one.
+        """
+        super().__init__(name, dtype, param_dtype, trainable)
+        try:
+            from flax import linen, nnx
+        except ImportError as error:
+            raise ImportError(
+                "ipu.layers.Flax needs Flax, which is not installed. It is the extra `flax` of this "
+                'package: pip install "ipu_pipeline[flax]".'
+            ) from error
+        if not isinstance(module, (linen.Module, nnx.Module)):
+            raise TypeError(
+                "ipu.layers.Flax: module must be a module of flax.linen or flax.nnx, not a class or a "
+                f"function; got {module!r}."
+            )
+        self.module: Any = module
+        self._is_linen = isinstance(module, linen.Module)
+
+    def __call__(self, *inputs: Any, training: bool | None = None, **options: Any) -> Any:
+        """Applies the module, in a stage.
+
+        Args:
+          *inputs: the module's arguments.
+          training: whether it is applied as in training; None: in a program that trains. A linen module
+            gets it as the argument `train`, `training` or `is_training`, or its opposite as `deterministic`
+            or `use_running_average`, if its call takes that and it has not been set as an attribute of the
+            module. An nnx module is put into that mode by `train()` or `eval()`.
+          **options: the module's keyword arguments; with one of those names, that is what it gets.
+
+        Returns:
+          What the module returns.
+
+        Raises:
+          ValueError: `training` is given, and a linen module takes none of those arguments; or an nnx
+            module was made within the stage, or changes one of its parameters.
+        """
+        with self._own_scope(), jax.numpy_dtype_promotion("standard"):  # Flax mixes dtypes freely
+            return self._apply(inputs, training, options)
+
+    def _apply(self, inputs: Any, training: bool | None = None, options: Any = None) -> Any:
+        inputs, options = self._cast_floating((inputs, options))
+        if self._is_linen:
+            return self._apply_linen(inputs, {**self._find_training(training, options), **options})
+        return self._apply_nnx(inputs, options, self._is_training(training))
+
+    def _key(self) -> jax.Array | None:
+        """The random key of this call; None outside of stages, where there is none."""
+        return keys.next_rng_key() if frames.is_in_stage() else None
+
+    def _find_training(self, training: bool | None, options: dict[str, Any]) -> dict[str, bool]:
+        """The argument that tells a linen module whether it trains."""
+        method = options.get("method") or "__call__"
+        call = getattr(self.module, method) if isinstance(method, str) else method
+        parameters = inspect.signature(call).parameters
+        if any(name in options for name in _TRAINING_ARGUMENTS):
+            return {}
+        for name, value in _TRAINING_ARGUMENTS.items():
+            if name in parameters and getattr(self.module, name, None) is None:
+                return {name: value == self._is_training(training)}
+        if training is not None:
+            raise ValueError(
+                f"{self._full_name()}: training={training} was given, but {type(self.module).__name__} "
+                f"takes none of {', '.join(_TRAINING_ARGUMENTS)} that it does not have as an attribute."
+            )
+        return {}
+
+    def _apply_linen(self, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        init, avals, tree = _trace_init(self.module, inputs, options)
+        paths = [path for path, _leaf in jax.tree_util.tree_flatten_with_path(avals)[0]]
+        flat = jaxprs.flatten(init)
+        values = []
+        for position, (path, aval) in enumerate(zip(paths, jax.tree.leaves(avals), strict=True)):
+            is_parameter = path[0].key == "params"
+            name = _name(path[1:] if is_parameter else path)
+            initialize = _initializer(flat, position)
+            dtype = self._variable_dtype(aval.dtype, is_parameter)
+            value = get_variable(name, aval.shape, dtype, initialize, trainable=is_parameter)
+            values.append(self._cast_floating(value) if is_parameter else value)
+        key = self._key()
+        streams = {} if key is None else {"dropout": key, "params": jax.random.fold_in(key, 1)}
+        variables = jax.tree.unflatten(tree, values)
+        outputs, changed = self.module.apply(
+            variables,
+            *inputs,
+            rngs=streams,
+            mutable=[collection for collection in variables if collection != "params"],
+            **options,
+        )
+        for path, value in jax.tree_util.tree_flatten_with_path(changed)[0]:
+            known = values[paths.index(path)] if path in paths else value  # what is new is dropped
+            if value is not known:
+                assign(_name(path), self._cast_back(value, known))
+        return outputs
+
+    def _apply_nnx(self, inputs: tuple[Any, ...], options: dict[str, Any], training: bool) -> Any:
+        from flax import nnx
+
+        graphdef, state = nnx.split(self.module)
+        known = frames.current_frame("Flax").names
+        holders = dict(nnx.iter_graph(self.module))  # by path; what stands at several, at the same as above
+        key = self._key()
+        parts: dict[Any, Any] = {}
+        values: dict[str, Any] = {}
+        names: dict[Any, str] = {}  # path of a Variable -> full name of what stands there
+        for path, variable in nnx.to_flat_state(state):
+            if isinstance(variable, nnx.RngState):
+                parts[path] = variable if key is None else _replace_rng(variable, path, key)
+                continue
+            if not isinstance(variable, nnx.Variable):
+                self._check_concrete(variable, path)
+                parts[path] = variable
+                continue
+            own_name = scopes.join(scopes.current_scope(), _name(path))
+            names[path] = known.name_of_holder(holders[path], own_name)
+            is_parameter = isinstance(variable, nnx.Param)
+            read = []
+            leaves, tree = jax.tree_util.tree_flatten_with_path(variable.get_value())
+            for inner, leaf in leaves:
+                self._check_concrete(leaf, path)
+                name = "/".join([names[path], *_words(inner)])
+                shape, dtype = jnp.shape(leaf), self._variable_dtype(jnp.result_type(leaf), is_parameter)
+                with scopes.absolute_scope("", reuse=names[path] != own_name):
+                    value = get_variable(name, shape, dtype, _copy_of(leaf), trainable=is_parameter)
+                values[name] = self._cast_floating(value) if is_parameter else value
+                read.append(values[name])
+            parts[path] = variable.replace(jax.tree.unflatten(tree, read))
+        module = nnx.merge(graphdef, nnx.from_flat_state(parts))
+        part: Any
+        for _path, part in nnx.iter_modules(module):
+            if getattr(part, "dtype", self) is None:
+                part.dtype = self._policy.dtype  # a BatchNorm would compute in the dtype of its statistics
+        if training:
+            module.train()
+        else:
+            module.eval()
+        outputs = module(*inputs, **options)
+        for path, variable in nnx.to_flat_state(nnx.state(module)):
+            if not isinstance(variable, nnx.Variable) or isinstance(variable, nnx.RngState):
+                continue
+            for inner, leaf in jax.tree_util.tree_flatten_with_path(variable.get_value())[0]:
+                name = "/".join([names.get(path, ""), *_words(inner)])
+                if name not in values or leaf is values[name]:  # what is new is dropped
+                    continue
+                if isinstance(variable, nnx.Param):
+                    raise ValueError(
+                        f"{self._full_name()}: the module changes its parameter {_name(path)} when it is "
+                        "called, but parameters are the optimizer's. Make it another kind of nnx.Variable."
+                    )
+                assign(name, self._cast_back(leaf, values[name]))
+        return outputs
+
+    def _cast_floating(self, tree: Any) -> Any:
+        """What the module is given, as somebody said that it computes; as it is, if nobody has."""
+        return policies.cast_floating(tree, self._policy.dtype)
+
+    def _variable_dtype(self, dtype: Any, is_parameter: bool) -> Any:
+        """That of a variable to which the module gives a dtype."""
+        said = self._policy.param_dtype
+        is_told = is_parameter and said is not None and jnp.issubdtype(dtype, jnp.floating)
+        return said if is_told else dtype
+
+    def _cast_back(self, value: Any, known: Any) -> Any:
+        """What a module makes of a variable may have the dtype that it was told to compute in."""
+        is_told = self._policy.dtype is not None
+        return policies.cast_floating(value, known.dtype) if is_told else value
+
+    def _check_concrete(self, leaf: Any, path: tuple[Any, ...]) -> None:
+        if jax_compat.is_traced(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
+            raise ValueError(
+                f"{self._full_name()}: the nnx module has no value at {_name(path)}, since it was made "
+                "within the stage or abstractly. Its values are where the variables start: make it outside."
+            )
+
+
+def _trace_init(module: Any, inputs: Any, options: Any) -> tuple[Any, Any, Any]:
+    """A linen module's `init` as a jaxpr from a key to its variables, their shapes, and their structure."""
+    from flax import linen
+
+    # Only shapes of arrays go in: initial values do not depend on what the module is given.
+    leaves, tree = jax.tree.flatten((inputs, options))
+    known = [
+        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if isinstance(leaf, (jax.Array, np.ndarray)) else leaf
+        for leaf in leaves
+    ]
+
+    def init(key: jax.Array) -> Any:
+        zeros = [jnp.zeros(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x for x in known]
+        args, kwargs = jax.tree.unflatten(tree, zeros)
+        return linen.meta.unbox(module.init(key, *args, **kwargs))
+
+    closed_jaxpr, avals = jax.make_jaxpr(init, return_shape=True)(jax.eval_shape(jax.random.key, 0))
+    return closed_jaxpr, avals, jax.tree.structure(avals)
+
+
+def _initializer(flat: jaxprs.FlatJaxpr, position: int) -> Callable[..., jax.Array]:
+    """An initializer that computes one of the results of `init`, and nothing else."""
+
+    def initialize(key: jax.Array, shape: Any, dtype: Any) -> jax.Array:
+        del shape  # that of the result
+        program = jaxprs.extract(flat, [flat.outputs[position]])
+
+        def evaluate(key: jax.Array) -> list[Any]:
+            return program(*([key] if program.inputs else []))
+
+        value: jax.Array = jax.jit(evaluate)(key)[0]
+        return value.astype(dtype)
+
+    return initialize
+
+
+def _copy_of(leaf: Any) -> Callable[..., jax.Array]:
+    def initialize(key: jax.Array, shape: Any, dtype: Any) -> jax.Array:
+        del key, shape
+        return jnp.array(leaf, dtype)
+
+    return initialize
+
+
+def _replace_rng(variable: Any, path: tuple[Any, ...], key: jax.Array) -> Any:
+    """The state of a random stream as at its start, from this key."""
+    from flax import nnx
+
+    value = variable.get_value()
+    if not isinstance(variable, nnx.RngKey):
+        return variable.replace(jnp.zeros(value.shape, value.dtype))
+    own = jax.random.fold_in(key, np.uint32(scopes.hash_name(_name(path))))
+    return variable.replace(own if value.shape == () else jax.random.split(own, value.shape))
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    return "/".join(_words(path)) or "value"
+
+
+def _words(path: tuple[Any, ...]) -> Iterator[str]:
+    for part in path:
+        is_key = hasattr(part, "key") or hasattr(part, "idx") or hasattr(part, "name")
+        yield jax.tree_util.keystr((part,), simple=True) if is_key else str(part)

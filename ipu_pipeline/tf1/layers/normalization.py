@@ -1,0 +1,339 @@
+"""Normalizations: to mean 0 and variance 1 over some axes, then `gamma` and `beta`.
+
+Sources: S. Ioffe and C. Szegedy, Batch Normalization, arXiv:1502.03167; J. L. Ba et al., Layer
+Normalization, arXiv:1607.06450; Y. Wu and K. He, Group Normalization, arXiv:1803.08494.
+
+    outputs = (inputs - mean) / sqrt(variance + epsilon) * gamma + beta
+
+The variance is the biased one, the mean of the squared distances from the mean. All of this is computed
+in float32 at least, with the inputs as they are in the layer's dtype, and `gamma` and `beta` as they are in
+its `param_dtype`; the outputs have the layer's dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ipu_pipeline import engine
+from ipu_pipeline.engine.tracing.variables import assign, get_variable
+from ipu_pipeline.processes import selection
+from ipu_pipeline.tf1.layers.base import (
+    Layer,
+    at_least_float32,
+    check_flag,
+    check_positive_integer,
+    find_initializer,
+)
+
+__all__ = ["BatchNormalization", "GroupNormalization", "LayerNormalization"]
+
+
+class _Normalization(Layer):
+    """What the three share: epsilon, `gamma` and `beta`, and the dtype of the statistics."""
+
+    def __init__(
+        self,
+        epsilon: float,
+        center: bool,
+        scale: bool,
+        beta_initializer: Any,
+        gamma_initializer: Any,
+        name: str | None,
+        dtype: Any,
+        param_dtype: Any,
+        trainable: bool,
+    ) -> None:
+        super().__init__(name, dtype, param_dtype, trainable)
+        if not epsilon >= 0:
+            raise ValueError(f"{type(self).__name__}: epsilon must be at least 0; got {epsilon!r}.")
+        self.epsilon = float(epsilon)
+        self.center = check_flag(type(self).__name__, "center", center)
+        self.scale = check_flag(type(self).__name__, "scale", scale)
+        self._beta_initializer = find_initializer(beta_initializer)
+        self._gamma_initializer = find_initializer(gamma_initializer)
+
+    @property
+    def _statistics_dtype(self) -> np.dtype[Any]:
+        return at_least_float32(self.dtype)
+
+    def _as_statistics_dtype(self, inputs: jax.Array) -> jax.Array:
+        return self._as_own_dtype(inputs).astype(self._statistics_dtype)
+
+    def _find_axes(self, inputs: jax.Array, axes: Sequence[int]) -> tuple[int, ...]:
+        """The axes counted from 0, in ascending order."""
+        rank = inputs.ndim
+        found = {axis % rank for axis in axes if -rank <= axis < rank}
+        if len(found) < len(axes):
+            raise ValueError(
+                f"{self._full_name()}: axis must name different axes of the inputs; got {list(axes)} for "
+                f"inputs of shape {inputs.shape}."
+            )
+        return tuple(sorted(found))
+
+    def _normalize(self, inputs: jax.Array, mean: jax.Array, variance: jax.Array) -> jax.Array:
+        """Mean and variance have 1 for the axes that they do not depend on."""
+        return (inputs - mean) * jax.lax.rsqrt(variance + self.epsilon)
+
+    def _scale_and_center(self, normalized: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+        """Applies `gamma` and `beta`, which have the given axes; the result has the outputs' dtype."""
+        size = tuple(normalized.shape[axis] for axis in axes)
+        if self.scale:
+            gamma = get_variable("gamma", size, self.param_dtype, self._gamma_initializer)
+            normalized *= _along(axes, normalized, gamma.astype(self._statistics_dtype))
+        if self.center:
+            beta = get_variable("beta", size, self.param_dtype, self._beta_initializer)
+            normalized += _along(axes, normalized, beta.astype(self._statistics_dtype))
+        return self._cast(normalized)
+
+
+class BatchNormalization(_Normalization):
+    """Normalizes each index of an axis over all other axes.
+
+    In training by the mean and variance of the micro-batch, which also move `moving_mean` and
+    `moving_variance`, once per micro-batch and in their order:
+
+        moving = moving * momentum + of the micro-batch * (1 - momentum)
+
+    Otherwise by the moving ones. The variance that goes into `moving_variance` is the biased one, which
+    also normalizes, as in Keras 3. (TensorFlow 1's fused kernel, for inputs of rank 4, took the unbiased
+    one.)
+
+    Each replica has statistics of its own micro-batches. Where they are synchronized, they are those of
+    micro-batch k of all replicas together, as if these were one. Either way the moving ones become their
+    means over replicas at each weight update.
+
+    Both moving statistics are at least float32, whatever dtypes the layer has: in bfloat16 a step of
+    a hundredth would mostly be rounded away.
+    """
+
+    kind = "batch_normalization"
+
+    def __init__(
+        self,
+        axis: int = -1,
+        momentum: float = 0.99,
+        epsilon: float = 1e-3,
+        center: bool = True,
+        scale: bool = True,
+        beta_initializer: Any = "zeros",
+        gamma_initializer: Any = "ones",
+        moving_mean_initializer: Any = "zeros",
+        moving_variance_initializer: Any = "ones",
+        *,
+        synchronized: bool | None = None,
+        name: str | None = None,
+        dtype: Any = None,
+        param_dtype: Any = None,
+        trainable: bool = True,
+    ) -> None:
+        """Describes the layer.
+
+        Args:
+          axis: the axis that the statistics and the variables have, of the size `features`.
+          momentum: how much of the moving statistics stays at each micro-batch, from 0 to 1.
+          epsilon: added to the variance.
+          center: whether there is a `beta`.
+          scale: whether there is a `gamma`.
+          beta_initializer: of `beta`, [features]: a name in Keras, or as for `get_variable`.
+          gamma_initializer: of `gamma`, [features].
+          moving_mean_initializer: of `moving_mean`, [features], which is not trained.
+          moving_variance_initializer: of `moving_variance`, [features], which is not trained.
+          synchronized: whether replicas share the statistics by which they normalize in training. None: as
+            `IPUConfig.norms.experimental.distributed_batch_norm_replica_group_size` says when the program
+            is compiled, by default not.
+          name: the scope of its variables.
+          dtype: of the outputs; None: see `mixed_precision`, by default float32.
+          param_dtype: of `beta` and `gamma`, and if it is at least float32, of the moving statistics; None:
+            likewise, by default `dtype`.
+          trainable: whether an optimizer trains `beta` and `gamma`. The moving statistics move either way.
+
+        Raises:
+          ValueError: an argument is not usable.
+        """
+        super().__init__(
+            epsilon, center, scale, beta_initializer, gamma_initializer, name, dtype, param_dtype, trainable
+        )
+        if not 0 <= momentum <= 1:
+            raise ValueError(f"BatchNormalization: momentum must be from 0 to 1; got {momentum!r}.")
+        self.axis = _check_axis("BatchNormalization", axis)
+        self.momentum = float(momentum)
+        if synchronized is not None:
+            check_flag("BatchNormalization", "synchronized", synchronized)
+        self.synchronized = synchronized
+        self._moving_mean_initializer = find_initializer(moving_mean_initializer)
+        self._moving_variance_initializer = find_initializer(moving_variance_initializer)
+
+    def _apply(self, inputs: jax.Array, training: bool | None = None) -> jax.Array:
+        """`training` None: True in a program that trains, False in others."""
+        inputs = self._as_statistics_dtype(inputs)
+        axes = self._find_axes(inputs, [self.axis])
+        mean = self._moving("moving_mean", inputs.shape[axes[0]], self._moving_mean_initializer)
+        variance = self._moving("moving_variance", inputs.shape[axes[0]], self._moving_variance_initializer)
+        if self._is_training(training):
+            moving_mean, moving_variance = mean, variance
+            is_shared = selection.norm_group_size() > 1 if self.synchronized is None else self.synchronized
+            mean, variance = _moments(inputs, axes[0], is_shared)
+            self._move("moving_mean", moving_mean, mean)
+            self._move("moving_variance", moving_variance, variance)
+        mean, variance = mean.astype(inputs.dtype), variance.astype(inputs.dtype)
+        normalized = self._normalize(inputs, _along(axes, inputs, mean), _along(axes, inputs, variance))
+        return self._scale_and_center(normalized, axes)
+
+    def _moving(self, name: str, features: int, initializer: Any) -> jax.Array:
+        dtype = at_least_float32(self.param_dtype)
+        return get_variable(name, (features,), dtype, initializer, trainable=False)
+
+    def _move(self, name: str, moving: jax.Array, new: jax.Array) -> None:
+        assign(name, moving * self.momentum + new.astype(moving.dtype) * (1 - self.momentum))
+
+
+class LayerNormalization(_Normalization):
+    """Normalizes over the given axes, for each index of the others."""
+
+    kind = "layer_normalization"
+
+    def __init__(
+        self,
+        axis: int | Sequence[int] = -1,
+        epsilon: float = 1e-3,
+        center: bool = True,
+        scale: bool = True,
+        beta_initializer: Any = "zeros",
+        gamma_initializer: Any = "ones",
+        *,
+        name: str | None = None,
+        dtype: Any = None,
+        param_dtype: Any = None,
+        trainable: bool = True,
+    ) -> None:
+        """Describes the layer.
+
+        Args:
+          axis: the axis or axes to normalize over; in any order.
+          epsilon: added to the variance.
+          center: whether there is a `beta`.
+          scale: whether there is a `gamma`.
+          beta_initializer: of `beta`, which has the sizes of those axes, in the order of the inputs: a
+            name in Keras, or as for `get_variable`.
+          gamma_initializer: of `gamma`, likewise.
+          name: the scope of its variables.
+          dtype: of the outputs; None: see `mixed_precision`, by default float32.
+          param_dtype: of its variables; None: likewise, by default `dtype`.
+          trainable: whether an optimizer trains its variables.
+
+        Raises:
+          ValueError: an argument is not usable.
+        """
+        super().__init__(
+            epsilon, center, scale, beta_initializer, gamma_initializer, name, dtype, param_dtype, trainable
+        )
+        axes = tuple(axis) if isinstance(axis, Sequence) else (axis,)
+        if not axes:
+            raise ValueError("LayerNormalization: axis must name at least one axis; got none.")
+        self.axis = tuple(_check_axis("LayerNormalization", one) for one in axes)
+
+    def _apply(self, inputs: jax.Array) -> jax.Array:
+        inputs = self._as_statistics_dtype(inputs)
+        axes = self._find_axes(inputs, self.axis)
+        mean = jnp.mean(inputs, axes, keepdims=True)
+        variance = jnp.var(inputs, axes, keepdims=True)
+        return self._scale_and_center(self._normalize(inputs, mean, variance), axes)
+
+
+class GroupNormalization(_Normalization):
+    """Normalizes each example over groups of channels and all axes other than batch and channels."""
+
+    kind = "group_normalization"
+
+    def __init__(
+        self,
+        groups: int = 32,
+        axis: int = -1,
+        epsilon: float = 1e-3,
+        center: bool = True,
+        scale: bool = True,
+        beta_initializer: Any = "zeros",
+        gamma_initializer: Any = "ones",
+        *,
+        name: str | None = None,
+        dtype: Any = None,
+        param_dtype: Any = None,
+        trainable: bool = True,
+    ) -> None:
+        """Describes the layer.
+
+        Args:
+          groups: how many groups of neighbouring channels there are; divides the channels. -1: each
+            channel is a group (instance normalization).
+          axis: the axis of the channels; not the first one, which is the batch.
+          epsilon: added to the variance.
+          center: whether there is a `beta`.
+          scale: whether there is a `gamma`.
+          beta_initializer: of `beta`, [channels]: a name in Keras, or as for `get_variable`.
+          gamma_initializer: of `gamma`, [channels].
+          name: the scope of its variables.
+          dtype: of the outputs; None: see `mixed_precision`, by default float32.
+          param_dtype: of its variables; None: likewise, by default `dtype`.
+          trainable: whether an optimizer trains its variables.
+
+        Raises:
+          ValueError: an argument is not usable.
+        """
+        super().__init__(
+            epsilon, center, scale, beta_initializer, gamma_initializer, name, dtype, param_dtype, trainable
+        )
+        is_each = not isinstance(groups, bool) and groups == -1
+        self.groups = -1 if is_each else check_positive_integer("GroupNormalization", "groups", groups)
+        self.axis = _check_axis("GroupNormalization", axis)
+
+    def _apply(self, inputs: jax.Array) -> jax.Array:
+        inputs = self._as_statistics_dtype(inputs)
+        axes = self._find_axes(inputs, [self.axis])
+        (axis,) = axes
+        if axis == 0:
+            raise ValueError(
+                f"{self._full_name()}: axis must be that of the channels, not the first one, the batch; "
+                f"got {self.axis} for inputs of shape {inputs.shape}."
+            )
+        channels = inputs.shape[axis]
+        groups = channels if self.groups == -1 else self.groups
+        if channels % groups or not channels:
+            raise ValueError(
+                f"{self._full_name()}: groups must divide the channels of the inputs; got groups={groups} "
+                f"and {channels} channels, in inputs of shape {inputs.shape}. -1 makes each a group."
+            )
+        shape = (*inputs.shape[:axis], groups, channels // groups, *inputs.shape[axis + 1 :])
+        grouped = inputs.reshape(shape)
+        others = tuple(other for other in range(1, grouped.ndim) if other != axis)
+        mean = jnp.mean(grouped, others, keepdims=True)
+        variance = jnp.var(grouped, others, keepdims=True)
+        normalized = self._normalize(grouped, mean, variance).reshape(inputs.shape)
+        return self._scale_and_center(normalized, axes)
+
+
+def _moments(inputs: jax.Array, axis: int, is_shared: bool) -> tuple[jax.Array, jax.Array]:
+    """Mean and variance for each index of an axis, of this replica's inputs or of those of all replicas."""
+    others = tuple(other for other in range(inputs.ndim) if other != axis)
+    mean = jnp.mean(inputs, others)
+    if not is_shared:
+        return mean, jnp.var(inputs, others)
+    number = engine.replica_count().astype(inputs.dtype)  # all have inputs of the same size
+    mean = engine.cross_replica_sum(mean) / number
+    squares = jnp.square(inputs - _along((axis,), inputs, mean))
+    return mean, engine.cross_replica_sum(jnp.mean(squares, others)) / number
+
+
+def _check_axis(layer: str, axis: Any) -> int:
+    if not isinstance(axis, (int, np.integer)) or isinstance(axis, bool):
+        raise ValueError(f"{layer}: axis must be an integer; got {axis!r}.")
+    return int(axis)
+
+
+def _along(axes: tuple[int, ...], inputs: jax.Array, values: jax.Array) -> jax.Array:
+    """Values that have the given axes of the inputs, with 1 for every other axis."""
+    return values.reshape([size if axis in axes else 1 for axis, size in enumerate(inputs.shape)])

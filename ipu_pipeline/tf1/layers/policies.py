@@ -1,0 +1,182 @@
+"""`mixed_precision`: which dtype layers compute in, and which one their variables have.
+
+Source of the idea, and of the names of policies: P. Micikevicius et al., Mixed Precision Training,
+arXiv:1710.03740, and Keras's `mixed_precision`. Weights are kept in 32 bits, so that small updates are not
+rounded away, and are cast to 16 bits where they are used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ipu_pipeline.engine.tracing import frames
+from ipu_pipeline.ground import jax_compat
+
+__all__ = ["Policy", "cast_floating", "check_dtype", "check_is_there", "current", "mixed_precision"]
+
+_Dtype = np.dtype[Any]
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Two dtypes; None: not said here.
+
+    Attributes:
+      dtype: of the computation.
+      param_dtype: of variables.
+    """
+
+    dtype: _Dtype | None = None
+    param_dtype: _Dtype | None = None
+
+    def within(self, around: Policy) -> Policy:
+        """What this policy says, and where it says nothing, what the one around it says."""
+        return Policy(
+            around.dtype if self.dtype is None else self.dtype,
+            around.param_dtype if self.param_dtype is None else self.param_dtype,
+        )
+
+
+_policy: contextvars.ContextVar[Policy] = contextvars.ContextVar("policy", default=Policy())  # noqa: B039  # frozen
+
+
+def current() -> Policy:
+    """That of the innermost `mixed_precision`, and of those around it."""
+    return _policy.get()
+
+
+@contextlib.contextmanager
+def mixed_precision(
+    policy: str | Policy | None = None, *, dtype: Any = None, param_dtype: Any = None
+) -> Iterator[Policy]:
+    """Gives dtypes to the layers that are made or applied in a `with` block and do not have their own.
+
+    Layers cast inputs and variables to the one, which their outputs have, too, and ask for variables in the
+    other. The functions of `normalization_ops` do so likewise. What has no variables (Dropout, Activation,
+    pooling) keeps the dtype of its inputs, and `get_variable` gives what it is asked for.
+
+    Blocks nest: what an inner one does not say, the outer one does. An argument of a layer comes first,
+    then the block that it is made in, then the block that it is applied in, each dtype for itself. Where
+    nobody says anything, layers compute in float32, and a layer's variables have the dtype that it computes
+    in. (`layers.Flax` leaves to the module what nobody says.)
+
+    A block counts for what is traced within it: it stands in a stage, or around `ipu_compiler.compile`, in
+    the thread that calls it.
+
+    Args:
+      policy: "mixed_bfloat16" or "mixed_float16", as in Keras: computation in that, variables in float32;
+        or the name of a floating-point dtype, which both have; or what another block gave.
+      dtype: in place of `policy`: of the computation, a floating-point dtype. It may be wider than
+        `param_dtype`, which saves memory for weights that are not trained.
+      param_dtype: in place of `policy`: of variables, a floating-point dtype.
+
+    Yields:
+      What holds in the block: `dtype` and `param_dtype`, each None if nobody says it.
+
+    Raises:
+      ValueError: there is no such policy, a dtype is no floating-point one, or a policy is given beside
+        a dtype.
+
+    Example:
+      with ipu.mixed_precision(dtype=jnp.bfloat16, param_dtype=jnp.float32):
+          x = ipu.layers.Dense(64, activation="relu")(x)  # bfloat16, its kernel is float32
+          logits = ipu.layers.Dense(10, dtype=jnp.float32)(x)  # float32
+    """
+    given = Policy(
+        check_dtype("mixed_precision", "dtype", dtype),
+        check_dtype("mixed_precision", "param_dtype", param_dtype),
+    )
+    if policy is not None and given != Policy():
+        raise ValueError(
+            f"mixed_precision: a policy must stand alone, since it says both dtypes; got {policy!r} with "
+            f"dtype={dtype!r} and param_dtype={param_dtype!r}. Leave out one or the other."
+        )
+    if policy is not None:
+        given = _find_policy(policy)
+    # JAX keeps traces of inner functions (jax.jit), which say nothing of the block that they were made in.
+    is_tracing = frames.find_frame() is not None
+    token = _policy.set(given.within(current()))
+    try:
+        with jax_compat.fresh_trace() if is_tracing else contextlib.nullcontext():
+            yield current()
+    finally:
+        _policy.reset(token)
+
+
+def _find_policy(policy: Any) -> Policy:
+    if isinstance(policy, Policy):
+        return policy
+    name = policy if isinstance(policy, str) else ""
+    if name in ("mixed_bfloat16", "mixed_float16"):
+        return Policy(np.dtype(name.removeprefix("mixed_")), np.dtype(np.float32))
+    found = _as_dtype(name) if name else None
+    if found is None or not jnp.issubdtype(found, jnp.floating):
+        raise ValueError(
+            "mixed_precision: policy must be 'mixed_bfloat16', 'mixed_float16', the name of a "
+            f"floating-point dtype or what another block gave; got {policy!r}. Say others by dtype= and "
+            "param_dtype=."
+        )
+    return Policy(found, found)
+
+
+def check_dtype(owner: str, argument: str, value: Any) -> _Dtype | None:
+    """The dtype that an argument says; None for None.
+
+    Args:
+      owner: what has the argument, for the error.
+      argument: what it is called.
+      value: what was given for it.
+
+    Raises:
+      ValueError: it is no floating-point dtype.
+    """
+    if value is None:
+        return None
+    dtype = _as_dtype(value)
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        got = repr(value) if dtype is None else dtype.name
+        raise ValueError(
+            f"{owner}: {argument} must be a floating-point one; got {got}. Give a dtype like jnp.float32; "
+            "for computation in 16 bits and weights in 32, dtype=jnp.bfloat16 and param_dtype=jnp.float32."
+        )
+    return dtype
+
+
+def check_is_there(owner: str, dtype: _Dtype | None) -> None:
+    """Checks that what is said is a dtype that JAX has, as it is configured.
+
+    Raises:
+      ValueError: it has not.
+    """
+    if dtype is not None and jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        raise ValueError(
+            f"{owner}: dtype {dtype.name} needs 64-bit mode; call "
+            'jax.config.update("jax_enable_x64", True) first, or give another dtype.'
+        )
+
+
+def _as_dtype(value: Any) -> _Dtype | None:
+    try:
+        return np.dtype(value)
+    except TypeError:
+        return None
+
+
+def cast_floating(tree: Any, dtype: _Dtype | None) -> Any:
+    """A pytree with its floating-point arrays in a dtype; None: as they are."""
+    if dtype is None:
+        return tree
+
+    def cast(leaf: Any) -> Any:
+        is_array = isinstance(leaf, (jax.Array, np.ndarray))
+        return jnp.asarray(leaf, dtype) if is_array and jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+
+    return jax.tree.map(cast, tree)

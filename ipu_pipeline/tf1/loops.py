@@ -1,0 +1,306 @@
+"""Loops on the device: a body that runs many times within one `Session.run`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core as jex_core
+
+from ipu_pipeline.engine.loop import Loop
+from ipu_pipeline.engine.loops.bodies import trace_body
+from ipu_pipeline.engine.tracing import frames
+from ipu_pipeline.engine.tracing.captures import Captures
+from ipu_pipeline.engine.tracing.faults import describe_arguments, name_of
+from ipu_pipeline.engine.tracing.stages import as_arguments, check_signature
+from ipu_pipeline.graphcore.importing import explain_missing
+from ipu_pipeline.ground import jax_compat
+from ipu_pipeline.queues.infeed import IPUInfeedQueue
+from ipu_pipeline.queues.operations import Operation
+from ipu_pipeline.tf1.graph.placeholders import Placeholder, as_traced_inputs
+from ipu_pipeline.tf1.program.calls import LoopCall, current_builder
+from ipu_pipeline.tf1.program.program import returned_values
+from ipu_pipeline.tf1.program.replication import make_replication
+
+__all__ = ["repeat", "run_once", "while_loop"]
+
+_MAX_INT32 = 2**31 - 1
+
+
+def repeat(
+    n: Any,
+    body: Callable[..., Any],
+    inputs: Any = None,
+    infeed_queue: IPUInfeedQueue | None = None,
+    use_while_v1: bool = True,
+) -> Any:
+    """Runs a body a number of times on the device, within one `Session.run`.
+
+    On one device the loop is one compiled program, which handles blocks of iterations. A body with
+    `scopes.ipu_shard` runs one iteration at a time, shard after shard.
+
+    A body whose optimizer is a `CrossReplicaOptimizer` has as many replicas as there are times its IPUs in
+    what `IPUConfig` selects, and runs one iteration of each at a time. Each replica has elements of the
+    infeed, carried values and random numbers of its own; docs/replicas.md says what they share. What the
+    loop returns is then of each replica its own for what follows in the program, and `Session.run` gives
+    that of the first one.
+
+    Args:
+      n: how many times, from 0: an integer, or a traced integer scalar.
+      body: takes the inputs and then the infeed's element, returns the inputs of the next iteration, with
+        the same structure, shapes and dtypes. Training steps (`minimize`) and `enqueue` operations may be
+        returned anywhere among them, or not at all: what was recorded runs. It may read values from
+        outside.
+      inputs: the inputs of the first iteration: arrays, or pytrees of them, in a list; one alone need not
+        be in a list.
+      infeed_queue: dequeued once an iteration, by each replica.
+      use_while_v1: has no effect, as both kinds of loop are one here; there for TensorFlow 1 code.
+
+    Returns:
+      The inputs that the next iteration would get, in a list; a single one bare; an operation if there are
+      none.
+
+    Raises:
+      TypeError, ValueError: an argument is not usable, or the body does not return its inputs.
+      RuntimeError: not called in a function that `ipu_compiler.compile` traces, or within a stage or body.
+
+    Example:
+      def body(learning_rate, images, labels):
+          ...
+          return learning_rate, train_op, outfeed_queue.enqueue(loss)
+      repeat(160, body, [learning_rate], infeed_queue)
+    """
+    del use_while_v1
+    count = _check_count(n, "ipu.loops.repeat: n")
+    return _loop("ipu.loops.repeat", body, inputs, infeed_queue, count, None)
+
+
+def while_loop(
+    condition: Callable[..., Any],
+    body: Callable[..., Any],
+    inputs: Any = None,
+    infeed_queue: IPUInfeedQueue | None = None,
+    maximum_iterations: Any = None,
+    use_while_v1: bool = True,
+) -> Any:
+    """Runs a body on the device as long as a condition holds, within one `Session.run`.
+
+    Args:
+      condition: takes the inputs of an iteration, without the infeed's element, and returns a boolean
+        scalar; asked before each iteration. It may use no variables, random keys or values from outside.
+        With several replicas it must give the same in all of them.
+      body: as for `repeat`.
+      inputs: those of the first iteration, at least one, as for `repeat`.
+      infeed_queue: dequeued once an iteration. On one device, elements that its `prefetch_depth` has
+        fetched ahead are handled together; those that the loop did not need come first in the next run.
+      maximum_iterations: how many iterations there are at most, as `n` of `repeat`; None: any number.
+      use_while_v1: as for `repeat`.
+
+    Returns:
+      The inputs that the next iteration would get, as `repeat` does.
+
+    Raises:
+      As `repeat`; and ValueError if the condition does not return a boolean scalar.
+    """
+    del use_while_v1
+    if not callable(condition):
+        raise TypeError(f"ipu.loops.while_loop: condition must be a function; got {condition!r}.")
+    count = maximum_iterations
+    if count is not None:
+        count = _check_count(count, "ipu.loops.while_loop: maximum_iterations")
+    return _loop("ipu.loops.while_loop", body, inputs, infeed_queue, count, condition)
+
+
+def run_once(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Runs a function that trains, enqueues or uses shards, as the body of a loop that runs once.
+
+    Args:
+      function: takes the arguments. It is traced twice: first for the shapes of what it returns, which the
+        loop carries.
+      *arguments: traced values.
+
+    Returns:
+      What it returns, without operations.
+
+    Raises:
+      InsideOfBodyError: the function calls a pipeline or a loop.
+      Others: as for a body of `repeat`.
+    """
+    place = f"the compiled function {name_of(function)}"
+    trees: list[Any] = []
+    avals: list[jax.ShapeDtypeStruct] = []
+
+    def call(*_previous: Any) -> list[Any]:
+        leaves, tree = jax.tree.flatten(returned_values(function(*arguments)))
+        trees[:] = [tree]
+        return [jnp.asarray(leaf) for leaf in leaves]
+
+    def look(_carried: list[Any], _fed: Any) -> list[Any]:
+        avals[:] = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in call()]
+        return []
+
+    builder = current_builder()
+    assert builder is not None
+    with frames.unchanged(builder.names):
+        trace_body(look, [], None, builder.names, place)
+    results = _loop(
+        place, call, [jnp.zeros(aval.shape, aval.dtype) for aval in avals], None, 1, None, place
+    )
+    (tree,) = trees
+    return tree.unflatten(results if len(avals) > 1 else [results][: len(avals)])
+
+
+def _loop(
+    what: str,
+    body: Callable[..., Any],
+    inputs: Any,
+    infeed_queue: IPUInfeedQueue | None,
+    count: Any,
+    cond: Callable[..., Any] | None,
+    place: str | None = None,
+) -> Any:
+    if not callable(body):
+        raise TypeError(f"{what}: body must be a function; got {body!r}.")
+    if infeed_queue is not None and not isinstance(infeed_queue, IPUInfeedQueue):
+        raise TypeError(
+            f"{what}: infeed_queue is not an instance of ipu_infeed_queue.IPUInfeedQueue; got "
+            f"{type(infeed_queue).__name__}."
+        )
+    builder = current_builder()
+    if builder is None:
+        raise RuntimeError(
+            f"{what} must be called in a function that ipu_compiler.compile traces, within an ipu_scope; "
+            "here it is not placed on an IPU device."
+        )
+    if frames.is_in_stage():
+        raise frames.InsideOfBodyError(
+            f"{what} was called within a computational stage or the body of a loop; use jax.lax.scan or "
+            "jax.lax.fori_loop there."
+        )
+    leaves, tree = as_traced_inputs(inputs, f"{what}: inputs")
+    num_inputs = tree.num_leaves
+    if cond is not None and not num_inputs:
+        raise ValueError(f"{what}: inputs must have at least one array, which the condition takes.")
+    element = None if infeed_queue is None else infeed_queue.element
+    avals = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+    if place is None:
+        place = f"the body {name_of(body)} of {what}"
+    fed_args, fed_kwargs = as_arguments(element)
+    arguments = (*jax.tree.unflatten(tree, avals), *fed_args)
+    check_signature(body, (arguments, fed_kwargs), "the inputs and the infeed's element", place)
+
+    def call(carried: list[Any], fed: Any) -> list[Any]:
+        args, kwargs = as_arguments(fed)
+        return _new_inputs(body(*jax.tree.unflatten(tree, carried), *args, **kwargs), tree, place)
+
+    given = describe_arguments(body, arguments, fed_kwargs)
+    traced = trace_body(call, avals, element, builder.names, place, given)
+    condition = None if cond is None else _trace_condition(cond, tree, avals, what)
+    loop = Loop(traced, condition)
+    training = traced.training
+    loop_call = LoopCall(
+        loop=loop,
+        has_count_operand=jax_compat.is_traced(count),
+        count=None if jax_compat.is_traced(count) else count,
+        infeed_queue=infeed_queue,
+        replication=make_replication(
+            builder.ipu_device,
+            loop.num_devices,
+            traced.pipeline,
+            [infeed_queue, *(entry.target for entry, _places in traced.enqueued)],
+            trains=training is not None,
+            averages=training is not None and training.averages_replicas,
+            sharded=["replicated_optimizer_state_sharding"] if training and training.shards_state else [],
+        ),
+    )
+    operands = [*([count] if loop_call.has_count_operand else []), *traced.captured, *leaves]
+    results = jax.tree.unflatten(tree, builder.add(loop_call, operands, avals))
+    if not results:
+        return Operation("repeat")
+    return results[0] if len(results) == 1 else results
+
+
+_REMOVED = object()
+
+
+def _new_inputs(returned: Any, tree: Any, place: str) -> list[Any]:
+    """The leaves of what a body returned, without operations.
+
+    Raises:
+      ValueError: the rest has not the structure of the inputs.
+    """
+    values = list(returned) if isinstance(returned, (tuple, list)) else [returned]
+    kept = [value for value in map(_without_operations, values) if value is not _REMOVED]
+    leaves, found = jax.tree.flatten(kept)
+    if found == tree or len(leaves) != tree.num_leaves:  # another number is an error with the shapes
+        return leaves
+    raise ValueError(
+        f"{place} must return its inputs' structure, {_describe(tree)}, besides operations; it returns "
+        f"{_describe(found)}."
+    )
+
+
+def _without_operations(value: Any) -> Any:
+    """A value without the operations in it; _REMOVED if nothing is left, and for None."""
+    if value is None or isinstance(value, Operation):
+        return _REMOVED
+    if type(value) in (tuple, list) and value:
+        kept = [inner for inner in map(_without_operations, value) if inner is not _REMOVED]
+        return type(value)(kept) if kept else _REMOVED
+    if type(value) is dict and value:
+        inner = {key: _without_operations(part) for key, part in value.items()}
+        kept_items = {key: part for key, part in inner.items() if part is not _REMOVED}
+        return kept_items or _REMOVED
+    return value
+
+
+def _describe(tree: Any) -> str:
+    return str(jax.tree.unflatten(tree, ["*"] * tree.num_leaves)).replace("'*'", "*")
+
+
+def _check_count(n: Any, what: str) -> Any:
+    if isinstance(n, Placeholder):
+        n = n.traced()
+    if jax_compat.is_traced(n):
+        if n.shape != () or not jnp.issubdtype(n.dtype, jnp.integer):
+            raise TypeError(f"{what} must be an integer scalar; got {n.dtype.name}{list(n.shape)}.")
+        return n
+    if not isinstance(n, (int, np.integer)) or isinstance(n, bool):
+        raise TypeError(f"{what} must be an integer; got {n!r}.")
+    if not 0 <= n <= _MAX_INT32:
+        raise ValueError(f"{what} must be from 0 to {_MAX_INT32}; got {n}.")
+    return int(n)
+
+
+def _trace_condition(
+    cond: Callable[..., Any], tree: Any, avals: Sequence[jax.ShapeDtypeStruct], what: str
+) -> Callable[[list[Any]], Any]:
+    """The condition as a function of the carried values, traced once."""
+    frame = frames.Frame(frames.ProgramNames(), False, f"the condition of {what}", is_stage=False)
+
+    def call(*values: Any) -> Any:
+        with frames.frame(frame):
+            return cond(*jax.tree.unflatten(tree, values))
+
+    closed_jaxpr = jax.make_jaxpr(call)(*avals)
+    results = closed_jaxpr.out_avals
+    if len(results) != 1 or results[0].shape != () or results[0].dtype != np.bool_:
+        described = ", ".join(f"{aval.dtype.name}{list(aval.shape)}" for aval in results)
+        raise ValueError(
+            f"{what}: condition must return a boolean scalar; it returned {described or 'nothing'}."
+        )
+    Captures().check(closed_jaxpr.consts, frame.place)
+    used = [*frame.names.host_tables, *frame.names.variables]
+    if used:
+        raise ValueError(
+            f"{what}: condition asks for variable {used[0]}, but may only use "
+            "the inputs. Let the body return what the condition needs."
+        )
+    evaluate = jex_core.jaxpr_as_fun(closed_jaxpr)
+    return lambda carried: evaluate(*carried)[0]
+
+
+explain_missing(__name__)

@@ -1,0 +1,352 @@
+"""Rows of tables by their numbers, on devices or on the host, as in Graphcore's `ipu.embedding_ops`."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ipu_pipeline.engine.tracing.initializers import find_initializer
+from ipu_pipeline.engine.tracing.specs import make_spec
+from ipu_pipeline.graphcore.importing import explain_missing
+from ipu_pipeline.ground.messages import warn_once
+from ipu_pipeline.tf1.graph.operations import HostVariable
+from ipu_pipeline.tf1.program.host_tables import HostTable
+from ipu_pipeline.tf1.session.session import Session
+
+__all__ = [
+    "HostEmbedding",
+    "HostEmbeddingOptimizerSpec",
+    "HostEmbeddingSGDGAOptimizerSpec",
+    "create_host_embedding",
+    "embedding_lookup",
+]
+
+
+def embedding_lookup(
+    params: Any,
+    ids: Any,
+    name: str | None = None,
+    serialization_factor: int = 1,
+    indices_are_sorted: bool = False,
+    *,
+    one_hot_threshold: int | None = None,
+    min_encoding_size: int | None = None,
+) -> jax.Array:
+    """The rows of a table.
+
+    Args:
+      params: [rows, ...], the table.
+      ids: integers of any shape, each from 0 and less than the number of rows. Beyond, what comes is
+        undefined.
+      name: of an operation in TensorFlow; nothing is called so here.
+      serialization_factor: into how many parts IPUs cut the lookup to save memory; above 1 warns.
+      indices_are_sorted: whether the numbers ascend, which XLA may use.
+      one_hot_threshold: of SDKs before 2.0: how IPUs looked rows up; warns.
+      min_encoding_size: likewise.
+
+    Returns:
+      [*ids.shape, *params.shape[1:]].
+
+    Raises:
+      TypeError: the numbers are no integers.
+      ValueError: the factor does not divide the number of rows.
+    """
+    del name
+    params, ids = jnp.asarray(params), jnp.asarray(ids)
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise TypeError(f"embedding_lookup: ids must be integers; got {ids.dtype.name}.")
+    if params.ndim < 1:
+        raise ValueError("embedding_lookup: params must be a table, [rows, ...]; got a scalar.")
+    if serialization_factor < 1 or params.shape[0] % serialization_factor:
+        older = " SDKs before 2.0 had one_hot_threshold there: pass it by name, or leave it out."
+        raise ValueError(
+            f"embedding_lookup: serialization_factor must divide the {params.shape[0]} rows; got "
+            f"{serialization_factor}.{older if serialization_factor == 0 else ''}"
+        )
+    for option, value in (
+        ("one_hot_threshold", one_hot_threshold),
+        ("min_encoding_size", min_encoding_size),
+    ):
+        if value is not None:
+            warn_once(
+                f"embedding_lookup.{option}",
+                f"embedding_lookup: {option} has no effect: XLA looks rows up where they are.",
+            )
+    if serialization_factor > 1:
+        warn_once(
+            "embedding_lookup.serialization_factor",
+            "embedding_lookup: serialization_factor has no effect: XLA looks rows up where they are.",
+        )
+    return jnp.take(params, ids, axis=0, mode="clip", indices_are_sorted=indices_are_sorted)
+
+
+class HostEmbeddingOptimizerSpec:
+    """How a table in host memory is trained: by SGD, after every mini-batch."""
+
+    def __init__(self, learning_rate: float, optimizer_name: str | None = None) -> None:
+        """Takes what it is trained with.
+
+        Args:
+          learning_rate: at least 0; 0 does not train it.
+          optimizer_name: None or "SGD", the only one.
+
+        Raises:
+          TypeError, ValueError: the rate is no such number, or there is another optimizer's name.
+        """
+        own = type(self).__name__
+        is_number = isinstance(learning_rate, (int, float, np.floating, np.integer))
+        if isinstance(learning_rate, bool) or not is_number:
+            raise TypeError(
+                f"{own}: learning_rate must be a number, as the host computes the update; got "
+                f"{type(learning_rate).__name__}."
+            )
+        if not (math.isfinite(learning_rate) and learning_rate >= 0):
+            raise ValueError(f"{own}: learning_rate must be finite and at least 0; got {learning_rate}.")
+        if optimizer_name not in (None, "SGD"):
+            raise ValueError(
+                f"{own}: optimizer_name must be None or 'SGD'; got {optimizer_name!r}. "
+                "HostEmbeddingSGDGAOptimizerSpec accumulates gradients."
+            )
+        self._learning_rate = float(learning_rate)
+
+    def get_learning_rate(self) -> float:
+        """The learning rate."""
+        return self._learning_rate
+
+    def get_accumulation_factor(self) -> int:
+        """How many mini-batches give the gradients of an update."""
+        return 1
+
+
+class HostEmbeddingSGDGAOptimizerSpec(HostEmbeddingOptimizerSpec):
+    """How a table in host memory is trained where gradients are accumulated: by SGD, with their sum.
+
+    A pipeline's table needs it, with the pipeline's `gradient_accumulation_count`.
+    """
+
+    def __init__(self, learning_rate: float, accumulation_factor: int) -> None:
+        """Takes what it is trained with.
+
+        Args:
+          learning_rate: at least 0. It is multiplied with the sum of the gradients of all mini-batches and
+            replicas, whatever `reduction_method` the optimizer of the other variables has.
+          accumulation_factor: how many mini-batches an update has, as for that optimizer.
+
+        Raises:
+          TypeError, ValueError: the rate or the factor is no such number.
+        """
+        super().__init__(learning_rate)
+        if isinstance(accumulation_factor, bool) or not isinstance(accumulation_factor, (int, np.integer)):
+            raise TypeError(
+                "HostEmbeddingSGDGAOptimizerSpec: accumulation_factor must be an integer; got "
+                f"{accumulation_factor!r}."
+            )
+        if accumulation_factor < 1:
+            raise ValueError(
+                "HostEmbeddingSGDGAOptimizerSpec: accumulation_factor must be at least 1; got "
+                f"{accumulation_factor}."
+            )
+        self._accumulation_factor = int(accumulation_factor)
+
+    def get_accumulation_factor(self) -> int:
+        """How many mini-batches give the gradients of an update."""
+        return self._accumulation_factor
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Registration:
+    """A `with` block in which a session runs programs that look up rows of a table in host memory.
+
+    Attributes:
+      embedding: the embedding.
+      table: its table.
+      session: the session.
+    """
+
+    embedding: HostEmbedding
+    table: HostTable
+    session: Session
+
+    def __enter__(self) -> HostEmbedding:
+        """Registers the embedding.
+
+        Raises:
+          RuntimeError: it is registered with the session already.
+        """
+        if self.session in self.table.sessions:
+            raise RuntimeError(
+                f"The host embedding {self.table.spec.name!r} is registered with this session already, "
+                "in a block that has not ended."
+            )
+        self.table.sessions.add(self.session)
+        return self.embedding
+
+    def __exit__(self, *error: object) -> None:
+        """Ends the registration."""
+        self.table.sessions.discard(self.session)
+
+
+class HostEmbedding:
+    """A table in host memory, of which devices only get the rows that they look up.
+
+    A session has the table among its variables, as an array of NumPy's under the embedding's name: it is
+    saved, restored and loaded with them. It is trained on the host, by SGD, once a step is done on the
+    devices; so all lookups of a step see the same values. It is in one process.
+
+    Example:
+      embedding = create_host_embedding(
+          "words", (10_000_000, 64), np.float32, optimizer_spec=HostEmbeddingSGDGAOptimizerSpec(0.1, 8)
+      )
+
+      def encoder(ids, labels):
+          return embedding.lookup(ids), labels
+
+      with embedding.register(session):
+          session.run(program)
+      table = session.run(embedding.get_embedding_tensor())
+    """
+
+    def __init__(
+        self,
+        name: str,
+        embedding_tensor: Any,
+        partition_strategy: str = "TOKEN",
+        optimizer_spec: HostEmbeddingOptimizerSpec | None = None,
+    ) -> None:
+        """Takes a table; `create_host_embedding` makes one from a shape.
+
+        Args:
+          name: the full name of the table among the session's variables.
+          embedding_tensor: [rows, columns], its initial values, of a floating-point dtype.
+          partition_strategy: "TOKEN" or "ENCODING", how IPUs shared out a table that is in their remote
+            memory; the latter warns.
+          optimizer_spec: how it is trained. None: it is not.
+
+        Raises:
+          ValueError: an argument is not usable.
+        """
+        if not isinstance(name, str) or not all(name.split("/")):
+            raise ValueError(
+                f"HostEmbedding: name must be a non-empty string without empty parts; got {name!r}."
+            )
+        if isinstance(embedding_tensor, HostVariable):
+            spec = embedding_tensor.spec
+        else:
+            array = np.array(embedding_tensor)
+            spec = make_spec(name, array.shape, array.dtype, None, True)
+            initializer: Any = lambda *_arguments: array  # noqa: E731
+            spec = dataclasses.replace(spec, initializer=initializer)
+        if len(spec.shape) != 2 or 0 in spec.shape or not jnp.issubdtype(spec.dtype, jnp.floating):
+            raise ValueError(
+                "HostEmbedding: the table must be [rows, columns] of floating-point numbers, with at least "
+                f"one of each; got {spec.dtype.name}{list(spec.shape)}."
+            )
+        if partition_strategy not in ("TOKEN", "ENCODING"):
+            raise ValueError(
+                "HostEmbedding: partition_strategy must be 'TOKEN' or 'ENCODING'; got "
+                f"{partition_strategy!r}."
+            )
+        if partition_strategy == "ENCODING":
+            warn_once(
+                "HostEmbedding.partition_strategy",
+                "HostEmbedding: partition_strategy has no effect: the table is whole, in host memory.",
+            )
+        if optimizer_spec is None:
+            optimizer_spec = HostEmbeddingOptimizerSpec(0)
+        elif not isinstance(optimizer_spec, HostEmbeddingOptimizerSpec):
+            raise ValueError(
+                "HostEmbedding: optimizer_spec must be a HostEmbeddingOptimizerSpec or None; got "
+                f"{type(optimizer_spec).__name__}."
+            )
+        self._table = HostTable(
+            dataclasses.replace(spec, name=name, is_on_host=True),
+            optimizer_spec.get_learning_rate(),
+            optimizer_spec.get_accumulation_factor(),
+        )
+
+    def get_embedding_tensor(self) -> HostVariable:
+        """What `Session.run` runs to get a copy of the table."""
+        return HostVariable(self._table.spec)
+
+    def register(self, session: Session | None = None) -> _Registration:
+        """Lets a session run programs that look rows up, for a `with` block.
+
+        Args:
+          session: the session.
+
+        Returns:
+          What the `with` statement takes, and gives the embedding. A hook of an estimator enters it by
+          `__enter__()` in `after_create_session`; it then lasts as long as the session, or until its
+          `__exit__`.
+
+        Raises:
+          ValueError: there is no session. Where it is entered, RuntimeError if the embedding is registered
+            with the session already.
+        """
+        if not isinstance(session, Session):
+            raise ValueError(f"HostEmbedding.register requires an ipu_pipeline.Session; got {session!r}.")
+        return _Registration(self, self._table, session)
+
+    def lookup(self, indices: Any, clip_indices: bool = True) -> jax.Array:
+        """Rows of the table, in a function that is being compiled.
+
+        Args:
+          indices: integers of any shape.
+          clip_indices: whether numbers below 0 or beyond the last row stand for the first and last row. If
+            not, one ends the run with an error that names it.
+
+        Returns:
+          [*indices.shape, columns].
+
+        Raises:
+          RuntimeError: nothing is being compiled.
+          TypeError: the indices are no integers.
+          ValueError: another host embedding or variable of the program has the name.
+        """
+        return self._table.lookup(indices, clip_indices)
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        """Not there; the first SDKs had it.
+
+        Raises:
+          NotImplementedError: always.
+        """
+        raise NotImplementedError(
+            "HostEmbedding.__call__ is not supported. Run programs in a block of "
+            "`with host_embedding.register(session):`, and read the table by "
+            "session.run(host_embedding.get_embedding_tensor())."
+        )
+
+
+def create_host_embedding(
+    name: str,
+    shape: Any,
+    dtype: Any,
+    partition_strategy: str = "TOKEN",
+    optimizer_spec: HostEmbeddingOptimizerSpec | None = None,
+    initializer: Any = None,
+) -> HostEmbedding:
+    """Makes a table in host memory.
+
+    Args:
+      name: the full name of the table among the session's variables.
+      shape: [rows, columns].
+      dtype: a floating-point dtype.
+      partition_strategy: see `HostEmbedding`.
+      optimizer_spec: how it is trained. None: it is not.
+      initializer: as for `get_variable`; None: Glorot uniform. It runs on the CPU.
+
+    Raises:
+      ValueError: an argument is not usable.
+    """
+    initializer = find_initializer(initializer) if initializer is not None else None
+    spec = make_spec(name, shape, dtype, initializer, True)
+    return HostEmbedding(name, HostVariable(spec), partition_strategy, optimizer_spec)
+
+
+explain_missing(__name__)

@@ -1,0 +1,221 @@
+"""Normalizations as functions, as Graphcore's `ipu.normalization_ops` has them.
+
+    outputs = (inputs - mean) / sqrt(variance + epsilon) * gamma + beta
+
+Means and (biased) variances are those of each example, over groups of channels and all other axes; they are
+computed in float32 at least. `gamma` and `beta` have one number for each channel. Source: Y. Wu and K. He,
+Group Normalization, arXiv:1803.08494.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ipu_pipeline.engine.tracing.variable_scopes import variable_scope
+from ipu_pipeline.engine.tracing.variables import get_variable
+from ipu_pipeline.graphcore.importing import explain_missing
+from ipu_pipeline.tf1.layers import policies
+from ipu_pipeline.tf1.layers.base import at_least_float32
+
+__all__ = ["group_norm", "instance_norm", "layer_norm"]
+
+
+def group_norm(
+    inputs: Any,
+    groups: int = 2,
+    channels_axis: int = -1,
+    center: bool = True,
+    scale: bool = True,
+    epsilon: float = 1e-6,
+    param_initializers: Mapping[str, Any] | None = None,
+    reuse: Any = None,
+    variables_collections: None = None,
+    training: bool = True,
+    trainable: bool = True,
+    scope: str | None = None,
+    strided_channel_grouping: bool = True,
+) -> jax.Array:
+    """Normalizes each example over groups of channels.
+
+    Args:
+      inputs: [batch, ...], floating-point, of rank 2 or more.
+      groups: how many groups there are; divides the channels.
+      channels_axis: the axis of the channels, not the first one.
+      center: whether there is a `beta`.
+      scale: whether there is a `gamma`.
+      epsilon: added to the variance. The default is that of older SDKs; that of newer ones is 1.53e-5: pass
+        it to go on with a model that was trained with them.
+      param_initializers: of "beta" and "gamma", as for `get_variable`; by default zeros and ones.
+      reuse: as for `variable_scope`.
+      variables_collections: only None: there are no collections.
+      training: either: the statistics are those of the inputs in inference, too.
+      trainable: whether `beta` and `gamma` are trained.
+      scope: of the variables; None: "GroupNorm", the next one "GroupNorm_1".
+      strided_channel_grouping: True: channel c is in group c modulo `groups`, as on IPUs by default; False:
+        groups are of neighbouring channels, as in `layers.GroupNormalization`.
+
+    Returns:
+      The shape and dtype of the inputs; within `mixed_precision`, its dtype. `beta` and `gamma` have the
+      dtype of the outputs, or the `param_dtype` of `mixed_precision`.
+
+    Raises:
+      TypeError: the inputs are no floating-point numbers; or `center` or `scale` is neither True nor False,
+        as where a program passes `reduction_axes`, which SDKs before 2.0 had before `center`.
+      ValueError: an argument does not fit the inputs.
+    """
+    del training
+    return _normalize(
+        "GroupNorm",
+        inputs,
+        groups,
+        channels_axis,
+        center,
+        scale,
+        epsilon,
+        param_initializers,
+        reuse,
+        variables_collections,
+        trainable,
+        scope,
+        strided_channel_grouping,
+    )
+
+
+def layer_norm(
+    inputs: Any,
+    channels_axis: int = -1,
+    center: bool = True,
+    scale: bool = True,
+    epsilon: float = 1e-6,
+    param_initializers: Mapping[str, Any] | None = None,
+    reuse: Any = None,
+    variables_collections: None = None,
+    training: bool = True,
+    trainable: bool = True,
+    scope: str | None = None,
+) -> jax.Array:
+    """Normalizes each example over all of its axes: `group_norm` with one group. In scope "LayerNorm".
+
+    For the arguments, see `group_norm`.
+    """
+    del training
+    return _normalize(
+        "LayerNorm",
+        inputs,
+        1,
+        channels_axis,
+        center,
+        scale,
+        epsilon,
+        param_initializers,
+        reuse,
+        variables_collections,
+        trainable,
+        scope,
+        False,
+    )
+
+
+def instance_norm(
+    inputs: Any,
+    channels_axis: int = -1,
+    center: bool = True,
+    scale: bool = True,
+    epsilon: float = 1e-6,
+    param_initializers: Mapping[str, Any] | None = None,
+    reuse: Any = None,
+    variables_collections: None = None,
+    training: bool = True,
+    trainable: bool = True,
+    scope: str | None = None,
+) -> jax.Array:
+    """Normalizes each channel of each example: `group_norm` with a group for each. In scope "InstanceNorm".
+
+    For the arguments, see `group_norm`.
+    """
+    del training
+    return _normalize(
+        "InstanceNorm",
+        inputs,
+        None,
+        channels_axis,
+        center,
+        scale,
+        epsilon,
+        param_initializers,
+        reuse,
+        variables_collections,
+        trainable,
+        scope,
+        False,
+    )
+
+
+def _normalize(
+    kind: str,
+    inputs: Any,
+    groups: int | None,
+    channels_axis: int,
+    center: bool,
+    scale: bool,
+    epsilon: float,
+    param_initializers: Mapping[str, Any] | None,
+    reuse: Any,
+    variables_collections: None,
+    trainable: bool,
+    scope: str | None,
+    is_strided: bool,
+) -> jax.Array:
+    inputs = jnp.asarray(inputs)
+    for flag, given in (("center", center), ("scale", scale)):
+        if not isinstance(given, bool):
+            raise TypeError(
+                f"{kind}: {flag} must be True or False; got {given!r}. SDKs before 2.0 had reduction_axes "
+                "before center: leave it out, since statistics are over all axes but the first."
+            )
+    axis = channels_axis % inputs.ndim if -inputs.ndim <= channels_axis < inputs.ndim else 0
+    if not jnp.issubdtype(inputs.dtype, jnp.floating):
+        raise TypeError(f"{kind}: inputs must be floating-point numbers; got {inputs.dtype.name}.")
+    if inputs.ndim < 2 or axis == 0:
+        raise ValueError(
+            f"{kind}: inputs must be [batch, ...], and channels_axis one of their axes but the first; got "
+            f"{channels_axis} for shape {inputs.shape}."
+        )
+    channels = inputs.shape[axis]
+    number = channels if groups is None else groups
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1 or channels % number:
+        raise ValueError(
+            f"{kind}: groups must divide the {channels} channels of the inputs; got {groups!r}."
+        )
+    if variables_collections is not None:
+        raise ValueError(f"{kind}: variables_collections must be None: there are no collections here.")
+    initializers = {"beta": 0.0, "gamma": 1.0, **(param_initializers or {})}
+    if unknown := initializers.keys() - {"beta", "gamma"}:
+        raise ValueError(f"{kind}: param_initializers are for beta and gamma; got {sorted(unknown)}.")
+    policy = policies.current()
+    dtype = inputs.dtype if policy.dtype is None else policy.dtype
+    param_dtype = dtype if policy.param_dtype is None else policy.param_dtype
+    policies.check_is_there(kind, dtype)
+    inputs = inputs.astype(dtype)
+    wide = jnp.moveaxis(inputs, axis, -1).astype(at_least_float32(inputs.dtype))
+    sizes = (channels // number, number) if is_strided else (number, channels // number)
+    grouped = wide.reshape(*wide.shape[:-1], *sizes)
+    own = wide.ndim if is_strided else wide.ndim - 1  # the axis that says the group
+    others = tuple(other for other in range(1, grouped.ndim) if other != own)
+    mean = jnp.mean(grouped, others, keepdims=True)
+    variance = jnp.var(grouped, others, keepdims=True)
+    outputs = ((grouped - mean) * jax.lax.rsqrt(variance + epsilon)).reshape(wide.shape)
+    with variable_scope(scope, default_name=kind, reuse=reuse):
+        for name, is_wanted in (("gamma", scale), ("beta", center)):
+            if is_wanted:
+                value = get_variable(name, (channels,), param_dtype, initializers[name], trainable)
+                value = value.astype(outputs.dtype)
+                outputs = outputs * value if name == "gamma" else outputs + value
+    return jnp.moveaxis(outputs.astype(inputs.dtype), -1, axis)
+
+
+explain_missing(__name__)

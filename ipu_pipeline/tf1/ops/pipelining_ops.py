@@ -1,0 +1,360 @@
+"""`pipeline`: a model cut into stages, run over several IPUs."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from ipu_pipeline.engine.devices.sharding import Shard
+from ipu_pipeline.engine.pipeline import Pipeline
+from ipu_pipeline.engine.planning.dispatch_plans import DispatchPlan
+from ipu_pipeline.engine.programs.collecting import find_sum_dtype
+from ipu_pipeline.engine.tracing import frames
+from ipu_pipeline.engine.tracing.captures import Captures
+from ipu_pipeline.engine.tracing.checkpoints import recomputation_checkpoint
+from ipu_pipeline.engine.tracing.tensor_parallel import TensorParallel, constrain
+from ipu_pipeline.graphcore.importing import explain_missing
+from ipu_pipeline.processes import selection
+from ipu_pipeline.queues.infeed import IPUInfeedQueue
+from ipu_pipeline.queues.operations import Operation
+from ipu_pipeline.queues.outfeed import IPUOutfeedQueue
+from ipu_pipeline.tf1.gradient_accumulation import GradientAccumulationReductionMethod
+from ipu_pipeline.tf1.graph.placeholders import Placeholder, as_traced_inputs
+from ipu_pipeline.tf1.program.calls import PipelineCall, current_builder
+from ipu_pipeline.tf1.program.global_steps import give_steps
+from ipu_pipeline.tf1.program.loss_weights import at_least_float32_for_weights
+from ipu_pipeline.tf1.program.optimizer_functions import (
+    LossAndTransformation,
+    OptimizerFunction,
+    OptimizerFunctionOutput,
+)
+from ipu_pipeline.tf1.program.pipeline_arguments import (
+    PipelineSchedule,
+    RecomputationMode,
+    apply_mask,
+    check_accumulator_dtype,
+    check_arguments,
+    check_batch_serialization,
+    check_count,
+    check_integer,
+    check_mapping,
+    check_offloading,
+    check_outfeed,
+    check_outfeed_arguments,
+    check_recomputation,
+    check_recomputation_checkpoints,
+    check_replication,
+    check_sharding,
+)
+from ipu_pipeline.tf1.program.registry import reserve_ipus
+from ipu_pipeline.tf1.program.replication import make_replication
+from ipu_pipeline.tf1.program.stage_options import PipelineStageOptions, compiler_options
+
+__all__ = [
+    "DispatchPlan",
+    "OptimizerFunctionOutput",
+    "PipelineSchedule",
+    "PipelineStageOptions",
+    "RecomputationMode",
+    "TensorParallel",
+    "constrain",
+    "pipeline",
+    "recomputation_checkpoint",
+]
+
+
+_SHARDED = {
+    "replicated_optimizer_state_sharding": Shard.OPTIMIZER_STATE,
+    "replicated_weight_sharding": Shard.WEIGHTS,
+}
+
+
+def pipeline(
+    computational_stages: Sequence[Callable[..., Any] | Sequence[Callable[..., Any]]],
+    gradient_accumulation_count: Any = None,
+    gradient_accumulation_dtype: Any = None,
+    repeat_count: int = 1,
+    batch_serialization_iterations: int = 1,
+    inputs: Any = None,
+    infeed_queue: IPUInfeedQueue | None = None,
+    outfeed_queue: IPUOutfeedQueue | None = None,
+    optimizer_function: OptimizerFunction | None = None,
+    device_mapping: Sequence[int | Sequence[int]] | None = None,
+    pipeline_schedule: PipelineSchedule | None = None,
+    recomputation_mode: RecomputationMode | None = None,
+    forward_propagation_stages_poplar_options: Sequence[PipelineStageOptions] | None = None,
+    backward_propagation_stages_poplar_options: Sequence[PipelineStageOptions] | None = None,
+    weight_update_poplar_options: PipelineStageOptions | None = None,
+    offload_weight_update_variables: bool | None = None,
+    replicated_optimizer_state_sharding: bool = False,
+    offload_activations: bool | None = None,
+    offload_gradient_accumulation_buffers: bool | None = None,
+    replicated_weight_sharding: bool | None = None,
+    offload_weights: bool | None = None,
+    continuous_weight_updates: bool = False,
+    outfeed_loss: bool = False,
+    accumulate_outfeed: bool = False,
+    accumulate_outfeed_dtype: Any = None,
+    outfeed_mask: Any = None,
+    reduction_method: Any = GradientAccumulationReductionMethod.SUM,
+    name: str | None = None,
+    dispatch_plan: DispatchPlan | None = None,
+    tensor_parallel: TensorParallel | None = None,
+    *,
+    pipeline_depth: Any = None,
+) -> Operation:
+    """Runs a model cut into stages, each on its IPU, and trains it if there is an optimizer.
+
+    Args:
+      computational_stages: the stages, Python functions. Each takes what the one before returns (a
+        tuple or list as positional arguments, a dict as keyword arguments). A list of functions in place of
+        one: parallel stages, which run at the same time on the same values; what they return is
+        concatenated. Stages may share variables (`variable_scope(..., reuse=True)`), on one IPU or on
+        several; their gradients are added once per weight update.
+      gradient_accumulation_count: micro-batches per weight update, 1..2**31-1; required. An integer; or a
+        traced integer scalar, or one of the program's placeholders: then each run may have another value,
+        which is not compiled for, and ValueError is raised when it runs with one that is not usable. Over
+        several IPUs an update has up to 2**22 forwards and backwards, which are all planned beforehand.
+      gradient_accumulation_dtype: of the sums or means of gradients: None for the variable's dtype, a
+        floating-point dtype, or a function from a variable (with `name`, `shape` and `dtype`) to one of
+        these.
+      repeat_count: how often the pipeline, with its weight update, runs in one `Session.run`.
+      batch_serialization_iterations: how many elements of the infeed a stage handles, one after another,
+        before the next stage starts. With k an update takes k times `gradient_accumulation_count` elements,
+        which are all accumulated and all enqueued. Above 1 it needs all stages on one IPU and the schedule
+        Sequential, which are the defaults then, and the reduction SUM.
+      inputs: the first arguments of the first stage: arrays, which stay the same during a run; or
+        `get_global_step()` and what is computed from it, whose value is that of the weight update.
+      infeed_queue: gives the first stage its other arguments, micro-batch by micro-batch.
+      outfeed_queue: takes what the last stage returns, or the loss.
+      optimizer_function: takes what the last stage returns, returns an `OptimizerFunctionOutput`. With an
+        `optimizers.CrossReplicaOptimizer` there are as many replicas of the pipeline as the IPUs that are
+        selected make. It is traced twice, for the loss in the last stage, and for the optimizer in the
+        weight update, there on what the last stage returned for the last micro-batch. None: the pipeline
+        only runs forwards.
+      device_mapping: the IPU of each stage, a list of IPUs for parallel stages; by default each has its
+        own, in order.
+      pipeline_schedule: by default Grouped.
+      recomputation_mode: a `RecomputationMode`, by default Auto. It applies where
+        `IPUConfig.allow_recompute` is set when the program runs, and warns where it is not.
+      forward_propagation_stages_poplar_options: XLA's options for the forward program of each stage. The
+        last stage's forward and backward are one program, which gets the options of both; with all stages
+        on one IPU everything is one program, which gets all options. So they must not contradict.
+      backward_propagation_stages_poplar_options: likewise for the backward programs.
+      weight_update_poplar_options: likewise for the programs of the weight update.
+      offload_weight_update_variables: whether the optimizer's state lies in host memory between weight
+        updates. None is False, here and below.
+      replicated_optimizer_state_sharding: whether each replica keeps and updates a part of the optimizer's
+        state (ZeRO-1), where the size of an axis is a multiple of the number of replicas. With one replica,
+        True warns.
+      offload_activations: whether what stages keep between the forward and the backward of a micro-batch
+        lies in host memory.
+      offload_gradient_accumulation_buffers: whether accumulators lie in host memory while no backward and
+        no weight update uses them.
+      replicated_weight_sharding: whether each replica keeps a part of the trainable variables likewise,
+        and gathers those of a stage before each of its programs; in inference too. Variables of several
+        stages stay whole. With one replica, True warns.
+      offload_weights: whether variables, but those that stages assign, lie in host memory while no
+        program uses them; in inference too.
+      continuous_weight_updates: only False.
+      outfeed_loss: whether the loss is enqueued, instead of what the last stage returns.
+      accumulate_outfeed: whether the outfeed gets one element per weight update (or execution): the sum
+        over its micro-batches of what would be enqueued, whatever the `reduction_method`. The outfeed must
+        be in mode ALL.
+      accumulate_outfeed_dtype: of these sums: None for the value's dtype, a dtype, or a function from the
+        `jax.ShapeDtypeStruct` of a micro-batch's value to one of these. Booleans need one; floating-point
+        numbers are not summed as integers.
+      outfeed_mask: which of the values that the last stage returns are not enqueued: booleans in a list, or
+        in a dict if it returns a dict; True leaves a value out. It needs an `optimizer_function`, and does
+        not go with `outfeed_loss`.
+      reduction_method: SUM, MEAN or RUNNING_MEAN of the gradients over the micro-batches, or its name.
+      name: optimizer state is kept under it; by default "Pipeline".
+      dispatch_plan: over several IPUs, how many micro-batches a program handles, and whether a backward and
+        the forward that follows it are one program. None: chosen for speed where the schedule is Grouped,
+        and described in `Program.summary()`; `Program.dispatch_plans` has it, to be kept and given again.
+      tensor_parallel: how many IPUs compute each stage together, and how they divide its variables. With
+        a size of T the pipeline needs T times as many IPUs: those of `device_mapping` number i are T * i to
+        T * i + T - 1. What goes from stage to stage is whole on each of them. None: one.
+      pipeline_depth: what Graphcore's first SDKs called `gradient_accumulation_count`; only one is given.
+
+    Returns:
+      An operation, to be returned from the compiled function.
+
+    Raises:
+      TypeError, ValueError: an argument is not usable, or the stages do not fit together.
+      NotImplementedError: `continuous_weight_updates` is True; or batch serialization is to be done with
+        another schedule, or on several IPUs.
+      RuntimeError: not called in a function that `ipu_compiler.compile` traces.
+    """
+    if not isinstance(continuous_weight_updates, bool):
+        raise TypeError(f"continuous_weight_updates must be False; got {continuous_weight_updates!r}.")
+    if tensor_parallel is not None and not isinstance(tensor_parallel, TensorParallel):
+        raise TypeError(f"tensor_parallel must be a TensorParallel, or None; got {tensor_parallel!r}.")
+    if name is not None and (not isinstance(name, str) or not name):
+        raise TypeError(f"name must be a non-empty string, or None; got {name!r}.")
+    if continuous_weight_updates:
+        raise NotImplementedError("Continuous weight updates are currently not supported.")
+    is_inference = optimizer_function is None
+    if pipeline_depth is not None:
+        if gradient_accumulation_count is not None:
+            raise ValueError(
+                "pipeline_depth is the older name of gradient_accumulation_count; both are given, "
+                f"{pipeline_depth!r} and {gradient_accumulation_count!r}. Leave out pipeline_depth."
+            )
+        gradient_accumulation_count = pipeline_depth
+    count = check_count(gradient_accumulation_count)
+    has_reduction = reduction_method is not GradientAccumulationReductionMethod.SUM
+    if has_reduction:
+        reduction_method = GradientAccumulationReductionMethod.parse(reduction_method)
+    check_integer("repeat_count", repeat_count)
+    is_serialized = batch_serialization_iterations != 1
+    if pipeline_schedule is None:
+        pipeline_schedule = PipelineSchedule.Sequential if is_serialized else PipelineSchedule.Grouped
+    check_arguments(
+        computational_stages, infeed_queue, outfeed_queue, optimizer_function, pipeline_schedule
+    )
+    if device_mapping is None and is_serialized:
+        device_mapping = [
+            [0] * len(entry) if isinstance(entry, (list, tuple)) else 0 for entry in computational_stages
+        ]
+    device_mapping = check_mapping(device_mapping, computational_stages)
+    check_batch_serialization(
+        batch_serialization_iterations, count, pipeline_schedule, device_mapping, reduction_method
+    )
+    check_outfeed_arguments(
+        outfeed_queue,
+        not is_inference,
+        outfeed_loss,
+        outfeed_mask,
+        accumulate_outfeed,
+        accumulate_outfeed_dtype,
+    )
+    recompute = check_recomputation(recomputation_mode, is_inference)
+    offload = check_offloading(
+        is_inference,
+        offload_weight_update_variables=offload_weight_update_variables,
+        offload_activations=offload_activations,
+        offload_gradient_accumulation_buffers=offload_gradient_accumulation_buffers,
+        offload_weights=offload_weights,
+    )
+    sharded = check_replication(
+        is_inference,
+        replicated_optimizer_state_sharding=replicated_optimizer_state_sharding,
+        replicated_weight_sharding=replicated_weight_sharding,
+    )
+    options = compiler_options(
+        computational_stages,
+        not is_inference,
+        forward_propagation_stages_poplar_options,
+        backward_propagation_stages_poplar_options,
+        weight_update_poplar_options,
+    )
+    accumulator_dtype = check_accumulator_dtype(gradient_accumulation_dtype)
+    if is_inference and gradient_accumulation_dtype is not None:
+        warnings.warn(
+            "gradient_accumulation_dtype will have no effect since this pipeline is in inference.",
+            stacklevel=2,
+        )
+    if is_inference and has_reduction:
+        warnings.warn(
+            "reduction_method will have no effect since this pipeline is in inference.", stacklevel=2
+        )
+    builder = current_builder()
+    if builder is None:
+        raise RuntimeError(
+            "pipelining_ops.pipeline must be called in a function that ipu_compiler.compile traces, "
+            "within an ipu_scope; here it is not placed on an IPU device."
+        )
+    if frames.is_in_stage():
+        raise frames.InsideOfBodyError(
+            "pipelining_ops.pipeline was called within a computational stage; pipelines do not nest. Call "
+            "it in the compiled function, or make its stages stages of the outer pipeline."
+        )
+    size = 1 if tensor_parallel is None else tensor_parallel.size
+    # Stages may make arrays, which starts JAX.
+    reserve_ipus(builder.ipu_device, size * (1 + max(jax.tree.leaves(device_mapping))))
+    if isinstance(count, Placeholder):
+        count = count.traced()
+    has_count_operand = isinstance(count, jax.Array)
+    inputs, computational_stages = give_steps(inputs, computational_stages)
+    input_leaves, input_tree = as_traced_inputs(inputs)
+
+    outfeed_tree: Any = jax.tree.structure(0)  # that of the loss
+
+    def collect_outputs(outputs: Any) -> list[bool]:
+        nonlocal outfeed_tree
+        if outfeed_queue is None or outfeed_loss:
+            return [False] * len(jax.tree.leaves(outputs))
+        rest, is_chosen = apply_mask(outfeed_mask, outputs)
+        outfeed_tree = jax.tree.structure(rest)
+        return is_chosen
+
+    optimizer = None if optimizer_function is None else LossAndTransformation(optimizer_function)
+    captures = Captures(builder.is_captured_placeholder, builder.describe_input)
+    engine_pipeline = Pipeline(
+        computational_stages,
+        num_micro_batches=None if has_count_operand else count,
+        loss=None if optimizer is None else optimizer.loss,
+        optimizer=None if optimizer is None else optimizer.transformation,
+        schedule=pipeline_schedule.value,
+        device_mapping=device_mapping,
+        reduction=reduction_method.name.lower(),
+        donate=True,
+        trained=None if optimizer is None else optimizer.trained,
+        program_names=builder.names,
+        captures=captures,
+        gradient_map=None if optimizer is None else optimizer.gradient_map,
+        gradient_targets=None if optimizer is None else optimizer.gradient_targets,
+        accumulator_dtype=at_least_float32_for_weights(accumulator_dtype),
+        # The configuration of the run decides; if it is this one, the programs need not be built again.
+        recompute=recompute if selection.allows_recomputation() and not is_inference else None,
+        offload=offload,
+        shard=[_SHARDED[argument] for argument in sharded],
+        num_serialized=batch_serialization_iterations,
+        collect_outputs=collect_outputs,
+        collect_losses=outfeed_loss,
+        sum_collected=accumulate_outfeed,
+        sum_dtype=lambda aval: find_sum_dtype(aval, accumulate_outfeed_dtype, "accumulate_outfeed_dtype"),
+        **options,
+        dispatch_plan=dispatch_plan,
+        tensor_parallel=tensor_parallel,
+    )
+    element = None if infeed_queue is None else infeed_queue.element
+    input_avals = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in input_leaves]
+    engine_pipeline.trace(element, *jax.tree.unflatten(input_tree, input_avals))
+    averages = optimizer is not None and optimizer.averages_replicas
+    num_devices = engine_pipeline.num_devices
+    replication = make_replication(
+        builder.ipu_device,
+        num_devices,
+        engine_pipeline.traced,
+        [infeed_queue, outfeed_queue],
+        trains=not is_inference,
+        averages=averages,
+        sharded=sharded,
+    )
+    call = PipelineCall(
+        name=name or "Pipeline",
+        pipeline=engine_pipeline,
+        repeat_count=repeat_count,
+        infeed_queue=infeed_queue,
+        outfeed_queue=outfeed_queue,
+        outfeeds_loss=outfeed_loss,
+        outfeed_tree=outfeed_tree,
+        has_count_operand=has_count_operand,
+        recompute=recompute,
+        asks_for_recomputation=recomputation_mode is not None and not is_inference,
+        replication=replication,
+    )
+    check_outfeed(call)
+    check_recomputation_checkpoints(call)
+    check_sharding(call)
+    builder.add(call, [*([count] if has_count_operand else []), *input_leaves, *captures.values])
+    captures.values.clear()  # traced values, which nobody needs any more
+    return Operation(call.name)
+
+
+explain_missing(__name__)

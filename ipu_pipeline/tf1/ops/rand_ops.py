@@ -1,0 +1,100 @@
+"""Random numbers, as Graphcore's `ipu.rand_ops` has them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ipu_pipeline.engine.tracing.keys import draw_key
+from ipu_pipeline.graphcore.importing import explain_missing
+from ipu_pipeline.ground.messages import warn_once
+
+__all__ = ["dropout"]
+
+_OLDER_ORDER = " Older SDKs had the seed second and the rate third: pass them by name, rate= and seed=."
+
+
+def dropout(
+    x: Any,
+    rate: float = 0.5,
+    noise_shape: Sequence[int | None] | None = None,
+    seed: Any = None,
+    name: str | None = None,
+    *,
+    ref: bool = True,
+    seed_modifier: int = 1,
+) -> jax.Array:
+    """Sets elements to 0 with the probability `rate`, and divides the others by `1 - rate`.
+
+    It does so in every program: leave it out where a program infers, or use `layers.Dropout`.
+
+    Args:
+      x: floating-point numbers.
+      rate: from 0, less than 1.
+      noise_shape: of what is drawn, which is broadcast to the inputs: 1 where elements share a draw, None
+        for the size of the inputs.
+      seed: None: a key of the stage's, another one for each micro-batch. Or one or two integers, traced or
+        not: the same ones draw the same.
+      name: of an operation in TensorFlow; nothing is called so here.
+      ref: for IPUs; False warns.
+      seed_modifier: of older SDKs: another integer than 1 makes `seed` another seed.
+
+    Older SDKs had the positions (x, seed, rate, seed_modifier, noise_shape, name). A seed that stands where
+    the rate belongs is an error.
+
+    Returns:
+      The shape and dtype of the inputs.
+
+    Raises:
+      RuntimeError: `seed` is None, and no stage is being traced.
+      TypeError: the inputs are no floating-point numbers.
+      ValueError: the rate, noise_shape or seed is not usable.
+    """
+    del name
+    if not ref:
+        warn_once("dropout.ref", "dropout: ref=False has no effect: it was for how IPUs draw numbers.")
+    x = jnp.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"dropout: x must be floating-point numbers; got {x.dtype.name}.")
+    if isinstance(rate, bool) or not isinstance(rate, (int, float, np.floating)) or not 0 <= rate < 1:
+        raise ValueError(
+            f"dropout: rate must be a number from 0 and less than 1; got {rate!r}.{_OLDER_ORDER}"
+        )
+    rate, shape = float(rate), x.shape
+    if noise_shape is not None:
+        if not isinstance(noise_shape, (Sequence, np.ndarray)):
+            raise TypeError(f"dropout: noise_shape must be a list; got {noise_shape!r}.{_OLDER_ORDER}")
+        given = tuple(noise_shape)
+        if len(given) != x.ndim or any(
+            size not in (None, 1, whole) for size, whole in zip(given, x.shape, strict=True)
+        ):
+            raise ValueError(
+                f"dropout: noise_shape must have 1, None or the size of each axis of x; got "
+                f"{noise_shape!r} for shape {x.shape}."
+            )
+        shape = tuple(whole if size is None else size for size, whole in zip(given, x.shape, strict=True))
+    if rate == 0:
+        return x
+    key = draw_key("ipu.rand_ops.dropout", " Or give it a `seed`.") if seed is None else _key_of(seed)
+    if seed_modifier != 1:
+        key = jax.random.fold_in(key, seed_modifier)
+    is_kept = jax.random.bernoulli(key, 1 - rate, shape)
+    return jnp.where(is_kept, x / jnp.asarray(1 - rate, x.dtype), jnp.zeros_like(x))
+
+
+def _key_of(seed: Any) -> jax.Array:
+    given = jnp.atleast_1d(seed) if isinstance(seed, jax.Array) else np.atleast_1d(np.asarray(seed))
+    if given.ndim != 1 or given.size > 2 or not jnp.issubdtype(given.dtype, jnp.integer):
+        raise ValueError(f"dropout: seed must be one or two integers; got {seed!r}.")
+    key = jax.random.key(0)
+    for number in range(given.size):
+        low = given[number] & 0xFFFFFFFF if given.dtype.itemsize > 4 else given[number]
+        key = jax.random.fold_in(key, low.astype(np.uint32))
+    return key
+
+
+explain_missing(__name__)

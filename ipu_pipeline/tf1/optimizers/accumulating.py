@@ -1,0 +1,94 @@
+"""An optimizer for the bodies of loops that updates the weights once every so many iterations."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from ipu_pipeline.ground.shapes import check_float_dtype
+from ipu_pipeline.tf1.gradient_accumulation import GradientAccumulationReductionMethod
+from ipu_pipeline.tf1.optimizers.base import Accumulation, Optimizer, Unwrapped
+
+__all__ = ["GradientAccumulationOptimizerV2"]
+
+_MAX_INT32 = 2**31 - 1
+
+
+class GradientAccumulationOptimizerV2(Optimizer):
+    """Updates the weights once every so many iterations, by the gradients accumulated over them.
+
+    The count of iterations belongs to the session: one that a run begins, a later run completes.
+
+    Example:
+      optimizer = GradientAccumulationOptimizerV2(optax.sgd(0.01), num_mini_batches=16)
+      train_op = optimizer.minimize(loss)
+    """
+
+    def __init__(
+        self,
+        opt: Any,
+        num_mini_batches: int,
+        offload_weight_update_variables: bool | None = None,
+        replicated_optimizer_state_sharding: bool = False,
+        dtype: Any = None,
+        reduction_method: Any = GradientAccumulationReductionMethod.SUM,
+        name: str = "GradientAccumulationOptimizerV2",
+    ) -> None:
+        """Wraps an optimizer.
+
+        Args:
+          opt: an Optax transformation, or another of these optimizers.
+          num_mini_batches: iterations per weight update, from 1.
+          offload_weight_update_variables: whether the optimizer's state lies in host memory between weight
+            updates; None is False.
+          replicated_optimizer_state_sharding: whether each replica keeps a part of the optimizer's state
+            and updates its part of the weights; with one replica the run warns that it has no effect.
+          dtype: of the accumulators: None for that of the variable, a dtype, or a function from a variable
+            (with `name`, `shape` and `dtype`) to a dtype. The optimizer gets them, and the variable, in the
+            wider of this dtype and the variable's, which its state has too: with float32, a float16 model
+            gets a float32 Adam.
+          reduction_method: SUM, MEAN or RUNNING_MEAN of the gradients, or its name.
+          name: the optimizer's state is kept under it.
+
+        Raises:
+          TypeError, ValueError: an argument is not usable.
+        """
+        super().__init__(opt, name)
+        if not isinstance(num_mini_batches, (int, np.integer)) or isinstance(num_mini_batches, bool):
+            raise TypeError(f"num_mini_batches must be an integer; got {num_mini_batches!r}.")
+        if not 1 <= num_mini_batches < _MAX_INT32:
+            raise ValueError(
+                f"num_mini_batches must be from 1 to {_MAX_INT32 - 1}; got {num_mini_batches}."
+            )
+        if offload_weight_update_variables not in (None, False, True):
+            raise TypeError(
+                "offload_weight_update_variables must be True, False or None; got "
+                f"{offload_weight_update_variables!r}."
+            )
+        if replicated_optimizer_state_sharding not in (False, True):
+            raise TypeError(
+                "replicated_optimizer_state_sharding must be True or False; got "
+                f"{replicated_optimizer_state_sharding!r}."
+            )
+        if dtype is not None and not callable(dtype):
+            check_float_dtype(dtype, "dtype")
+        self.num_mini_batches = int(num_mini_batches)
+        self.offloads_state = bool(offload_weight_update_variables)
+        self.shards_state = bool(replicated_optimizer_state_sharding)
+        self.dtype = dtype
+        self.reduction_method = GradientAccumulationReductionMethod.parse(reduction_method)
+
+    def wrap(self, inner: Unwrapped) -> Unwrapped:
+        """Adds the accumulation."""
+        if inner.accumulation is not None:
+            raise ValueError("An optimizer can accumulate gradients only once; two are nested.")
+        own = Accumulation(
+            self.num_mini_batches,
+            self.dtype,
+            self.reduction_method,
+            self.offloads_state,
+            self.shards_state,
+        )
+        return dataclasses.replace(inner, accumulation=own)

@@ -1,0 +1,166 @@
+"""Optimizers that look at gradients, or change each micro-batch's."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import optax
+
+from ipu_pipeline.engine.programs.gradient_maps import GradientMap
+from ipu_pipeline.ground.enumerations import list_members
+from ipu_pipeline.queues.outfeed import IPUOutfeedQueue
+from ipu_pipeline.tf1.graph.internal_variables import is_internal
+from ipu_pipeline.tf1.optimizers.base import Optimizer, Unwrapped, Watched
+
+__all__ = ["MapGradientOptimizer", "OutfeedOptimizer", "OutfeedOptimizerMode", "choose_trained"]
+
+
+class MapGradientOptimizer(Optimizer):
+    """Applies a function to each gradient, before gradients are accumulated.
+
+    Example:
+      MapGradientOptimizer(optax.sgd(0.01), lambda gradient, variable: gradient + 1e-4 * variable)
+    """
+
+    def __init__(
+        self,
+        wrapped_optimizer: Any,
+        gradient_mapping_function: GradientMap,
+        name: str = "MapGradientOptimizer",
+    ) -> None:
+        """Wraps an optimizer.
+
+        Args:
+          wrapped_optimizer: an Optax transformation, or another of these optimizers.
+          gradient_mapping_function: `f(gradient, variable) -> gradient`, on arrays of one shape and dtype.
+          name: the optimizer's state is kept under it.
+
+        Raises:
+          TypeError: an argument is not usable.
+        """
+        super().__init__(wrapped_optimizer, name)
+        if not callable(gradient_mapping_function):
+            raise TypeError(
+                f"gradient_mapping_function must be a function; got {gradient_mapping_function!r}."
+            )
+        self.gradient_mapping_function = gradient_mapping_function
+
+    def wrap(self, inner: Unwrapped) -> Unwrapped:
+        """Adds the function, behind those of inner optimizers."""
+        maps = (*inner.gradient_maps, self.gradient_mapping_function)
+        return dataclasses.replace(inner, gradient_maps=maps)
+
+
+class OutfeedOptimizerMode(enum.Enum):
+    """AFTER_COMPUTE: each micro-batch's gradients. BEFORE_APPLY: those that the optimizer gets."""
+
+    AFTER_COMPUTE = "after_compute"
+    BEFORE_APPLY = "before_apply"
+
+
+class OutfeedOptimizer(Optimizer):
+    """Enqueues the gradients of a pipeline to an outfeed, to look at them: a dict by full name.
+
+    After computing they are each micro-batch's, as they are accumulated: mapped by a
+    `MapGradientOptimizer`, and without the scale of the loss. Before applying they are what the wrapped
+    Optax transformation gets, after accumulation. They are copied to the host, which takes time and memory.
+
+    Example:
+      OutfeedOptimizer(optax.sgd(0.01), gradients_queue, OutfeedOptimizerMode.BEFORE_APPLY)
+    """
+
+    def __init__(
+        self,
+        wrapped_optimizer: Any,
+        outfeed_queue: IPUOutfeedQueue,
+        outfeed_optimizer_mode: OutfeedOptimizerMode = OutfeedOptimizerMode.BEFORE_APPLY,
+        variable_names: Sequence[str] | None = None,
+        name: str = "OutfeedOptimizer",
+    ) -> None:
+        """Wraps an optimizer.
+
+        Args:
+          wrapped_optimizer: an Optax transformation, or another of these optimizers.
+          outfeed_queue: what they are enqueued to, and nothing else.
+          outfeed_optimizer_mode: which gradients; by default those of weight updates.
+          variable_names: full names of the variables whose gradients are enqueued; None: of all that are
+            trained.
+          name: the optimizer's state is kept under it.
+
+        Raises:
+          TypeError, ValueError: an argument is not usable. A name that is not trained raises ValueError
+            when the pipeline is compiled.
+        """
+        super().__init__(wrapped_optimizer, name)
+        if not isinstance(outfeed_queue, IPUOutfeedQueue):
+            raise TypeError(
+                f"outfeed_queue must be an IPUOutfeedQueue; got {type(outfeed_queue).__name__}. Of an "
+                "object that filters what goes to a queue, pass the queue, and variable_names."
+            )
+        if not isinstance(outfeed_optimizer_mode, OutfeedOptimizerMode):
+            raise TypeError(
+                f"outfeed_optimizer_mode must be one of {list_members(OutfeedOptimizerMode)}; got "
+                f"{outfeed_optimizer_mode!r}."
+            )
+        if variable_names is not None:
+            is_list = isinstance(variable_names, (list, tuple)) and all(
+                isinstance(one, str) for one in variable_names
+            )
+            if not is_list or not variable_names:
+                raise ValueError(
+                    f"variable_names must be a list of full names, or None; got {variable_names!r}."
+                )
+        is_own = getattr(outfeed_queue.enqueue, "__func__", None) is IPUOutfeedQueue.enqueue
+        if outfeed_optimizer_mode is OutfeedOptimizerMode.AFTER_COMPUTE and not is_own:
+            raise TypeError(
+                "OutfeedOptimizer: with AFTER_COMPUTE outfeed_queue must have IPUOutfeedQueue's own "
+                f"`enqueue`; that of {type(outfeed_queue).__name__} would not be called. Choose variables "
+                "by variable_names."
+            )
+        self.outfeed_queue = outfeed_queue
+        self.mode = outfeed_optimizer_mode
+        self.variable_names = None if variable_names is None else tuple(dict.fromkeys(variable_names))
+
+    def wrap(self, inner: Unwrapped) -> Unwrapped:
+        """Adds the outfeed."""
+        if self.mode is OutfeedOptimizerMode.AFTER_COMPUTE:
+            own = Watched(self.outfeed_queue, self.variable_names)
+            return dataclasses.replace(inner, watched=(*inner.watched, own), has_outfeeds=True)
+        innermost = _enqueue_gradients(inner.innermost, self.outfeed_queue, self.variable_names)
+        return dataclasses.replace(inner, innermost=innermost, has_outfeeds=True)
+
+
+def _enqueue_gradients(
+    inner: optax.GradientTransformation, queue: IPUOutfeedQueue, names: Sequence[str] | None
+) -> optax.GradientTransformation:
+    """A transformation that first enqueues the gradients that it gets."""
+    wrapped = optax.with_extra_args_support(inner)
+
+    def update(gradients: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        queue.enqueue({name: gradients[name] for name in choose_trained(names, gradients)})
+        return wrapped.update(gradients, state, params, **extra)
+
+    return optax.GradientTransformationExtraArgs(wrapped.init, update)
+
+
+def choose_trained(names: Sequence[str] | None, trained: Iterable[str]) -> list[str]:
+    """Full names of the variables whose gradients an `OutfeedOptimizer` takes.
+
+    Args:
+      names: its `variable_names`.
+      trained: the names that there are.
+
+    Raises:
+      ValueError: one is not trained.
+    """
+    known = sorted(name for name in trained if not is_internal(name))
+    for name in names or ():
+        if name not in known:
+            raise ValueError(
+                f"OutfeedOptimizer: variable_names has {name!r}, which is not trained. Trained are: "
+                f"{', '.join(known)}."
+            )
+    return known if names is None else list(names)

@@ -1,0 +1,159 @@
+"""TensorFlow 1's decays of learning rates, as functions of the global step.
+
+Each is a function of a step that is a number or a traced scalar, or of `get_global_step()`. Where that has
+no value yet, as in a `model_fn`, the result is computed where it is used. For a schedule of Optax, write
+`lambda step: exponential_decay(0.1, step, 1000, 0.96)`. Formulas are those of the documentation of
+`tf.train` in TensorFlow 1.15.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ipu_pipeline.tf1.graph.symbols import waits_for_step
+
+__all__ = [
+    "cosine_decay",
+    "exponential_decay",
+    "inverse_time_decay",
+    "natural_exp_decay",
+    "piecewise_constant",
+    "polynomial_decay",
+]
+
+
+@waits_for_step
+def exponential_decay(
+    learning_rate: Any,
+    global_step: Any,
+    decay_steps: Any,
+    decay_rate: Any,
+    staircase: bool = False,
+    name: str | None = None,
+) -> jax.Array:
+    """`learning_rate * decay_rate**(global_step / decay_steps)`.
+
+    Args:
+      learning_rate: at the first step.
+      global_step: the number of steps so far.
+      decay_steps: after how many the rate has been multiplied by `decay_rate` once.
+      decay_rate: the factor.
+      staircase: whether the quotient is rounded down.
+      name: of no meaning here.
+
+    Returns:
+      A floating-point scalar.
+    """
+    del name
+    return learning_rate * jnp.power(decay_rate, _quotient(global_step, decay_steps, staircase))
+
+
+@waits_for_step
+def natural_exp_decay(
+    learning_rate: Any,
+    global_step: Any,
+    decay_steps: Any,
+    decay_rate: Any,
+    staircase: bool = False,
+    name: str | None = None,
+) -> jax.Array:
+    """`learning_rate * exp(-decay_rate * global_step / decay_steps)`.
+
+    Arguments are those of `exponential_decay`.
+    """
+    del name
+    return learning_rate * jnp.exp(-decay_rate * _quotient(global_step, decay_steps, staircase))
+
+
+@waits_for_step
+def inverse_time_decay(
+    learning_rate: Any,
+    global_step: Any,
+    decay_steps: Any,
+    decay_rate: Any,
+    staircase: bool = False,
+    name: str | None = None,
+) -> jax.Array:
+    """`learning_rate / (1 + decay_rate * global_step / decay_steps)`.
+
+    Arguments are those of `exponential_decay`.
+    """
+    del name
+    return learning_rate / (1 + decay_rate * _quotient(global_step, decay_steps, staircase))
+
+
+@waits_for_step
+def polynomial_decay(
+    learning_rate: Any,
+    global_step: Any,
+    decay_steps: Any,
+    end_learning_rate: Any = 0.0001,
+    power: float = 1.0,
+    cycle: bool = False,
+    name: str | None = None,
+) -> jax.Array:
+    """From `learning_rate` to `end_learning_rate` in `decay_steps`, along `(1 - share)**power`.
+
+    Args:
+      learning_rate: at the first step.
+      global_step: the number of steps so far.
+      decay_steps: how many it takes.
+      end_learning_rate: from then on.
+      power: 1 is a straight line.
+      cycle: whether the steps are stretched to the next multiple of `decay_steps` instead of ending.
+      name: of no meaning here.
+
+    Returns:
+      A floating-point scalar.
+    """
+    del name
+    step, steps = jnp.asarray(global_step, float), jnp.asarray(decay_steps, float)
+    if cycle:
+        steps = steps * jnp.maximum(1.0, jnp.ceil(step / steps))
+    share = jnp.minimum(step, steps) / steps
+    return (learning_rate - end_learning_rate) * (1 - share) ** power + end_learning_rate
+
+
+@waits_for_step
+def cosine_decay(
+    learning_rate: Any, global_step: Any, decay_steps: Any, alpha: float = 0.0, name: str | None = None
+) -> jax.Array:
+    """From `learning_rate` to `alpha * learning_rate` in `decay_steps`, along half a cosine."""
+    del name
+    share = jnp.minimum(jnp.asarray(global_step, float), decay_steps) / decay_steps
+    return learning_rate * ((1 - alpha) * 0.5 * (1 + jnp.cos(math.pi * share)) + alpha)
+
+
+@waits_for_step
+def piecewise_constant(
+    x: Any, boundaries: Sequence[Any], values: Sequence[Any], name: str | None = None
+) -> jax.Array:
+    """`values[0]` up to and with `boundaries[0]`, then `values[1]`, and so on.
+
+    Args:
+      x: the number of steps so far.
+      boundaries: in increasing order.
+      values: one more than boundaries.
+      name: of no meaning here.
+
+    Raises:
+      ValueError: there are not as many.
+    """
+    del name
+    if len(values) != len(boundaries) + 1:
+        raise ValueError(
+            f"piecewise_constant: values must be one more than boundaries; got {len(values)} and "
+            f"{len(boundaries)}."
+        )
+    number = sum((jnp.asarray(x > boundary, jnp.int32) for boundary in boundaries), jnp.int32(0))
+    return jnp.asarray(values)[number]
+
+
+def _quotient(step: Any, steps: Any, staircase: bool) -> jax.Array:
+    quotient = jnp.asarray(step, float) / steps
+    return jnp.floor(quotient) if staircase else quotient

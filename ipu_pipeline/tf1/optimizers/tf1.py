@@ -1,0 +1,350 @@
+"""TensorFlow 1's optimizers and decays of learning rates, by their names, defaults and formulas.
+
+Where Optax computes the same, these are Optax's. Its defaults differ, and so do Adam's epsilon, AdamW's
+decay of weights and LAMB's correction of the bias. The formulas are those of the documentation of
+`tf.train` and `tf.contrib.opt` in TensorFlow 1.15; LAMB's is that of https://arxiv.org/abs/1904.00962
+without correction of the bias, as programs for BERT have it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ipu_pipeline.tf1.optimizers.base import Optimizer, Unwrapped
+from ipu_pipeline.tf1.optimizers.learning_rates import (
+    cosine_decay,
+    exponential_decay,
+    inverse_time_decay,
+    natural_exp_decay,
+    piecewise_constant,
+    polynomial_decay,
+)
+
+__all__ = [
+    "AdadeltaOptimizer",
+    "AdagradOptimizer",
+    "AdamOptimizer",
+    "AdamWOptimizer",
+    "FtrlOptimizer",
+    "GradientDescentOptimizer",
+    "LAMBOptimizer",
+    "MomentumOptimizer",
+    "RMSPropOptimizer",
+    "cosine_decay",
+    "exponential_decay",
+    "inverse_time_decay",
+    "natural_exp_decay",
+    "piecewise_constant",
+    "polynomial_decay",
+]
+
+Rate = Any  # a number, a value traced in the optimizer function, or a schedule of Optax
+Tree = Any
+
+
+class _Plain(Optimizer):
+    """An optimizer around a transformation, which it changes in nothing."""
+
+    def __init__(self, transformation: optax.GradientTransformation, use_locking: bool, name: str) -> None:
+        if use_locking:
+            warnings.warn(
+                "use_locking has no effect: nothing else writes variables while they are updated.",
+                stacklevel=3,
+            )
+        super().__init__(transformation, name)
+
+    def wrap(self, inner: Unwrapped) -> Unwrapped:
+        """What it is given."""
+        return inner
+
+
+class GradientDescentOptimizer(_Plain):
+    """`w -= rate * g`."""
+
+    def __init__(
+        self, learning_rate: Rate, use_locking: bool = False, name: str = "GradientDescent"
+    ) -> None:
+        """Takes what the formula has.
+
+        Args:
+          learning_rate: a number, a traced scalar, or a function of the number of weight updates.
+          use_locking: has no effect.
+          name: the optimizer's state is kept under it.
+        """
+        super().__init__(optax.sgd(learning_rate), use_locking, name)
+
+
+class MomentumOptimizer(_Plain):
+    """`a = momentum * a + g; w -= rate * a`; with Nesterov `w -= rate * (g + momentum * a)`."""
+
+    def __init__(
+        self,
+        learning_rate: Rate,
+        momentum: float,
+        use_locking: bool = False,
+        name: str = "Momentum",
+        use_nesterov: bool = False,
+    ) -> None:
+        """Takes what the formula has; other arguments as of `GradientDescentOptimizer`."""
+        super().__init__(optax.sgd(learning_rate, momentum, use_nesterov), use_locking, name)
+
+
+class AdamOptimizer(_Plain):
+    """Adam, whose epsilon is added before the second moment's bias is corrected.
+
+    `m = beta1 * m + (1 - beta1) * g; v = beta2 * v + (1 - beta2) * g**2;
+    w -= rate * sqrt(1 - beta2**t) / (1 - beta1**t) * m / (sqrt(v) + epsilon)`
+    """
+
+    def __init__(
+        self,
+        learning_rate: Rate = 0.001,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        epsilon: float = 1e-8,
+        use_locking: bool = False,
+        name: str = "Adam",
+    ) -> None:
+        """Takes what the formula has; other arguments as of `GradientDescentOptimizer`."""
+        scaled = _scale_by_adam(beta1, beta2, epsilon, corrects_bias=True)
+        super().__init__(
+            optax.chain(scaled, optax.scale_by_learning_rate(learning_rate)), use_locking, name
+        )
+
+
+class AdamWOptimizer(_Plain):
+    """`AdamOptimizer`, of `tf.contrib.opt`: `w -= weight_decay * w` as well, whatever the rate is."""
+
+    def __init__(
+        self,
+        weight_decay: Any,
+        learning_rate: Rate = 0.001,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        epsilon: float = 1e-8,
+        use_locking: bool = False,
+        name: str = "AdamW",
+    ) -> None:
+        """Takes what the formula has; other arguments as of `GradientDescentOptimizer`."""
+        scaled = _scale_by_adam(beta1, beta2, epsilon, corrects_bias=True)
+        decay = optax.chain(optax.scale_by_learning_rate(learning_rate), _subtract_weights(weight_decay))
+        super().__init__(optax.chain(scaled, decay), use_locking, name)
+
+
+class LAMBOptimizer(_Plain):
+    """`u = m / (sqrt(v) + epsilon) + weight_decay_rate * w; w -= rate * |w| / |u| * u`.
+
+    m and v are Adam's. The ratio of norms is 1 where one of them is 0.
+    """
+
+    def __init__(
+        self,
+        learning_rate: Rate,
+        weight_decay_rate: float = 0.0,
+        beta_1: float = 0.9,
+        beta_2: float = 0.999,
+        epsilon: float = 1e-6,
+        name: str = "LAMBOptimizer",
+    ) -> None:
+        """Takes what the formula has; other arguments as of `GradientDescentOptimizer`."""
+        transformation = optax.chain(
+            _scale_by_adam(beta_1, beta_2, epsilon, corrects_bias=False),
+            optax.add_decayed_weights(weight_decay_rate),
+            optax.scale_by_trust_ratio(),
+            optax.scale_by_learning_rate(learning_rate),
+        )
+        super().__init__(transformation, False, name)
+
+
+class RMSPropOptimizer(_Plain):
+    """`s = decay * s + (1 - decay) * g**2; a = momentum * a + rate * g / sqrt(s + epsilon); w -= a`.
+
+    `s` starts at 1. Centered, the square of a mean of gradients like `s` is subtracted within the root.
+    """
+
+    def __init__(
+        self,
+        learning_rate: Rate,
+        decay: float = 0.9,
+        momentum: float = 0.0,
+        epsilon: float = 1e-10,
+        use_locking: bool = False,
+        centered: bool = False,
+        name: str = "RMSProp",
+    ) -> None:
+        """Takes what the formula has; other arguments as of `GradientDescentOptimizer`."""
+        transformation = optax.rmsprop(
+            learning_rate,
+            decay,
+            epsilon,
+            initial_scale=1.0,
+            eps_in_sqrt=True,
+            centered=centered,
+            momentum=momentum or None,
+        )
+        super().__init__(transformation, use_locking, name)
+
+
+class AdagradOptimizer(_Plain):
+    """`s += g**2; w -= rate * g / sqrt(s)`."""
+
+    def __init__(
+        self,
+        learning_rate: Rate,
+        initial_accumulator_value: float = 0.1,
+        use_locking: bool = False,
+        name: str = "Adagrad",
+    ) -> None:
+        """Takes what the formula has; other arguments as of `GradientDescentOptimizer`.
+
+        Raises:
+          ValueError: `initial_accumulator_value` is not positive.
+        """
+        _check_positive("AdagradOptimizer: initial_accumulator_value", initial_accumulator_value)
+        transformation = optax.adagrad(learning_rate, initial_accumulator_value, eps=0.0)
+        super().__init__(transformation, use_locking, name)
+
+
+class AdadeltaOptimizer(_Plain):
+    """`s = rho * s + (1 - rho) * g**2; d = sqrt(u + epsilon) / sqrt(s + epsilon) * g; w -= rate * d`.
+
+    Then `u = rho * u + (1 - rho) * d**2`.
+    """
+
+    def __init__(
+        self,
+        learning_rate: Rate = 0.001,
+        rho: float = 0.95,
+        epsilon: float = 1e-8,
+        use_locking: bool = False,
+        name: str = "Adadelta",
+    ) -> None:
+        """Takes what the formula has; other arguments as of `GradientDescentOptimizer`."""
+        super().__init__(optax.adadelta(learning_rate, rho, epsilon), use_locking, name)
+
+
+class FtrlOptimizer(_Plain):
+    """FTRL-Proximal, whose weights are 0 where `l1_regularization_strength` outweighs the gradients.
+
+    With `p = -learning_rate_power`: `n' = n + g**2; h = g + 2 * shrinkage * w;
+    z += h - (n'**p - n**p) / rate * w; w = (clip(z, -l1, l1) - z) / (n'**p / rate + 2 * l2)`
+    """
+
+    def __init__(
+        self,
+        learning_rate: Rate,
+        learning_rate_power: float = -0.5,
+        initial_accumulator_value: float = 0.1,
+        l1_regularization_strength: float = 0.0,
+        l2_regularization_strength: float = 0.0,
+        use_locking: bool = False,
+        name: str = "Ftrl",
+        accum_name: None = None,
+        linear_name: None = None,
+        l2_shrinkage_regularization_strength: float = 0.0,
+    ) -> None:
+        """Takes what the formula has; other arguments as of `GradientDescentOptimizer`.
+
+        Raises:
+          ValueError: a strength is negative, the power positive, `initial_accumulator_value` negative; or
+            `accum_name` or `linear_name` is given: the state is kept under `name`.
+        """
+        if accum_name is not None or linear_name is not None:
+            raise ValueError("FtrlOptimizer: accum_name and linear_name must be None. Give name instead.")
+        if learning_rate_power > 0:
+            raise ValueError(
+                f"FtrlOptimizer: learning_rate_power must be at most 0; got {learning_rate_power}."
+            )
+        for strength in (
+            initial_accumulator_value,
+            l1_regularization_strength,
+            l2_regularization_strength,
+            l2_shrinkage_regularization_strength,
+        ):
+            if strength < 0:
+                raise ValueError(
+                    f"FtrlOptimizer: strengths and the initial value must be from 0; got {strength}."
+                )
+        transformation = _ftrl(
+            learning_rate,
+            -learning_rate_power,
+            initial_accumulator_value,
+            l1_regularization_strength,
+            l2_regularization_strength,
+            l2_shrinkage_regularization_strength,
+        )
+        super().__init__(transformation, use_locking, name)
+
+
+def _check_positive(name: str, value: float) -> None:
+    if value <= 0:
+        raise ValueError(f"{name} must be positive; got {value}.")
+
+
+class _Moments(NamedTuple):
+    count: Any
+    first: Tree
+    second: Tree
+
+
+def _scale_by_adam(
+    beta1: float, beta2: float, epsilon: float, corrects_bias: bool
+) -> optax.GradientTransformation:
+    def init(params: Tree) -> _Moments:
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        return _Moments(jnp.zeros([], jnp.int32), zeros, zeros)
+
+    def update(gradients: Tree, state: _Moments, params: Tree = None) -> tuple[Tree, _Moments]:
+        del params
+        count = optax.safe_increment(state.count)
+        first = jax.tree.map(lambda m, g: beta1 * m + (1 - beta1) * g, state.first, gradients)
+        second = jax.tree.map(lambda v, g: beta2 * v + (1 - beta2) * jnp.square(g), state.second, gradients)
+        factor = jnp.sqrt(1 - beta2**count) / (1 - beta1**count) if corrects_bias else 1.0
+        updates = jax.tree.map(
+            lambda m, v: (factor * m / (jnp.sqrt(v) + epsilon)).astype(m.dtype), first, second
+        )
+        return updates, _Moments(count, first, second)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _subtract_weights(decay: Any) -> optax.GradientTransformation:
+    def update(updates: Tree, state: Any, params: Tree) -> tuple[Tree, Any]:
+        return jax.tree.map(lambda u, w: (u - decay * w).astype(u.dtype), updates, params), state
+
+    return optax.GradientTransformation(lambda _params: optax.EmptyState(), update)
+
+
+class _FtrlState(NamedTuple):
+    count: Any
+    squares: Tree
+    linear: Tree
+
+
+def _ftrl(
+    rate: Rate, power: float, initial: float, l1: float, l2: float, shrinkage: float
+) -> optax.GradientTransformation:
+    def init(params: Tree) -> _FtrlState:
+        squares = jax.tree.map(lambda w: jnp.full_like(w, initial), params)
+        return _FtrlState(jnp.zeros([], jnp.int32), squares, jax.tree.map(jnp.zeros_like, params))
+
+    def update(gradients: Tree, state: _FtrlState, params: Tree) -> tuple[Tree, _FtrlState]:
+        now = rate(state.count) if callable(rate) else rate
+
+        def step(g: Any, n: Any, z: Any, w: Any) -> tuple[Any, Any, Any]:
+            grown = n + jnp.square(g)
+            z = z + g + 2 * shrinkage * w - (grown**power - n**power) / now * w
+            new = (jnp.clip(z, -l1, l1) - z) / (grown**power / now + 2 * l2)
+            return (new - w).astype(w.dtype), grown.astype(n.dtype), z.astype(w.dtype)
+
+        made = jax.tree.map(step, gradients, state.squares, state.linear, params)
+        outer = jax.tree.structure(gradients)
+        updates, squares, linear = jax.tree.transpose(outer, jax.tree.structure((0, 0, 0)), made)
+        return updates, _FtrlState(optax.safe_increment(state.count), squares, linear)
+
+    return optax.GradientTransformation(init, update)

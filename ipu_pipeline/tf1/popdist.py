@@ -1,0 +1,134 @@
+"""How many processes and replicas there are, by the names of Graphcore's `popdist`.
+
+An instance is a process that runs the program together with others (`ipu.distributed`).
+Replicas are those of the pipeline that was compiled last, of those with a cross-replica optimizer or of an
+estimator, on the IPUs that are configured.
+"""
+
+from __future__ import annotations
+
+import jax
+
+from ipu_pipeline.engine import peers
+from ipu_pipeline.graphcore.importing import explain_missing
+from ipu_pipeline.processes import selection
+from ipu_pipeline.processes.joining import join_by_environment
+from ipu_pipeline.tf1.program.calls import Call
+from ipu_pipeline.tf1.program.registry import compiled_programs
+
+__all__ = [
+    "checkNumIpusPerReplica",
+    "getInstanceIndex",
+    "getNumInstances",
+    "getNumIpusPerReplica",
+    "getNumLocalReplicas",
+    "getNumTotalReplicas",
+    "getReplicaIndexOffset",
+    "isPopdistEnvSet",
+]
+
+
+def isPopdistEnvSet() -> bool:  # noqa: N802  # Graphcore's name, as those below
+    """Whether this process runs the program together with others; see `ipu.distributed`."""
+    join_by_environment()
+    return bool(jax.distributed.is_initialized())
+
+
+def getNumInstances() -> int:  # noqa: N802
+    """How many processes there are."""
+    return _process_numbers()[1]
+
+
+def getInstanceIndex() -> int:  # noqa: N802
+    """Which of the processes this is, from 0."""
+    return _process_numbers()[0]
+
+
+def getNumIpusPerReplica() -> int:  # noqa: N802
+    """How many IPUs a replica has.
+
+    Raises:
+      RuntimeError: no such pipeline is compiled.
+    """
+    return _find_call().replication.num_ipus
+
+
+def checkNumIpusPerReplica(numIpusPerReplica: int) -> bool:  # noqa: N802, N803
+    """Whether a replica has so many IPUs.
+
+    Args:
+      numIpusPerReplica: how many.
+
+    Raises:
+      RuntimeError: as `getNumIpusPerReplica`.
+    """
+    return getNumIpusPerReplica() == numIpusPerReplica
+
+
+def getNumTotalReplicas() -> int:  # noqa: N802
+    """How many replicas there are in all processes.
+
+    Raises:
+      RuntimeError: as `getNumIpusPerReplica`, or no IPUs are configured.
+      ValueError: their number is not a multiple of those of a replica.
+    """
+    return _find_call().replication.count()
+
+
+def getNumLocalReplicas() -> int:  # noqa: N802
+    """How many replicas have IPUs of this process.
+
+    Raises:
+      RuntimeError, ValueError: as `getNumTotalReplicas`.
+    """
+    return len(_local_replicas())
+
+
+def getReplicaIndexOffset() -> int:  # noqa: N802
+    """The number of the first replica that has IPUs of this process.
+
+    Raises:
+      RuntimeError, ValueError: as `getNumTotalReplicas`.
+    """
+    return min(_local_replicas(), default=0)
+
+
+def _process_numbers() -> tuple[int, int]:
+    """Which process this is, and how many there are."""
+    if not isPopdistEnvSet():
+        return 0, 1
+    others = peers.current()
+    return (jax.process_index(), jax.process_count()) if others is None else (others.index, others.count)
+
+
+def _find_call() -> Call:
+    """The pipeline or loop that may have replicas and was compiled last."""
+    calls = [call for program in compiled_programs() for call in program.calls if call.replication.is_said]
+    if not calls:
+        raise RuntimeError(
+            "popdist: the number of replicas is known by the pipelines and loops that are compiled and "
+            "have a cross-replica optimizer, or are an estimator's; there is none. Compile the program "
+            "before."
+        )
+    return calls[-1]
+
+
+def _local_replicas() -> list[int]:
+    replication = _find_call().replication
+    number = replication.count()
+    devices = selection.selected_devices(replication.ipu_device)
+    if not devices:
+        raise RuntimeError(
+            "popdist: which replicas are in this process is known once IPUs are selected: call "
+            "IPUConfig.configure_ipu_system() before."
+        )
+    chosen = replication.choose_devices(devices, number)
+    index, size = getInstanceIndex(), replication.num_ipus
+    return [
+        replica
+        for replica in range(number)
+        if any(device.process_index == index for device in chosen[replica * size : (replica + 1) * size])
+    ]
+
+
+explain_missing(__name__)

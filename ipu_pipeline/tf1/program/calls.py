@@ -1,0 +1,477 @@
+"""What a program calls, pipelines and loops, and the program while it is being built."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import contextvars
+import dataclasses
+import functools
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import numpy as np
+from jax.extend import core as jex_core
+
+from ipu_pipeline.engine.loop import Loop
+from ipu_pipeline.engine.pipeline import Pipeline
+from ipu_pipeline.engine.planning.summaries import PipelineSummary
+from ipu_pipeline.engine.programs.recomputation import Recomputation
+from ipu_pipeline.engine.state import Progress
+from ipu_pipeline.engine.tracing import frames
+from ipu_pipeline.engine.tracing.enqueuing import first_leaves
+from ipu_pipeline.engine.tracing.frames import Enqueued
+from ipu_pipeline.engine.tracing.specs import VariableSpec
+from ipu_pipeline.ground import jax_compat
+from ipu_pipeline.processes import selection
+from ipu_pipeline.queues.infeed import IPUInfeedQueue
+from ipu_pipeline.queues.outfeed import IPUOutfeedQueue
+from ipu_pipeline.reports.placement_report import CallPlacement
+from ipu_pipeline.reports.summaries import summarize, summarize_shared, summarize_update
+from ipu_pipeline.tf1.graph.internal_variables import is_internal
+from ipu_pipeline.tf1.graph.placeholders import Placeholder
+from ipu_pipeline.tf1.program.replication import Replication
+
+__all__ = [
+    "Call",
+    "LoopCall",
+    "PipelineCall",
+    "ProgramBuilder",
+    "building",
+    "current_builder",
+    "find_num_replicas",
+    "run_call_p",
+]
+
+
+_MAX_INT32 = 2**31 - 1
+
+
+class Outfed(NamedTuple):
+    """A queue that a pipeline or loop enqueues to.
+
+    Attributes:
+      queue: the queue.
+      tree: the structure of an element.
+      avals: shapes and dtypes of its leaves, in a replica.
+      is_of_replicas: whether each replica enqueues; not in a weight update, which is the same in all.
+    """
+
+    queue: IPUOutfeedQueue
+    tree: Any
+    avals: tuple[jax.ShapeDtypeStruct, ...]
+    is_of_replicas: bool = True
+
+
+class _Call(abc.ABC):
+    """What pipelines and loops share in a program."""
+
+    @property
+    @abc.abstractmethod
+    def runner(self) -> Pipeline:
+        """The engine's pipeline or loop."""
+
+    @property
+    def num_ipus(self) -> int:
+        """How many IPUs it needs."""
+        return self.runner.num_devices
+
+    @property
+    def variables(self) -> dict[str, VariableSpec]:
+        """All its variables by full name."""
+        return self.runner.variables
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is an optimizer."""
+        return self.runner.updates is not None
+
+    @property
+    @abc.abstractmethod
+    def outfeeds(self) -> list[Outfed]:
+        """The queues that it enqueues to."""
+
+    @property
+    @abc.abstractmethod
+    def accumulated(self) -> set[str]:
+        """Full names of the variables whose gradients it takes, internal ones included."""
+
+    @property
+    def internal(self) -> list[str]:
+        """Full names of its internal variables."""
+        return [name for name in self.variables if is_internal(name)]
+
+    @property
+    def trained(self) -> set[str]:
+        """Full names of the variables that it trains."""
+        return {name for name in self.accumulated if not is_internal(name)}
+
+    @property
+    @abc.abstractmethod
+    def updated_every(self) -> int | None:
+        """How many micro-batches of a replica a weight update has; None if a run says so."""
+
+    @property
+    def state_tree(self) -> Any:
+        """The structure of the optimizer's state; only with training."""
+        assert self.runner.updates is not None
+        return self.runner.updates.state_tree
+
+    @functools.cached_property
+    def optimizer_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes and dtypes of the optimizer's state by path; empty without training."""
+        updates = self.runner.updates
+        return {} if updates is None else {leaf.path: leaf.aval for leaf in updates.state_leaves}
+
+
+@dataclass(frozen=True, eq=False)
+class PipelineCall(_Call):
+    """A pipeline in a program.
+
+    Attributes:
+      name: the pipeline's; optimizer state is kept under it.
+      pipeline: the engine's.
+      repeat_count: how often it runs in one `run`.
+      infeed_queue: its feed.
+      outfeed_queue: where its outputs or losses go.
+      outfeeds_loss: which of the two.
+      outfeed_tree: the structure of what is enqueued.
+      has_count_operand: whether the first operand is the number of micro-batches per weight update.
+      recompute: what stages keep where recomputation is allowed.
+      asks_for_recomputation: whether the user said so, and would expect it.
+      replication: how many replicas it has, and where.
+    """
+
+    name: str
+    pipeline: Pipeline
+    repeat_count: int
+    infeed_queue: IPUInfeedQueue | None
+    outfeed_queue: IPUOutfeedQueue | None
+    outfeeds_loss: bool
+    outfeed_tree: Any
+    has_count_operand: bool
+    recompute: Recomputation
+    asks_for_recomputation: bool
+    replication: Replication
+
+    @property
+    def runner(self) -> Pipeline:
+        """The pipeline."""
+        return self.pipeline
+
+    @property
+    def updated_every(self) -> int | None:
+        """Its micro-batches, if they are not an operand."""
+        return None if self.has_count_operand else self.pipeline.updated_every(None)
+
+    @property
+    def accumulated(self) -> set[str]:
+        """Those with accumulators."""
+        return set(self.pipeline.built.accumulator_dtypes)
+
+    @property
+    def outfeeds(self) -> list[Outfed]:
+        """The queues that it enqueues to."""
+        found: list[Outfed] = []
+        if self.outfeed_queue is not None:
+            found.append(Outfed(self.outfeed_queue, self.outfeed_tree, self.pipeline.collecting.avals))
+        found += [Outfed(entry.target, entry.tree, entry.avals) for entry, _leaves in self._enqueued]
+        found += [Outfed(entry.target, entry.tree, entry.avals, False) for entry, _leaves in self._updated]
+        return found
+
+    @functools.cached_property
+    def _enqueued(self) -> list[tuple[Enqueued, slice]]:
+        """What stages enqueue to outfeeds, and where its leaves are."""
+        return _find_queues(self.pipeline.traced.enqueued)
+
+    @functools.cached_property
+    def _updated(self) -> list[tuple[Enqueued, slice]]:
+        """What weight updates enqueue to outfeeds, likewise."""
+        updates = self.pipeline.updates
+        return [] if updates is None else _find_queues(updates.enqueued)
+
+    def hand_out(self, progress: Progress) -> None:
+        """Enqueues what a pipeline gave for some weight updates."""
+        if self.outfeed_queue is not None:
+            for part in progress.collected:
+                leaves = [part.loss] if self.outfeeds_loss else part.outputs
+                self.outfeed_queue.extend(leaves, part.size)
+        for entries, parts in ((self._enqueued, progress.enqueued), (self._updated, progress.updated)):
+            for entry, places in entries:
+                for handed in parts:
+                    entry.target.extend(handed.leaves[places], handed.size)
+
+    def check_count(self, value: Any) -> int:
+        """A number of micro-batches per weight update that is known at run only.
+
+        Raises:
+          ValueError: it is not usable.
+        """
+        count, num_serialized = int(value), self.pipeline.num_serialized
+        if not 1 <= count * num_serialized <= _MAX_INT32:
+            raise ValueError(
+                "gradient_accumulation_count must be from 1 to "
+                f"{_MAX_INT32 // num_serialized}; the value in this run is {count}."
+            )
+        return count
+
+    def find_recomputation(self) -> Recomputation | None:
+        """What stages keep, by the configured system. Warns if the user's mode has no effect."""
+        if selection.allows_recomputation():
+            return self.recompute
+        if self.asks_for_recomputation:
+            warnings.warn(
+                f"The recomputation_mode of the pipeline {self.name!r} has no effect, since "
+                "IPUConfig.allow_recompute is not set in the configured system.",
+                stacklevel=2,
+            )
+        return None
+
+    def placement(self) -> CallPlacement:
+        """What went where."""
+        pipeline = self.pipeline
+        summary = summarize(pipeline.traced, pipeline.programs, pipeline.device_mapping)
+        sent = summarize_update(pipeline.updates, pipeline.device_mapping)
+        shared = summarize_shared(
+            pipeline.traced,
+            pipeline.device_mapping,
+            pipeline.plan_accumulators().extra,
+            pipeline.built.accumulator_dtypes,
+        )
+        plan = pipeline.dispatch_plan
+        return CallPlacement(
+            self.name,
+            *summary,
+            unit="micro-batch",
+            sent=(*shared, *sent),
+            dispatch="" if plan is None else str(plan),
+            replicas=self.replication.name_devices(),
+            num_devices_per_ipu=pipeline.options.num_devices_per_ipu,
+            divided=tuple(pipeline.built.partitions),
+        )
+
+    def summary(self) -> PipelineSummary:
+        """What its stages will need and do, as the configured system will have it run."""
+        pipeline = self.pipeline
+        if self.trains:
+            allowed = selection.allows_recomputation()
+            pipeline = pipeline.with_recomputation(self.recompute if allowed else None)
+        return dataclasses.replace(pipeline.summary(left_out=self.internal), name=self.name)
+
+
+def _find_queues(entries: Sequence[Enqueued]) -> list[tuple[Enqueued, slice]]:
+    return [
+        (entry, slice(first, first + len(entry.avals)))
+        for entry, first in zip(entries, first_leaves(entries), strict=False)
+        if isinstance(entry.target, IPUOutfeedQueue)
+    ]
+
+
+@dataclass(frozen=True, eq=False)
+class LoopCall(_Call):
+    """A loop in a program. Its operands are the count if it has that, then inputs as `Loop` takes them.
+
+    Attributes:
+      loop: the engine's.
+      count: how many iterations, at most if it has a condition; None if an operand says so, or only the
+        condition.
+      has_count_operand: whether the first operand does.
+      infeed_queue: its feed.
+      replication: how many replicas it has, and where.
+    """
+
+    loop: Loop
+    count: int | None
+    has_count_operand: bool
+    infeed_queue: IPUInfeedQueue | None
+    replication: Replication
+
+    @property
+    def runner(self) -> Loop:
+        """The loop."""
+        return self.loop
+
+    @property
+    def updated_every(self) -> int:
+        """Its mini-batches per weight update."""
+        return self.loop.updated_every()
+
+    @property
+    def accumulated(self) -> set[str]:
+        """Those with accumulators."""
+        training = self.loop.body.training
+        return set() if training is None else set(training.accumulator_dtypes)
+
+    @property
+    def name(self) -> str:
+        """What counts and optimizer state are kept under."""
+        training = self.loop.body.training
+        return "Loop" if training is None else training.name
+
+    @functools.cached_property
+    def settings(self) -> str:
+        """How which gradients are accumulated: iterations with other settings cannot go on with them."""
+        training = self.loop.body.training
+        if training is None:
+            return "no training"
+        variables = training.optimizer.trained
+        described = ", ".join(
+            f"{name} {np.dtype(dtype).name}{list(variables[name].shape)}"
+            for name, dtype in sorted(training.accumulator_dtypes.items())
+        )
+        return f"{training.num_mini_batches} mini-batches, {training.reduction.name} of {described}"
+
+    @property
+    def outfeeds(self) -> list[Outfed]:
+        """The queues that it enqueues to."""
+        enqueued = self.loop.body.enqueued
+        return [Outfed(entry.target, entry.tree, entry.avals) for entry, _places in enqueued]
+
+    def placement(self) -> CallPlacement:
+        """What went where."""
+        body = self.loop.body
+        summary = summarize(body.pipeline, self.loop.programs, body.shards, self.loop.num_carried)
+        sent = summarize_update(self.loop.updates, body.shards)
+        return CallPlacement(
+            self.name, *summary, unit="iteration", sent=sent, replicas=self.replication.name_devices()
+        )
+
+    def summary(self) -> PipelineSummary:
+        """What its parts will need and do."""
+        return dataclasses.replace(self.loop.summary(left_out=self.internal), name=self.name)
+
+
+Call: TypeAlias = PipelineCall | LoopCall
+
+
+def find_num_replicas(call: Call) -> int:
+    """How many replicas a pipeline or loop has on the devices that are selected.
+
+    Raises:
+      ValueError: these do not fit, or its outfeeds still have elements of another number of replicas.
+    """
+    number = call.replication.settle(call.name)
+    for outfed in call.outfeeds:
+        outfed.queue.expect_replicas(number if outfed.is_of_replicas else 1)
+    return number
+
+
+run_call_p = jex_core.Primitive("run_call")
+run_call_p.multiple_results = True
+
+
+@run_call_p.def_abstract_eval
+def _run_call_abstract(*operands: Any, index: int, results: tuple[Any, ...]) -> list[Any]:
+    # `index` is the position in ProgramBuilder.calls, since JAX's caches keep parameters for long.
+    del operands, index
+    return [jax_compat.shaped_array((), np.dtype(np.int32)), *results]  # a marker needs a result
+
+
+@dataclass(eq=False)
+class ProgramBuilder:
+    """A program while its function is traced.
+
+    Attributes:
+      ipu_device: the number in `/device:IPU:<n>`.
+      names: the names that the program gives out.
+      inputs: what the function was given, as (value, name).
+      placeholders: all that there are, each with what stands for it where it is used as an array.
+      captured: those that were used so.
+      calls: the pipelines and loops.
+    """
+
+    ipu_device: int
+    names: frames.ProgramNames = field(default_factory=frames.ProgramNames)
+    inputs: list[tuple[Any, str]] = field(default_factory=list)
+    placeholders: dict[Placeholder, Any] = field(default_factory=dict)
+    captured: dict[Placeholder, None] = field(default_factory=dict)
+    calls: list[Call] = field(default_factory=list)
+
+    def add(
+        self, call: Call, operands: Sequence[Any], results: Sequence[jax.ShapeDtypeStruct] = ()
+    ) -> list[Any]:
+        """Adds a pipeline or loop at this point of the program.
+
+        Args:
+          call: the pipeline or loop.
+          operands: traced values and arrays that it takes.
+          results: shapes and dtypes of what it returns.
+
+        Returns:
+          What it returns, traced.
+
+        Raises:
+          ValueError: it enqueues to the outfeed of another one, or twice to one; or it has the name of
+            another one and another structure of optimizer state.
+        """
+        queues = [outfed.queue for other in self.calls for outfed in other.outfeeds]
+        for outfed in call.outfeeds:
+            queue = outfed.queue
+            if any(queue is known for known in queues):
+                raise ValueError(
+                    "An IPUOutfeedQueue can be enqueued to only once in a program; give each pipeline, "
+                    "loop and call of enqueue its own."
+                )
+            queues.append(queue)
+        for other in self.calls:
+            is_same = call.optimizer_shapes == other.optimizer_shapes
+            if call.name == other.name and call.trains and other.trains and not is_same:
+                raise ValueError(
+                    f"Two pipelines of the program are named {call.name!r}, under which optimizer state is "
+                    "kept, but their optimizer states have different structures. Give one another `name`."
+                )
+        self.calls.append(call)
+        avals = tuple(jax_compat.shaped_array(aval.shape, aval.dtype) for aval in results)
+        _marker, *values = run_call_p.bind(*operands, index=len(self.calls) - 1, results=avals)
+        return values
+
+    def capture(self, placeholder: Placeholder) -> Any:
+        """The traced value that stands for a placeholder, which is an input of the program from now on.
+
+        Raises:
+          ValueError: it was made after compiling began.
+        """
+        if placeholder not in self.placeholders:
+            raise ValueError(
+                f"Trying to capture the tensor {placeholder.name} ({placeholder!r}), which was made by the "
+                "function that is being compiled. Make placeholders before."
+            )
+        self.captured[placeholder] = None
+        return self.placeholders[placeholder]
+
+    def forget_values(self) -> None:
+        """Lets go of the placeholders that there were, and of traced values: pipelines keep the builder."""
+        self.inputs.clear()
+        self.placeholders.clear()
+        self.captured.clear()
+
+    def is_captured_placeholder(self, value: Any) -> bool:
+        """Whether a traced value stands for a placeholder that was used as an array."""
+        return any(self.placeholders[known] is value for known in self.captured)
+
+    def describe_input(self, value: Any) -> str | None:
+        """The name of a value that the function was given."""
+        return next((name for known, name in self.inputs if known is value), None)
+
+
+_builder: contextvars.ContextVar[ProgramBuilder | None] = contextvars.ContextVar(
+    "program_builder", default=None
+)
+
+
+def current_builder() -> ProgramBuilder | None:
+    """The program whose function is being traced."""
+    return _builder.get()
+
+
+@contextlib.contextmanager
+def building(builder: ProgramBuilder) -> Iterator[None]:
+    """Makes a program the current one for a `with` block."""
+    token = _builder.set(builder)
+    try:
+        yield
+    finally:
+        _builder.reset(token)

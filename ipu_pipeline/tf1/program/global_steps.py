@@ -1,0 +1,42 @@
+"""The global step among the `inputs` of a pipeline: the first stage asks for it, as it is no constant."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from ipu_pipeline.tf1.graph.symbols import split_steps
+
+__all__ = ["give_steps"]
+
+
+def give_steps(inputs: Any, stages: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
+    """Makes the first stage ask for the global step, and what is computed from it, that `inputs` has.
+
+    Args:
+      inputs: of a pipeline.
+      stages: its stages; the first may be a list of parallel ones.
+
+    Returns:
+      The inputs with None in the place of what the stage asks for itself, and the stages; as they were
+      given if there is nothing of the kind.
+    """
+    rest, number, put_back = split_steps(inputs)
+    if put_back is None:
+        return inputs, stages
+
+    def wrap(stage: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(stage)
+        def wrapped(*arguments: Any, **named: Any) -> Any:
+            # Symbols have their values as their leaves here.
+            given = jax.tree.map(lambda leaf: leaf, put_back(arguments[:number]))
+            return stage(*given, *arguments[number:], **named)
+
+        return wrapped
+
+    first = stages[0]
+    wrapped = [wrap(one) for one in first] if isinstance(first, (list, tuple)) else wrap(first)
+    return rest, [wrapped, *stages[1:]]

@@ -1,0 +1,205 @@
+"""Tables that stay in host memory: programs look rows up there, and give back the rows' gradients.
+
+A lookup is a callback from the program into Python, and so is its derivative, which hands over the rows'
+gradients. A table therefore is as large as the host's memory lets it be; a device has only the rows that a
+micro-batch asked for. What the gradients do to the table is done between steps (`session.host_rows`), so
+all lookups of a step see the same values, recomputed ones too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import io_callback
+
+from ipu_pipeline.engine.tracing import frames, scopes
+from ipu_pipeline.engine.tracing.specs import VariableSpec
+from ipu_pipeline.engine.tracing.variable_scopes import AUTO_REUSE, variable_scope
+from ipu_pipeline.engine.tracing.variables import get_variable
+from ipu_pipeline.tf1.graph.internal_variables import HOST_TABLES
+from ipu_pipeline.tf1.program.calls import Call, LoopCall
+
+__all__ = ["HostTable", "RowGradients", "check_tables"]
+
+
+class RowGradients(NamedTuple):
+    """What the backward of one lookup hands over.
+
+    Attributes:
+      rows: [n], the numbers of the rows.
+      gradients: [n, columns], in the table's dtype.
+    """
+
+    rows: np.ndarray[Any, Any]
+    gradients: np.ndarray[Any, Any]
+
+
+@dataclasses.dataclass(eq=False)
+class HostTable:
+    """A table in host memory.
+
+    Attributes:
+      spec: its name, shape, dtype and initial value; a session has it among its variables.
+      learning_rate: of its SGD; 0 if it is not trained.
+      num_mini_batches: how many of them give the gradients of an update.
+      sessions: those that it is registered with.
+    """
+
+    spec: VariableSpec
+    learning_rate: float
+    num_mini_batches: int
+    sessions: weakref.WeakSet[Any] = dataclasses.field(default_factory=weakref.WeakSet)
+    # Programs, which JAX keeps for long, have the table: what it refers to is not to stay with them.
+    _array: weakref.ref[np.ndarray[Any, Any]] | None = None  # of the last run
+    _user: weakref.ref[Any] | None = None  # the run
+    _taken: list[RowGradients] = dataclasses.field(default_factory=list)
+    _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+
+    @property
+    def marker(self) -> str:
+        """The full name of the internal variable that is trained where the table is."""
+        return f"{HOST_TABLES}/{self.spec.name}"
+
+    def lookup(self, indices: Any, clips: bool) -> jax.Array:
+        """Rows, in the function that is being traced; see `HostEmbedding.lookup`."""
+        tables = frames.current_frame("HostEmbedding.lookup").names.host_tables
+        known = tables.setdefault(self.spec.name, self)
+        if known is not self:
+            raise ValueError(
+                f"Two host embeddings of the program are named {self.spec.name!r}. Give one another name."
+            )
+        ids = jnp.asarray(indices)
+        if not jnp.issubdtype(ids.dtype, jnp.integer):
+            raise TypeError(f"HostEmbedding.lookup: indices must be integers; got {ids.dtype.name}.")
+        if ids.dtype.itemsize < np.dtype(np.int32).itemsize:
+            ids = ids.astype(np.int32)  # the narrow dtype may not have the number of the last row
+        if clips:
+            ids = jnp.clip(ids, 0, self.spec.shape[0] - 1)
+        if self.learning_rate == 0:
+            return jax.lax.stop_gradient(self._find(ids))
+        with scopes.isolated(), variable_scope(HOST_TABLES, reuse=AUTO_REUSE):
+            marker = get_variable(self.spec.name, (), self.spec.dtype, jax.nn.initializers.zeros)
+        return self._find_trained(marker, ids)
+
+    def _find(self, ids: jax.Array) -> jax.Array:
+        found = jax.ShapeDtypeStruct((*ids.shape, self.spec.shape[1]), self.spec.dtype)
+        rows: jax.Array = jax.pure_callback(self._read, found, ids, vmap_method="expand_dims")
+        return rows
+
+    def _find_trained(self, marker: jax.Array, ids: jax.Array) -> jax.Array:
+        @jax.custom_vjp
+        def find(marker: jax.Array, ids: jax.Array) -> jax.Array:
+            del marker
+            return self._find(ids)
+
+        def forward(marker: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return find(marker, ids), ids
+
+        def backward(ids: jax.Array, cotangents: jax.Array) -> tuple[jax.Array, None]:
+            zero = jax.ShapeDtypeStruct((), self.spec.dtype)
+            return io_callback(self._take, zero, ids, cotangents), None
+
+        find.defvjp(forward, backward)
+        rows: jax.Array = find(marker, ids)
+        return rows
+
+    def _read(self, ids: Any) -> np.ndarray[Any, Any]:
+        array = None if self._array is None else self._array()
+        if array is None:
+            raise RuntimeError(f"The host embedding {self.spec.name!r} is looked up outside of a run.")
+        return np.take(array, self._checked(ids), axis=0)
+
+    def _checked(self, ids: Any) -> np.ndarray[Any, Any]:
+        rows, number = np.asarray(ids), self.spec.shape[0]
+        outside = (rows < 0) | (rows >= number)
+        if outside.any():
+            raise IndexError(
+                f"The host embedding {self.spec.name!r} has {number} rows, and row {rows[outside][0]} was "
+                "looked up. Mend the data, or look up with clip_indices=True."
+            )
+        return rows
+
+    def _take(self, ids: Any, cotangents: Any) -> np.ndarray[Any, Any]:
+        # The arguments may be the program's memory, so they are copied. XLA leaves out a lookup whose rows
+        # are not used, so they are checked here, too.
+        rows = self._checked(np.array(ids)).reshape(-1)
+        gradients = np.array(cotangents).reshape(len(rows), self.spec.shape[1])
+        with self._lock:
+            self._taken.append(RowGradients(rows, gradients))
+        return np.zeros((), self.spec.dtype)
+
+    @contextlib.contextmanager
+    def connected(self, user: Any, array: np.ndarray[Any, Any]) -> Iterator[None]:
+        """Lets programs look rows up, for a `with` block.
+
+        Args:
+          user: the run, which refers to nothing else for longer than it lasts.
+          array: the table, as a session has it.
+
+        Raises:
+          RuntimeError: another session's run uses it.
+        """
+        with self._lock:
+            other = None if self._user is None else self._user()
+            if other is not None:
+                raise RuntimeError(
+                    f"The host embedding {self.spec.name!r} is used by a run of another session. Let one "
+                    "run after the other, or make another HostEmbedding for the second one's programs."
+                )
+            self._user, self._array, self._taken = weakref.ref(user), weakref.ref(array), []
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(Exception):
+                jax.effects_barrier()  # what is on its way would come in the next run
+            raise
+        finally:
+            self._user = None
+
+    def take(self) -> list[RowGradients]:
+        """What came since this was last called."""
+        with self._lock:
+            taken, self._taken = self._taken, []
+        return taken
+
+
+def check_tables(tables: Sequence[HostTable], call: Call, count: int | None) -> None:
+    """Raises if a pipeline or loop cannot train tables in host memory as they say.
+
+    Args:
+      tables: the program's.
+      call: the pipeline or loop.
+      count: its micro-batches per weight update; None if they are known when it runs.
+
+    Raises:
+      NotImplementedError: the loss is scaled, and so were the rows' gradients.
+      ValueError: the table has its updates at other times than the weights.
+    """
+    if not tables or not call.trains:
+        return
+    accumulated = call.accumulated
+    for table in tables:
+        if table.marker not in accumulated:
+            continue
+        name, own = f"The host embedding {table.spec.name!r}", table.num_mini_batches
+        assert call.runner.updates is not None
+        if call.runner.updates.loss_scale is not None:
+            raise NotImplementedError(
+                f"{name} is trained by {call.name!r}, whose optimizer scales the loss; the gradients of "
+                "its rows would be scaled, too. Use an optimizer without loss scaling."
+            )
+        if count is None or own == count or (own == 1 and isinstance(call, LoopCall)):
+            continue
+        raise ValueError(
+            f"{name} has the gradients of {own} mini-batches in an update, and {call.name!r} those of "
+            f"{count}. Give it optimizer_spec=HostEmbeddingSGDGAOptimizerSpec("
+            f"{table.learning_rate!r}, {count})."
+        )

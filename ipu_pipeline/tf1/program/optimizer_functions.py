@@ -1,0 +1,195 @@
+"""What an `optimizer_function` returns, and how the engine takes it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import optax
+
+from ipu_pipeline.engine.programs.gradient_maps import GradientMap, GradientTarget
+from ipu_pipeline.engine.tracing import frames
+from ipu_pipeline.engine.tracing.stages import check_signature
+from ipu_pipeline.engine.updates.optimizer_tracing import describe_other_optimizer
+from ipu_pipeline.tf1.graph.internal_variables import is_internal
+from ipu_pipeline.tf1.optimizers.base import unwrap
+from ipu_pipeline.tf1.optimizers.gradients import choose_trained
+from ipu_pipeline.tf1.program.loss_weights import divide_by_weight, weigh, weight_name
+
+__all__ = ["LossAndTransformation", "OptimizerFunction", "OptimizerFunctionOutput"]
+
+OptimizerFunction: TypeAlias = "Callable[..., OptimizerFunctionOutput]"
+
+
+@dataclass
+class OptimizerFunctionOutput:
+    """What an `optimizer_function` returns.
+
+    Attributes:
+      opt: an `optax.GradientTransformation`, or `optimizers.MapGradientOptimizer` around one.
+      loss: a scalar.
+      compute_gradients_args: [names] trains only those variables (full names).
+      compute_gradients_kwargs: {"var_list": names} likewise.
+      apply_gradients_args: only empty, since Optax takes extra arguments by keyword.
+      apply_gradients_kwargs: extra arguments of the optimizer's `update`.
+      loss_weight: None, or a number: what the loss is a sum over, such as tokens. The gradients of all
+        micro-batches of a weight update are then divided by the sum of their weights, whatever the
+        reduction, so that they are those of one large batch: with lengths that differ, the mean of the
+        micro-batches' means would not be. Where that sum is 0, gradients are 0.
+
+    Raises:
+      TypeError: a field has not its type, or an argument is given by position that has none.
+      ValueError: the optimizer accumulates, or gets an argument that it does not have; or there
+        is nothing to train.
+    """
+
+    opt: Any
+    loss: Any
+    compute_gradients_args: Sequence[Any] | None = None
+    compute_gradients_kwargs: dict[str, Any] | None = None
+    apply_gradients_args: Sequence[Any] | None = None
+    apply_gradients_kwargs: dict[str, Any] | None = None
+    loss_weight: Any = None
+
+    def __post_init__(self) -> None:
+        """Checks the fields."""
+        for name in ("compute_gradients_args", "apply_gradients_args"):
+            _check_type(name, getattr(self, name), (list, tuple), "a list or tuple")
+        for name in ("compute_gradients_kwargs", "apply_gradients_kwargs"):
+            _check_type(name, getattr(self, name), Mapping, "a dict")
+        if self.apply_gradients_args:
+            raise TypeError(
+                "OptimizerFunctionOutput: apply_gradients_args must be empty, since an Optax update takes "
+                "extra arguments by keyword; give apply_gradients_kwargs. Got "
+                f"{list(self.apply_gradients_args)!r}."
+            )
+        num_args = len(self.compute_gradients_args or ())
+        if num_args > 1 or (num_args and "var_list" in (self.compute_gradients_kwargs or {})):
+            raise TypeError(
+                "OptimizerFunctionOutput: compute_gradients_args and compute_gradients_kwargs may have one "
+                f"argument, `var_list`, once; got {list(self.compute_gradients_args or ())!r} and "
+                f"{self.compute_gradients_kwargs!r}."
+            )
+        unknown = set(self.compute_gradients_kwargs or ()) - {"var_list"}
+        if unknown:
+            raise ValueError(
+                "OptimizerFunctionOutput: compute_gradients_kwargs may only have `var_list`; got "
+                f"{', '.join(sorted(map(str, unknown)))}."
+            )
+        if isinstance(self.var_list, str):
+            raise ValueError(
+                "OptimizerFunctionOutput: var_list must be a list of full names; got the string "
+                f"{self.var_list!r}."
+            )
+        _check_type("var_list", self.var_list, Collection, "a list of full names")
+        if self.var_list is not None and len(self.var_list) == 0:
+            raise ValueError("No variables to optimize: var_list is empty; None trains all.")
+        unwrapped = unwrap(self.opt)
+        if self.loss_weight is not None and unwrapped.gradient_map is not None:
+            raise ValueError(
+                "OptimizerFunctionOutput: loss_weight and a MapGradientOptimizer do not go together: "
+                "gradients are divided by the weights after they were accumulated, and mapped before."
+            )
+        if not isinstance(unwrapped.transformation, optax.GradientTransformation):
+            raise TypeError(
+                "OptimizerFunctionOutput: opt must be an optax.GradientTransformation, for example "
+                f"optax.sgd(0.01); got {describe_other_optimizer(self.opt)}."
+            )
+        if unwrapped.accumulation is not None:
+            raise ValueError(
+                "OptimizerFunctionOutput: opt is a GradientAccumulationOptimizerV2, but a pipeline "
+                "accumulates by itself. Give its inner optimizer, in a CrossReplicaOptimizer for several "
+                "replicas, and set gradient_accumulation_count and reduction_method."
+            )
+
+    @property
+    def var_list(self) -> Sequence[str] | None:
+        """Full names of the variables to train; None: all."""
+        if self.compute_gradients_args:
+            names: Sequence[str] = self.compute_gradients_args[0]
+            return names
+        return (self.compute_gradients_kwargs or {}).get("var_list")
+
+
+class LossAndTransformation:
+    """An `optimizer_function` as the engine takes it: a loss and a transformation."""
+
+    def __init__(self, function: OptimizerFunction) -> None:
+        """Takes the function; it is not called yet."""
+        self._function = function
+        self._var_list: Sequence[str] | None = None
+        self._gradient_map: GradientMap | None = None
+        self._gradient_targets: Sequence[GradientTarget] = ()
+        self._averages_replicas = False
+
+    def loss(self, *args: Any, **kwargs: Any) -> Any:
+        """The loss, from what the last stage returns."""
+        output = self._call(*args, **kwargs)
+        names = frames.current_frame("the optimizer_function").names
+        given = output.var_list
+        self._var_list = None if given is None else [names.trained_name(name) for name in given]
+        unwrapped = unwrap(output.opt)
+        self._gradient_map = unwrapped.gradient_map
+        self._averages_replicas = unwrapped.averages_replicas
+        self._gradient_targets = [
+            GradientTarget(watched.queue, functools.partial(_choose, watched.variable_names))
+            for watched in unwrapped.watched
+        ]
+        if output.loss_weight is None:
+            return output.loss
+        if self._var_list is not None:
+            self._var_list = [*self._var_list, weight_name(output.loss)]
+        return weigh(output.loss, output.loss_weight)
+
+    def transformation(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        """The Optax transformation and extra arguments of its `update`, likewise."""
+        # The loss is traced again and dropped, so its variables may be asked for again.
+        frame = frames.Frame(
+            frames.ProgramNames(), True, "the optimizer_function", is_stage=True, is_traced_again=True
+        )
+        with frames.frame(frame):
+            output = self._call(*args, **kwargs)
+        transformation = unwrap(output.opt).transformation
+        if output.loss_weight is not None:
+            transformation = divide_by_weight(transformation)
+        return transformation, dict(output.apply_gradients_kwargs or {})
+
+    def trained(self) -> Sequence[str] | None:
+        """The variables to train, once the loss has been traced; None: all."""
+        return self._var_list
+
+    def gradient_map(self) -> GradientMap | None:
+        """What maps each micro-batch's gradients, once the loss has been traced."""
+        return self._gradient_map
+
+    def gradient_targets(self) -> Sequence[GradientTarget]:
+        """What each micro-batch's gradients are enqueued to, once the loss has been traced."""
+        return self._gradient_targets
+
+    @property
+    def averages_replicas(self) -> bool:
+        """Whether gradients are averaged over replicas, once the loss has been traced."""
+        return self._averages_replicas
+
+    def _call(self, *args: Any, **kwargs: Any) -> OptimizerFunctionOutput:
+        check_signature(
+            self._function, (args, kwargs), "what the last stage returns", "the optimizer_function"
+        )
+        output = self._function(*args, **kwargs)
+        if not isinstance(output, OptimizerFunctionOutput):
+            raise TypeError(
+                "optimizer_function must return a pipelining_ops.OptimizerFunctionOutput; it returned "
+                f"{type(output).__name__}."
+            )
+        return output
+
+
+def _choose(names: Sequence[str] | None, trained: Iterable[str]) -> list[str]:
+    return choose_trained(names, (name for name in trained if not is_internal(name)))
+
+
+def _check_type(name: str, value: Any, kinds: Any, described: str) -> None:
+    if value is not None and not isinstance(value, kinds):
+        raise TypeError(f"OptimizerFunctionOutput: {name} must be {described}; got {value!r}.")

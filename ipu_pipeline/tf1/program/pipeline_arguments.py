@@ -1,0 +1,410 @@
+"""Checks of the arguments of `pipeline`, which come before anything is traced."""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ipu_pipeline.engine.devices.offloading import Offload
+from ipu_pipeline.engine.programs.accumulation import find_accumulator_dtype
+from ipu_pipeline.engine.programs.recomputation import Recomputation
+from ipu_pipeline.engine.tracing.checkpoints import has_marks
+from ipu_pipeline.engine.tracing.stage_lists import as_level
+from ipu_pipeline.ground import jax_compat
+from ipu_pipeline.ground.enumerations import list_members
+from ipu_pipeline.ground.shapes import check_dtype, check_float_dtype
+from ipu_pipeline.queues.infeed import IPUInfeedQueue
+from ipu_pipeline.queues.outfeed import IPUOutfeedMode, IPUOutfeedQueue
+from ipu_pipeline.tf1.gradient_accumulation import GradientAccumulationReductionMethod
+from ipu_pipeline.tf1.graph.placeholders import Placeholder
+from ipu_pipeline.tf1.program.calls import PipelineCall
+
+__all__ = [
+    "PipelineSchedule",
+    "RecomputationMode",
+    "apply_mask",
+    "check_accumulator_dtype",
+    "check_arguments",
+    "check_batch_serialization",
+    "check_count",
+    "check_integer",
+    "check_mapping",
+    "check_offloading",
+    "check_outfeed",
+    "check_outfeed_arguments",
+    "check_recomputation",
+    "check_recomputation_checkpoints",
+    "check_replication",
+    "check_sharding",
+]
+
+_MAX_INT32 = 2**31 - 1
+
+
+class PipelineSchedule(enum.Enum):
+    """The order in which IPUs take forwards and backwards.
+
+    Grouped: all IPUs run forwards together, then all backwards; stages of one kind overlap best, and
+    the early stages hold most micro-batches. Interleaved: neighbours alternate, and about half as many
+    micro-batches are held. Sequential: one micro-batch at a time, nothing overlaps, the least is held.
+    """
+
+    Grouped = "grouped"
+    Interleaved = "interleaved"
+    Sequential = "sequential"
+
+
+class RecomputationMode(enum.Enum):
+    """What a stage keeps between forward and backward, with `IPUConfig.allow_recompute`.
+
+    RecomputeThenBackpropagate: its inputs; the backward begins with the whole forward.
+    RecomputeAndBackpropagateInterleaved: besides these what `recomputation_checkpoint` marks, and the
+    backward goes from one mark to the one before. Auto: the second, which without marks is the first.
+    """
+
+    Auto = "auto"
+    RecomputeThenBackpropagate = "recompute_then_backpropagate"
+    RecomputeAndBackpropagateInterleaved = "recompute_and_backpropagate_interleaved"
+
+
+def check_count(count: Any) -> Any:
+    """The gradient_accumulation_count: an integer, or a traced scalar or placeholder as it is."""
+    if count is None:
+        raise ValueError("gradient_accumulation_count must be specified.")
+    if not isinstance(count, (jax.Array, Placeholder)):
+        return check_integer("gradient_accumulation_count", count)
+    if count.shape != () or not jnp.issubdtype(count.dtype, jnp.integer):
+        raise TypeError(
+            "gradient_accumulation_count must be an integer scalar; got "
+            f"{count.dtype.name}{list(count.shape)}."
+        )
+    if jax_compat.is_traced(count) or isinstance(count, Placeholder):
+        return count
+    return check_integer("gradient_accumulation_count", int(count))  # an array with a value
+
+
+def check_batch_serialization(
+    iterations: int, count: Any, schedule: PipelineSchedule, mapping: Sequence[Any], reduction_method: Any
+) -> None:
+    """Raises if batch_serialization_iterations does not go with the other arguments."""
+    check_integer("batch_serialization_iterations", iterations)
+    if iterations == 1:
+        return
+    if reduction_method is not GradientAccumulationReductionMethod.SUM:
+        raise ValueError(
+            "batch_serialization_iterations != 1 is only supported when reduction_method is "
+            f"GradientAccumulationReductionMethod.SUM; got {reduction_method}."
+        )
+    if schedule is not PipelineSchedule.Sequential:
+        raise NotImplementedError(
+            "Batch serialization is only supported with the `Sequential` schedule; got "
+            f"{schedule.name}. Leave pipeline_schedule at None."
+        )
+    if len({ipu for entry in mapping for ipu in as_level(entry)}) != 1:
+        raise NotImplementedError(
+            "When using batch serialization, all the pipeline stages need to be mapped to a single IPU; "
+            f"device_mapping is {list(mapping)}."
+        )
+    if isinstance(count, int) and count * iterations > _MAX_INT32:
+        raise ValueError(
+            "gradient_accumulation_count times batch_serialization_iterations must be at most "
+            f"{_MAX_INT32}; got {count} times {iterations}."
+        )
+
+
+def check_integer(argument: str, value: Any) -> int:
+    """An integer from 1 that fits int32."""
+    if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
+        raise TypeError(f"{argument} must be an integer; got {value!r}.")
+    if not 1 <= value <= _MAX_INT32:
+        raise ValueError(f"{argument} must be from 1 to {_MAX_INT32}; got {value}.")
+    return int(value)
+
+
+def check_arguments(
+    computational_stages: Any,
+    infeed_queue: Any,
+    outfeed_queue: Any,
+    optimizer_function: Any,
+    pipeline_schedule: Any,
+) -> None:
+    """Raises if one of these arguments is not what it should be."""
+    if not isinstance(pipeline_schedule, PipelineSchedule):
+        raise TypeError(
+            "The given pipeline_schedule is not a member of the PipelineSchedule enumeration "
+            f"({list_members(PipelineSchedule)}); got {pipeline_schedule!r}."
+        )
+    if not isinstance(computational_stages, (list, tuple)):
+        raise TypeError(
+            "computational_stages argument needs to be a list or a tuple; got "
+            f"{type(computational_stages).__name__}."
+        )
+    if not computational_stages:
+        raise ValueError("computational_stages must have at least one stage; it is empty.")
+    for index, entry in enumerate(computational_stages):
+        for stage in as_level(entry):
+            if not callable(stage):
+                raise TypeError(f"computational_stages[{index}] must be a function; got {stage!r}.")
+        if not as_level(entry):
+            raise ValueError(f"computational_stages[{index}] must have functions; the list is empty.")
+    if infeed_queue is not None and not isinstance(infeed_queue, IPUInfeedQueue):
+        raise TypeError(
+            "infeed_queue is not an instance of ipu_infeed_queue.IPUInfeedQueue; got "
+            f"{type(infeed_queue).__name__}."
+        )
+    if outfeed_queue is not None and not isinstance(outfeed_queue, IPUOutfeedQueue):
+        raise TypeError(
+            "outfeed_queue is not an instance of ipu_outfeed_queue.IPUOutfeedQueue; got "
+            f"{type(outfeed_queue).__name__}."
+        )
+    if optimizer_function is not None and not callable(optimizer_function):
+        raise TypeError(f"optimizer_function must be a function; got {optimizer_function!r}.")
+
+
+def check_accumulator_dtype(wanted: Any) -> Any:
+    """The gradient_accumulation_dtype as the engine takes it, checked as far as possible."""
+    argument = "gradient_accumulation_dtype"
+    if wanted is None:
+        return None
+    if callable(wanted) and not isinstance(wanted, type):
+        return lambda spec: find_accumulator_dtype(spec, wanted, f"{argument} of variable {spec.name}")
+    return check_float_dtype(wanted, argument)
+
+
+def check_replication(is_inference: bool, **arguments: Any) -> list[str]:
+    """The names of the arguments that are True; warns of what inference has none of."""
+    chosen = []
+    for argument, value in arguments.items():
+        if value is not None and not isinstance(value, (bool, np.bool_)):
+            raise TypeError(f"{argument} must be True or False; got {value!r}.")
+        if value and is_inference and argument != "replicated_weight_sharding":
+            warnings.warn(
+                f"{argument} will have no effect since this pipeline is in inference: nothing is sharded.",
+                stacklevel=3,
+            )
+        elif value:
+            chosen.append(argument)
+    return chosen
+
+
+def check_sharding(call: PipelineCall) -> None:
+    """Warns of arguments that would spread something over replicas, where there can be only one."""
+    if call.replication.may_be_several:
+        return  # the number of replicas is known at run: `PipelineCall.find_num_replicas`
+    for argument in call.replication.sharded:
+        warnings.warn(
+            f"{argument} will have no effect since there is one replica: nothing is sharded.", stacklevel=3
+        )
+
+
+def check_recomputation(mode: Any, is_inference: bool) -> Recomputation:
+    """The recomputation_mode as the engine takes it; warns where it has no effect."""
+    if mode is None:
+        return Recomputation.AUTO
+    if not isinstance(mode, RecomputationMode):
+        raise TypeError(
+            "The given recomputation_mode is not a member of the RecomputationMode enumeration "
+            f"({list_members(RecomputationMode)}); got {mode!r}."
+        )
+    if is_inference:
+        warnings.warn(
+            "recomputation_mode will have no effect since this pipeline is in inference.", stacklevel=3
+        )
+    return Recomputation(mode.value)
+
+
+def check_offloading(is_inference: bool, **arguments: Any) -> list[Offload]:
+    """The offload arguments that are True, as the engine takes them; warns where they have no effect."""
+    chosen = []
+    for argument, value in arguments.items():
+        if value is not None and not isinstance(value, (bool, np.bool_)):
+            raise TypeError(f"{argument} must be True, False or None; got {value!r}.")
+        if not value:
+            continue
+        offload = Offload(argument.removeprefix("offload_"))
+        if is_inference and offload is not Offload.WEIGHTS:
+            warnings.warn(
+                f"{argument} will have no effect since this pipeline is in inference.", stacklevel=3
+            )
+        else:
+            chosen.append(offload)
+    return chosen
+
+
+def check_mapping(device_mapping: Any, stages: Sequence[Any]) -> list[int | list[int]]:
+    """The device_mapping, checked; by default each stage has its own IPU."""
+    num_stages = len(stages)
+    if device_mapping is None:
+        numbers = itertools.count()
+        return [
+            [next(numbers) for _stage in entry] if isinstance(entry, (list, tuple)) else next(numbers)
+            for entry in stages
+        ]
+    if not isinstance(device_mapping, (list, tuple)):
+        raise TypeError(
+            f"device_mapping argument needs to be a list or a tuple; got {type(device_mapping).__name__}."
+        )
+    if len(device_mapping) != num_stages:
+        raise ValueError(
+            f"Each stage must be mapped to an IPU: {len(device_mapping)} mappings != {num_stages} stages."
+        )
+    for index, (entry, stage) in enumerate(zip(device_mapping, stages, strict=True)):
+        is_parallel = isinstance(stage, (list, tuple))
+        if isinstance(entry, (list, tuple)) != is_parallel or len(as_level(entry)) != len(as_level(stage)):
+            wanted = f"a list of {len(stage)} IPUs" if is_parallel else "one IPU"
+            raise ValueError(
+                f"Each stage must be mapped to an IPU: device_mapping[{index}] must be {wanted}, as "
+                f"computational_stages[{index}] is; got {entry!r}."
+            )
+        for ipu in as_level(entry):
+            if not isinstance(ipu, (int, np.integer)) or isinstance(ipu, bool) or ipu < 0:
+                raise ValueError(
+                    "Each stage must be mapped to an IPU: device_mapping must have integers from 0; "
+                    f"device_mapping[{index}] is {entry!r}."
+                )
+    return [
+        [int(ipu) for ipu in entry] if isinstance(entry, (list, tuple)) else int(entry)
+        for entry in device_mapping
+    ]
+
+
+def check_outfeed_arguments(
+    outfeed_queue: IPUOutfeedQueue | None,
+    has_optimizer: bool,
+    outfeed_loss: Any,
+    outfeed_mask: Any,
+    accumulate_outfeed: Any,
+    accumulate_outfeed_dtype: Any,
+) -> None:
+    """Raises if the arguments about the outfeed do not go together."""
+    _check_mask(outfeed_mask)
+    for argument, value in (("outfeed_loss", outfeed_loss), ("accumulate_outfeed", accumulate_outfeed)):
+        if not isinstance(value, (bool, np.bool_)):
+            raise TypeError(f"{argument} must be True or False; got {value!r}.")
+    is_masked = outfeed_mask is not None
+    if is_masked and not has_optimizer:
+        raise ValueError("An optimizer_function must be provided when outfeed_mask is set.")
+    if outfeed_loss and not has_optimizer:
+        raise ValueError("An optimizer_function must be provided when outfeed_loss is True.")
+    if outfeed_loss and is_masked:
+        raise ValueError("Only one of `outfeed_loss` and `outfeed_mask` can be set.")
+    settings = (
+        ("outfeed_loss is True", outfeed_loss),
+        ("outfeed_mask is set", is_masked),
+        ("accumulate_outfeed is True", accumulate_outfeed),
+    )
+    for setting, is_set in settings:
+        if is_set and outfeed_queue is None:
+            raise ValueError(f"An outfeed_queue must be provided when {setting}.")
+    if accumulate_outfeed:
+        assert outfeed_queue is not None
+        if outfeed_queue.outfeed_mode is not IPUOutfeedMode.ALL:
+            raise ValueError(
+                "To accumulate the outfeed, it must be in IPUOutfeedMode ALL. outfeed_queue is in mode "
+                f"{outfeed_queue.outfeed_mode.name}."
+            )
+    if accumulate_outfeed_dtype is not None:
+        if not accumulate_outfeed:
+            raise ValueError(
+                "accumulate_outfeed_dtype is only used when accumulate_outfeed is True; got "
+                f"{accumulate_outfeed_dtype!r} with accumulate_outfeed=False."
+            )
+        if not callable(accumulate_outfeed_dtype) or isinstance(accumulate_outfeed_dtype, type):
+            check_dtype(accumulate_outfeed_dtype, "accumulate_outfeed_dtype")
+
+
+def _check_mask(mask: Any) -> None:
+    if mask is None:
+        return
+    if not isinstance(mask, (list, tuple, dict)):
+        raise TypeError(
+            "outfeed_mask must be a list or tuple of booleans, or a dict of them for outputs in a dict; "
+            f"got {mask!r}."
+        )
+    for place, value in mask.items() if isinstance(mask, dict) else enumerate(mask):
+        if not isinstance(value, (bool, np.bool_)):
+            raise TypeError(f"outfeed_mask must have booleans; outfeed_mask[{place!r}] is {value!r}.")
+
+
+def apply_mask(mask: Any, outputs: Any) -> tuple[Any, list[bool]]:
+    """Leaves out what an `outfeed_mask` says.
+
+    Args:
+      mask: checked; True leaves a value out. None: nothing is.
+      outputs: what the last stage returns, or shapes and dtypes.
+
+    Returns:
+      The rest, in a tuple, list or dict if the outputs are in one; and for each leaf of the outputs
+      whether it is in the rest.
+
+    Raises:
+      ValueError: the mask does not fit the outputs, or leaves nothing.
+    """
+    if mask is None:
+        return outputs, [True] * len(jax.tree.leaves(outputs))
+    if isinstance(outputs, dict) != isinstance(mask, dict):
+        kind = "a dict of booleans by name" if isinstance(outputs, dict) else "a list of booleans"
+        raise ValueError(f"outfeed_mask must be {kind}, as the last stage's outputs are; got {mask!r}.")
+    if isinstance(outputs, dict):
+        if mask.keys() != outputs.keys():
+            raise ValueError(
+                "outfeed_mask must have the names of the last stage's outputs, "
+                f"{', '.join(map(repr, outputs))}; got {', '.join(map(repr, mask)) or 'none'}."
+            )
+        rest: Any = {name: value for name, value in outputs.items() if not mask[name]}
+        chosen: Any = {
+            name: jax.tree.map(lambda _leaf, n=name: not mask[n], v) for name, v in outputs.items()
+        }
+    else:
+        values = list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
+        if len(mask) != len(values):
+            raise ValueError(
+                f"outfeed_mask must have one boolean for each of the last stage's {len(values)} outputs; "
+                f"it has {len(mask)}."
+            )
+        rest = [value for value, is_masked in zip(values, mask, strict=True) if not is_masked]
+        rest = tuple(rest) if isinstance(outputs, tuple) else rest
+        chosen = [
+            jax.tree.map(lambda _leaf, m=is_masked: not m, value)
+            for value, is_masked in zip(values, mask, strict=True)
+        ]
+        if not isinstance(outputs, (list, tuple)) and rest:
+            (rest,) = rest
+    if not jax.tree.leaves(rest):
+        raise ValueError(f"outfeed_mask leaves nothing to enqueue; got {mask!r}.")
+    return rest, jax.tree.leaves(chosen)
+
+
+def check_outfeed(call: PipelineCall) -> None:
+    """Raises if there are outputs and no outfeed; warns if there is one and no outputs."""
+    avals = call.pipeline.traced.returned_avals
+    if call.outfeed_queue is None and avals:
+        described = ", ".join(f"{aval.dtype.name}{list(aval.shape)}" for aval in avals)
+        raise ValueError(
+            f"The last computational stage has tensor outputs: {described}, but no outfeed_queue has "
+            "been provided."
+        )
+    if call.outfeed_queue is not None and not call.pipeline.collecting.avals:
+        warnings.warn(
+            "outfeed_queue will stay empty since the last computational stage returns nothing.",
+            stacklevel=3,
+        )
+
+
+def check_recomputation_checkpoints(call: PipelineCall) -> None:
+    """Warns if stages mark values to keep, in a mode that keeps none."""
+    if call.recompute is Recomputation.RECOMPUTE_THEN_BACKPROPAGATE:
+        marked = [stage.place for stage in call.pipeline.traced.stages if has_marks(stage.flat)]
+        if marked:
+            warnings.warn(
+                f"recomputation_checkpoint in {', '.join(marked)} has no effect with the "
+                "recomputation_mode RecomputeThenBackpropagate.",
+                stacklevel=3,
+            )

@@ -1,0 +1,260 @@
+"""How many replicas a pipeline or loop has, and on which IPUs: known when devices are selected.
+
+There is more than one only where something says so: an optimizer that averages over replicas, or without an
+optimizer what computes with other replicas, and then as many as fit the IPUs that `IPUConfig` selects; the
+`replication_factor` of a queue; or `IPURunConfig.num_replicas`. That more IPUs are selected does not do it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ipu_pipeline.engine.tracing.replicas import uses_replicas
+from ipu_pipeline.engine.tracing.traced import TracedPipeline
+from ipu_pipeline.ground.messages import warn_once
+from ipu_pipeline.processes import selection
+from ipu_pipeline.queues.infeed import IPUInfeedQueue
+from ipu_pipeline.queues.outfeed import IPUOutfeedQueue
+
+__all__ = ["Asked", "Replication", "asking_for", "make_replication"]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What an estimator is told.
+
+    Attributes:
+      num_replicas: how many replicas.
+      num_ipus: how many IPUs each of them has, some of which may be idle.
+    """
+
+    num_replicas: int
+    num_ipus: int
+
+
+_asked: contextvars.ContextVar[Asked | None] = contextvars.ContextVar("asked", default=None)
+
+
+@contextlib.contextmanager
+def asking_for(num_replicas: int, num_ipus: int) -> Iterator[None]:
+    """Has pipelines that are compiled in a `with` block have so many replicas; see `Asked`."""
+    token = _asked.set(Asked(num_replicas, num_ipus))
+    try:
+        yield
+    finally:
+        _asked.reset(token)
+
+
+def make_replication(
+    ipu_device: int,
+    num_ipus: int,
+    traced: TracedPipeline,
+    queues: Sequence[IPUInfeedQueue | IPUOutfeedQueue | None],
+    *,
+    trains: bool,
+    averages: bool,
+    sharded: Sequence[str] = (),
+) -> Replication:
+    """The replication of a pipeline or loop that has been traced.
+
+    Args:
+      ipu_device: as of `Replication`.
+      num_ipus: likewise.
+      traced: its stages.
+      queues: its infeed and outfeed; those that its stages enqueue to are found.
+      trains: as of `Replication`.
+      averages: likewise.
+      sharded: likewise.
+
+    Raises:
+      ValueError: see `Replication.check`.
+    """
+    targets = [entry.target for entry in traced.enqueued if isinstance(entry.target, IPUOutfeedQueue)]
+    factors = [queue.replication_factor for queue in (*queues, *targets) if queue is not None]
+    made = Replication(
+        ipu_device,
+        num_ipus,
+        trains,
+        averages,
+        any(uses_replicas(stage.flat) for stage in traced.stages),
+        tuple(factor for factor in factors if factor is not None),
+        sharded=tuple(sharded),
+    )
+    made.check()
+    return made
+
+
+@dataclass(frozen=True)
+class Replication:
+    """What decides how many replicas a pipeline or loop has.
+
+    Attributes:
+      ipu_device: the n of its `/device:IPU:<n>`.
+      num_ipus: how many IPUs one replica uses.
+      trains: whether it has an optimizer.
+      averages: whether that averages gradients over replicas.
+      communicates: whether its stages compute with other replicas, or with their number among them.
+      factors: what its queues say the number of replicas is.
+      asked: what an estimator was told.
+      norm_group_size: how many replicas share statistics of batch normalization, by the configuration when
+        it was traced.
+      sharded: names of the arguments by which something is spread over replicas.
+    """
+
+    ipu_device: int
+    num_ipus: int
+    trains: bool
+    averages: bool = False
+    communicates: bool = False
+    factors: tuple[int, ...] = ()
+    asked: Asked | None = field(default_factory=_asked.get)
+    norm_group_size: int = field(default_factory=selection.norm_group_size)
+    sharded: tuple[str, ...] = ()
+
+    @property
+    def may_be_several(self) -> bool:
+        """Whether the IPUs that are selected may make more than one replica."""
+        return self.averages or (self.communicates and not self.trains)
+
+    @property
+    def is_said(self) -> bool:
+        """Whether something says how many replicas there are."""
+        return self.may_be_several or self.asked is not None or bool(self.factors)
+
+    def check(self) -> None:
+        """Raises if the number of replicas is contradictory, or their gradients would not be averaged.
+
+        Raises:
+          ValueError: two queues have different numbers, or an estimator another one; or there would be
+            several replicas, and the optimizer does not average over them.
+        """
+        said = {*self.factors, *([] if self.asked is None else [self.asked.num_replicas])}
+        if len(said) > 1:
+            raise ValueError(
+                "The replication_factor of all queues of a program, and num_replicas, must be the same; "
+                f"got {', '.join(map(str, sorted(said)))}."
+            )
+        number = max(said, default=1)
+        if number > 1 and self.trains and not self.averages:
+            argument = "replication_factor of a queue" if self.asked is None else "num_replicas"
+            raise ValueError(
+                f"This is not a valid replicated pipeline or loop: {argument} is {number}, but no "
+                "optimizer averages the gradients over the replicas. Wrap the optimizer in "
+                "ipu.optimizers.CrossReplicaOptimizer."
+            )
+
+    def count(self) -> int:
+        """How many replicas there are, by the devices that are selected now.
+
+        Raises:
+          ValueError: the number of IPUs that were configured is not a multiple of those of a replica, or
+            makes another number of replicas than queues have.
+        """
+        if self.asked is not None:
+            return self.asked.num_replicas
+        configured = selection.num_configured(self.ipu_device)
+        number = 1
+        if self.may_be_several and configured is not None and configured >= self.num_ipus:
+            number = configured // self.num_ipus
+        wanted = self.factors[0] if self.factors else number
+        if wanted != number and self.may_be_several:
+            needed = wanted * self.num_ipus
+            raise ValueError(
+                f"A queue has replication_factor={wanted}, but IPUConfig selects IPUs for {number} "
+                f"replica(s) of {self.num_ipus} IPU(s): set IPUConfig.auto_select_ipus to {needed}, or "
+                "leave replication_factor out."
+            )
+        is_uneven = configured is not None and configured > self.num_ipus and configured % self.num_ipus
+        if is_uneven and (self.averages or number > 1):
+            fitting = number * self.num_ipus
+            reason = "a cross-replica optimizer" if self.averages else "stages that use other replicas"
+            raise ValueError(
+                f"IPUConfig selects {configured} IPUs for /device:IPU:{self.ipu_device}, but the pipeline "
+                f"or loop has {self.num_ipus} IPUs and {reason}: the number must be a multiple of "
+                f"{self.num_ipus}, one for each replica. Set IPUConfig.auto_select_ipus to {fitting} or "
+                f"{fitting + self.num_ipus} (with require_power_of_two = False where that is no power of "
+                "two), or leave the cross-replica optimizer out."
+            )
+        return wanted
+
+    def settle(self, name: str) -> int:
+        """How many replicas a pipeline or loop that is to run has; warns of arguments without effect.
+
+        Args:
+          name: the pipeline's, or the loop's.
+
+        Raises:
+          ValueError: as `count`; replicas would share statistics otherwise than was traced; or the stages
+            use other replicas, and there would be several without an optimizer that averages over them.
+        """
+        number = self.count()
+        configured = selection.num_configured(self.ipu_device)
+        if self.trains and self.communicates and not self.averages and number == 1 and self.asked is None:
+            possible = 1 if configured is None else configured // self.num_ipus
+            if possible > 1:
+                raise ValueError(
+                    f"{name!r} trains and computes with other replicas (cross_replica_ops, "
+                    f"replication_index), and IPUConfig selects IPUs for {possible} of them, but no "
+                    "optimizer averages the gradients over the replicas. Wrap the optimizer in "
+                    f"ipu.optimizers.CrossReplicaOptimizer, or select {self.num_ipus} IPU(s)."
+                )
+        if self.trains:
+            self._check_norms(number, name)
+        for argument in self.sharded if number == 1 else ():
+            warn_once(
+                f"{name}.{argument}",
+                f"{argument} of {name!r} has no effect: there is one replica, and nothing is sharded.",
+            )
+        return number
+
+    def _check_norms(self, num_replicas: int, name: str) -> None:
+        setting = "IPUConfig.norms.experimental.distributed_batch_norm_replica_group_size"
+        configured = selection.norm_group_size()
+        if configured != self.norm_group_size:
+            raise ValueError(
+                f"{setting} is {configured}, but was {self.norm_group_size} when the pipeline {name!r} was "
+                "compiled, which depends on it. Call configure_ipu_system() before ipu_compiler.compile."
+            )
+        if configured not in (1, num_replicas):
+            raise ValueError(
+                f"{setting} must be 1, for statistics of each replica, or the number of replicas, for those"
+                f" of all; the pipeline {name!r} has {num_replicas}. It is {configured}."
+            )
+
+    def name_devices(self) -> tuple[tuple[str, ...], ...]:
+        """What the devices of each replica are called; nothing for one replica.
+
+        Raises:
+          ValueError: as `count` and `choose_devices`.
+        """
+        number, devices = self.count(), selection.selected_devices(self.ipu_device)
+        if number == 1 or not devices:
+            return ()
+        chosen = list(map(str, self.choose_devices(devices, number)))
+        size = self.num_ipus
+        return tuple(tuple(chosen[start : start + size]) for start in range(0, len(chosen), size))
+
+    def choose_devices(self, devices: Sequence[Any], num_replicas: int) -> list[Any]:
+        """The devices of the replicas, one replica's after the other's.
+
+        Args:
+          devices: all that are selected.
+          num_replicas: what `count` says.
+
+        Raises:
+          ValueError: there are too few.
+        """
+        num_each = self.num_ipus if self.asked is None else max(self.asked.num_ipus, self.num_ipus)
+        if len(devices) < (num_replicas - 1) * num_each + self.num_ipus:
+            raise ValueError(
+                f"{num_replicas} replicas of {num_each} IPUs need {num_replicas * num_each} IPUs, but "
+                f"there are {len(devices)}."
+            )
+        starts = [replica * num_each for replica in range(num_replicas)]
+        if num_replicas == 1:
+            return list(devices)
+        return [device for start in starts for device in devices[start : start + self.num_ipus]]

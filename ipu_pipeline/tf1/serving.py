@@ -1,0 +1,356 @@
+"""Models exported to predict without their Python code, by Graphcore's names; see `Session.export`."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from ipu_pipeline.checkpointing import checkpoints
+from ipu_pipeline.graphcore.importing import explain_missing
+from ipu_pipeline.processes import selection
+from ipu_pipeline.queues.infeed import IPUInfeedQueue
+from ipu_pipeline.queues.outfeed import IPUOutfeedQueue
+from ipu_pipeline.tf1 import ipu_compiler, scopes
+from ipu_pipeline.tf1.estimator.restoring import take_weights
+from ipu_pipeline.tf1.ops import pipelining_ops
+from ipu_pipeline.tf1.program.pipeline_arguments import check_integer
+from ipu_pipeline.tf1.program.program import Program
+from ipu_pipeline.tf1.session.loaded_program import LoadedProgram, load_program
+from ipu_pipeline.tf1.session.saver import latest_checkpoint
+from ipu_pipeline.tf1.session.session import Session
+from ipu_pipeline.tf1.session.signatures import make_example
+
+__all__ = ["export_pipeline", "export_single_step"]
+
+
+def export_single_step(
+    predict_step: Callable[..., Any],
+    export_dir: str | os.PathLike[str],
+    iterations: int,
+    predict_step_signature: Sequence[Any] | None = None,
+    input_dataset: Any = None,
+    variable_initializer: Callable[[Session], Any] | None = None,
+    output_names: str | Sequence[str] | None = None,
+    preprocessing_step: Callable[..., Any] | None = None,
+    preprocessing_step_signature: Sequence[Any] | None = None,
+    purge_export_dir: bool = False,
+    checkpoint_restore_dir: str | os.PathLike[str] | None = None,
+) -> LoadedProgram:
+    """Exports a function that predicts, as a program for one IPU.
+
+    Arguments are those of `export_pipeline`, with `predict_step` as the only stage.
+
+    Returns:
+      The exported program, loaded.
+
+    Raises:
+      TypeError, ValueError: an argument is not usable.
+      Others: of `export_pipeline`.
+    """
+    if not callable(predict_step):
+        raise TypeError(f"export_single_step: predict_step must be a function; got {predict_step!r}.")
+    return _export(
+        "export_single_step",
+        [predict_step],
+        export_dir,
+        iterations,
+        predict_step_signature=predict_step_signature,
+        input_dataset=input_dataset,
+        variable_initializer=variable_initializer,
+        output_names=output_names,
+        preprocessing_step=preprocessing_step,
+        preprocessing_step_signature=preprocessing_step_signature,
+        purge_export_dir=purge_export_dir,
+        checkpoint_restore_dir=checkpoint_restore_dir,
+    )
+
+
+def export_pipeline(
+    computational_stages: Sequence[Any],
+    export_dir: str | os.PathLike[str],
+    iterations: int,
+    inputs: Any = None,
+    device_mapping: Sequence[Any] | None = None,
+    pipeline_schedule: Any = None,
+    poplar_options: Any = None,
+    name: str | None = None,
+    predict_step_signature: Sequence[Any] | None = None,
+    input_dataset: Any = None,
+    variable_initializer: Callable[[Session], Any] | None = None,
+    output_names: str | Sequence[str] | None = None,
+    preprocessing_step: Callable[..., Any] | None = None,
+    preprocessing_step_signature: Sequence[Any] | None = None,
+    purge_export_dir: bool = False,
+    checkpoint_restore_dir: str | os.PathLike[str] | None = None,
+) -> LoadedProgram:
+    """Exports stages as a pipeline that predicts, with the values of its variables.
+
+    Args:
+      computational_stages: as for `pipelining_ops.pipeline`, as are `inputs`, `device_mapping`,
+        `pipeline_schedule` and `name`. Placeholders among `inputs` are given to the loaded program in
+        `feed`, by their names.
+      export_dir: the folder to write; it must not exist, or be empty.
+      iterations: micro-batches that the pipeline takes in an execution. The loaded program takes any
+        number.
+      inputs: see there.
+      device_mapping: see there.
+      pipeline_schedule: see there.
+      poplar_options: `PipelineStageOptions` for each stage.
+      name: see there.
+      predict_step_signature: what the first stage takes for a micro-batch, besides `inputs`: a list of
+        `jax.ShapeDtypeStruct`s, placeholders or arrays.
+      input_dataset: a data set whose first element says it instead.
+      variable_initializer: takes a `Session` and gives its variables their values: it restores a
+        checkpoint, or calls `session.load`.
+      output_names: names for what the last stage returns, in order: then the program gives a dict.
+      preprocessing_step: a function of arrays before the first stage, on the same IPU. The program takes
+        its arguments, and the first stage what it returns.
+      preprocessing_step_signature: what it takes, described like `predict_step_signature`, which is then
+        compared with what it returns; or `input_dataset` says it.
+      purge_export_dir: whether what is in `export_dir` is removed, when everything else is ready.
+      checkpoint_restore_dir: a checkpoint, or a folder of which the newest is taken, with the values of
+        the variables.
+
+    Returns:
+      The exported program, as `ipu.load_program` gives it. It can be called with arrays, whose rows may be
+      any multiple of those of a micro-batch.
+
+    Raises:
+      CheckpointError: the checkpoint cannot be read, or is of another model.
+      OSError: nothing can be written.
+      TypeError, ValueError: an argument is not usable, or `export_dir` is not empty.
+      Others: of `pipelining_ops.pipeline`.
+    """
+    return _export(
+        "export_pipeline",
+        computational_stages,
+        export_dir,
+        iterations,
+        predict_step_signature=predict_step_signature,
+        input_dataset=input_dataset,
+        variable_initializer=variable_initializer,
+        output_names=output_names,
+        preprocessing_step=preprocessing_step,
+        preprocessing_step_signature=preprocessing_step_signature,
+        purge_export_dir=purge_export_dir,
+        checkpoint_restore_dir=checkpoint_restore_dir,
+        inputs=inputs,
+        device_mapping=device_mapping,
+        pipeline_schedule=pipeline_schedule,
+        forward_propagation_stages_poplar_options=poplar_options,
+        name=name,
+    )
+
+
+def _export(
+    what: str,
+    stages: Sequence[Any],
+    export_dir: str | os.PathLike[str],
+    iterations: int,
+    *,
+    predict_step_signature: Any,
+    input_dataset: Any,
+    variable_initializer: Any,
+    output_names: Any,
+    preprocessing_step: Any,
+    preprocessing_step_signature: Any,
+    purge_export_dir: bool,
+    checkpoint_restore_dir: Any,
+    inputs: Any = None,
+    **options: Any,
+) -> LoadedProgram:
+    target = Path(export_dir)
+    if target.is_dir() and any(target.iterdir()) and not purge_export_dir:
+        raise ValueError(
+            f'{what}: Directory "{target}" is not empty. Please specify an empty directory, or '
+            "purge_export_dir=True, which removes what is in it."
+        )
+    check_integer(f"{what}: iterations", iterations)
+    if not isinstance(stages, (list, tuple)) or not stages:
+        raise TypeError(f"{what}: computational_stages must be a list of functions; got {stages!r}.")
+    if variable_initializer is not None and checkpoint_restore_dir is not None:
+        raise ValueError(
+            f"{what}: variable_initializer and checkpoint_restore_dir both give the variables their "
+            "values. Give one of them."
+        )
+    if variable_initializer is not None and not callable(variable_initializer):
+        raise TypeError(
+            f"{what}: variable_initializer must be a function that takes a session; got "
+            f"{variable_initializer!r}."
+        )
+    num_inputs = 0 if inputs is None else len(inputs) if isinstance(inputs, (list, tuple)) else 1
+    first = stages[0]
+    if preprocessing_step is None:
+        if preprocessing_step_signature is not None:
+            raise ValueError(f"{what}: preprocessing_step_signature is given without preprocessing_step.")
+        signature = _choose(what, "predict_step_signature", predict_step_signature, input_dataset)
+        _check_arguments(what, "predict_step_signature", first, signature, num_inputs)
+    else:
+        signature = _choose(
+            what, "preprocessing_step_signature", preprocessing_step_signature, input_dataset
+        )
+        _check_arguments(what, "preprocessing_step_signature", preprocessing_step, signature, 0)
+        _check_preprocessing(what, preprocessing_step, signature, predict_step_signature)
+        stages = [_precede(first, preprocessing_step, num_inputs), *stages[1:]]
+    if output_names is not None:
+        names = [output_names] if isinstance(output_names, str) else output_names
+        if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
+            raise TypeError(f"{what}: output_names must be a string or a list of them; got {names!r}.")
+        stages = [*stages[:-1], _name_outputs(what, stages[-1], names)]
+    infeed = IPUInfeedQueue([signature])
+
+    def model() -> Any:
+        return pipelining_ops.pipeline(
+            stages,
+            gradient_accumulation_count=iterations,
+            inputs=inputs,
+            infeed_queue=infeed,
+            outfeed_queue=IPUOutfeedQueue(),
+            **options,
+        )
+
+    with scopes.ipu_scope("/device:IPU:0"):
+        program = ipu_compiler.compile(model)
+    with Session() as session:
+        _give_values(what, session, program, variable_initializer, checkpoint_restore_dir)
+        _make_room(target)
+        session.export(target, program)
+    return load_program(target)
+
+
+def _choose(what: str, name: str, signature: Any, dataset: Any) -> tuple[Any, ...] | dict[str, Any]:
+    """An example of what is taken for a micro-batch, by one of two arguments."""
+    if (signature is None) is (dataset is None):
+        how = "Neither is" if signature is None else "Both are"
+        raise ValueError(
+            f"{what}: one of `{name}` and `input_dataset` must say what a micro-batch is like. {how} given."
+        )
+    if signature is None:
+        element = IPUInfeedQueue(dataset).element
+        found = element if isinstance(element, (tuple, list, dict)) else (element,)
+        example: Any = make_example(found, f"{what}: input_dataset's element")
+        return example if isinstance(example, dict) else tuple(example)
+    if not isinstance(signature, (list, tuple)):
+        raise TypeError(f"{what}: `{name}` must be a list or tuple; got {type(signature).__name__}.")
+    if not signature:
+        raise ValueError(f"{what}: `{name}` cannot be empty.")
+    return tuple(make_example(list(signature), f"{what}: {name}"))
+
+
+def _check_arguments(what: str, name: str, function: Any, signature: Any, num_inputs: int) -> None:
+    functions = function if isinstance(function, (list, tuple)) else [function]
+    for one in functions:
+        if not callable(one):
+            raise TypeError(f"{what}: a stage must be a function; got {one!r}.")
+        parameters = inspect.signature(one).parameters.values()
+        if isinstance(signature, dict) or any(p.kind is p.VAR_POSITIONAL for p in parameters):
+            continue
+        positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        least = sum(p.default is p.empty for p in positional)
+        if not least <= len(signature) + num_inputs <= len(positional):
+            raise ValueError(
+                f"{what}: the length of {name} ({len(signature)}) does not match the number of arguments "
+                f"of {getattr(one, '__name__', one)!r} that it is for ({len(positional) - num_inputs})."
+            )
+
+
+def _call_with(function: Callable[..., Any], element: Any) -> Any:
+    return function(**element) if isinstance(element, dict) else function(*element)
+
+
+def _check_preprocessing(what: str, step: Any, example: Any, wanted: Any) -> None:
+    """Compares what a preprocessing step returns with what the first stage is said to take."""
+    if wanted is None:
+        return
+    if not isinstance(wanted, (list, tuple)):
+        raise TypeError(
+            f"{what}: `predict_step_signature` must be a list or tuple; got {type(wanted).__name__}."
+        )
+    returned = jax.eval_shape(lambda element: _call_with(step, element), example)
+    found = list(returned) if isinstance(returned, (list, tuple)) else [returned]
+    expected = make_example(list(wanted), f"{what}: predict_step_signature")
+
+    def describe(tree: Any) -> list[str]:
+        return [f"{leaf.dtype.name}{list(leaf.shape)}" for leaf in jax.tree.leaves(tree)]
+
+    if describe(found) != describe(expected):
+        raise ValueError(
+            f"{what}: preprocessing_step must return what predict_step_signature says, "
+            f"{', '.join(describe(expected))}; it returns {', '.join(describe(found)) or 'nothing'}."
+        )
+
+
+def _precede(first: Any, step: Callable[..., Any], num_inputs: int) -> Any:
+    """The first stage, or its parallel ones, after a preprocessing step."""
+    if isinstance(first, (list, tuple)):
+        return [_precede(one, step, num_inputs) for one in first]
+
+    def stage(*arguments: Any, **named: Any) -> Any:
+        returned = step(*arguments[num_inputs:], **named)
+        if isinstance(returned, dict):
+            return first(*arguments[:num_inputs], **returned)
+        given = returned if isinstance(returned, (tuple, list)) else (returned,)
+        return first(*arguments[:num_inputs], *given)
+
+    stage.__name__ = getattr(first, "__name__", "stage")
+    return stage
+
+
+def _name_outputs(what: str, last: Any, names: Sequence[str]) -> Any:
+    """The last stage, which returns a dict."""
+    if isinstance(last, (list, tuple)):
+        raise ValueError(
+            f"{what}: output_names does not go with a last stage that is a list of parallel stages."
+        )
+
+    @functools.wraps(last)
+    def stage(*arguments: Any, **named: Any) -> dict[str, Any]:
+        returned = last(*arguments, **named)
+        if isinstance(returned, dict):
+            returned = list(returned.values())
+        outputs = returned if isinstance(returned, (tuple, list)) else [returned]
+        if len(outputs) != len(names):
+            raise ValueError(
+                f"{what}: output_names must have a name for each output of the last stage, which returns "
+                f"{len(outputs)}; got {len(names)}."
+            )
+        return dict(zip(names, outputs, strict=True))
+
+    return stage
+
+
+def _give_values(
+    what: str, session: Session, program: Program, initializer: Any, checkpoint_restore_dir: Any
+) -> None:
+    """Gives a session the values of the variables that are exported."""
+    if initializer is not None:
+        initializer(session)
+    elif checkpoint_restore_dir is not None:
+        path = Path(latest_checkpoint(checkpoint_restore_dir) or checkpoint_restore_dir)
+        selection.select_automatically([(program.ipu_device, program.num_ipus)])  # Orbax starts JAX
+        take_weights(session, path, checkpoints.read_checkpoint(path), program)
+    missing = program.variables.keys() - session.variables.keys()
+    if missing:
+        warnings.warn(
+            f"{what}: the initial values of {', '.join(sorted(missing))} are exported. Give others with "
+            "variable_initializer or checkpoint_restore_dir.",
+            stacklevel=4,
+        )
+        session.create_variables(program)
+
+
+def _make_room(target: Path) -> None:
+    """Removes what is in the folder; an exported program is replaced when the new one is complete."""
+    if target.is_dir() and not (target / checkpoints.DOCUMENT).exists():
+        shutil.rmtree(target)
+
+
+explain_missing(__name__)

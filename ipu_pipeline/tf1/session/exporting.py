@@ -1,0 +1,231 @@
+"""Inference pipelines exported as a directory, to run without their Python code; see `loaded_program`.
+
+The directory is a checkpoint of the variables, with one file per stage, which `jax.export` made, and a
+description of the routes between them in the checkpoint's document. Nothing in it is code of Python, and
+nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.export
+import numpy as np
+
+from ipu_pipeline.checkpointing import checkpoints
+from ipu_pipeline.checkpointing.session_state import SessionState
+from ipu_pipeline.checkpointing.snapshots import Snapshot, describe_array
+from ipu_pipeline.data import json_trees
+from ipu_pipeline.engine.programs.bindings import Binding, BindingKind, Bindings
+from ipu_pipeline.engine.programs.stage_programs import ValueKind
+from ipu_pipeline.engine.tracing.specs import VariableSpec
+from ipu_pipeline.engine.tracing.traced import Source, TracedPipeline
+from ipu_pipeline.processes import selection
+from ipu_pipeline.tf1.graph.placeholders import Placeholder
+from ipu_pipeline.tf1.program.calls import PipelineCall
+from ipu_pipeline.tf1.program.program import Program
+
+__all__ = ["FORMAT_VERSION", "PROGRAM", "Exported", "export", "input_name"]
+
+PROGRAM = "program"  # in the document's extra
+FORMAT_VERSION = 2  # 1 encoded trees otherwise, and is still read
+
+
+@dataclass(frozen=True, eq=False)
+class Exported:
+    """What a session gives to an export.
+
+    Attributes:
+      variable: gives the value of a variable.
+      key: gives the random key that all others are folded from, and starts JAX's backend.
+      seed: what that was made from.
+      execution_count: says how often the pipelines of a name have run.
+      update_count: says which global step their weights are of.
+    """
+
+    variable: Callable[[VariableSpec], Any]
+    key: Callable[[], Any]
+    seed: int
+    execution_count: Callable[[str], int]
+    update_count: Callable[[str], int]
+
+
+def export(
+    path: str | os.PathLike[str], program: Program, inputs: Mapping[Placeholder, Any], exported: Exported
+) -> None:
+    """See `Session.export`."""
+    calls = program.calls
+    if len(calls) != 1 or not isinstance(calls[0], PipelineCall) or calls[0].trains:
+        raise NotImplementedError(
+            "export: the program must be one inference pipeline; it has "
+            f"{', '.join(_describe(call) for call in calls) or 'neither a pipeline nor a loop'}."
+        )
+    call = calls[0]
+    if program.result_atoms:
+        raise NotImplementedError(
+            "export: the compiled function returns values of its own; an exported program has what the "
+            "pipeline's last stage returns. Return only the pipeline's operation."
+        )
+    if program.host_tables:
+        raise NotImplementedError(
+            f"export: the program looks up rows of {program.host_tables[0].spec.name!r}, a host embedding, "
+            "which a session has. Export one that takes the rows as its data, and look them up before."
+        )
+    if call.pipeline.options.num_devices_per_ipu > 1:
+        raise NotImplementedError(
+            "export: an exported program has one device for each stage, and this pipeline has "
+            f"{call.pipeline.options.num_devices_per_ipu} (tensor_parallel). Compile it without; its "
+            "variables are the same."
+        )
+    for placeholder in inputs:
+        if placeholder not in program.placeholders:
+            raise ValueError(f"export: {placeholder!r} in `inputs` is not an input of this program.")
+    platform = selection.devices_for(program.ipu_device, program.num_ipus)[0].platform
+    operands = program.find_operands(call, inputs, exported.variable)[call.has_count_operand :]
+    pipeline = call.pipeline
+    traced = pipeline.traced
+    variables = {name: exported.variable(spec) for name, spec in call.variables.items()}
+    given = list(dict.fromkeys(value for value in operands if isinstance(value, Placeholder)))
+    given_names = [placeholder.name for placeholder in given]
+    if len(set(given_names)) < len(given_names):
+        raise ValueError(
+            "export: placeholders are known by their names afterwards, but there are "
+            f"{', '.join(given_names)}. "
+            "Give each another `name`."
+        )
+    key = jax.random.key_data(exported.key())
+    implementation = str(jax.random.key_impl(exported.key()))
+    bindings = Bindings(traced, {})
+    files: dict[str, bytes] = {}
+    stages = []
+    for number, (stage, own) in enumerate(zip(traced.stages, pipeline.programs, strict=True)):
+        arguments = bindings.arguments(number, own.forward)
+        takes_key = [binding.key is ValueKind.KEY for binding in arguments]
+        avals = [_aval(binding, traced, operands, key) for binding in arguments]
+        name = f"stage{number}.jax_export"
+        forward = jax.export.export(
+            jax.jit(_with_key_data(own.forward.on(platform).function, takes_key, implementation)),
+            platforms=[platform],
+        )(*avals)
+        files[name] = bytes(forward.serialize())
+        stages.append(
+            {
+                "file": name,
+                "place": stage.place,
+                "ipu": pipeline.device_mapping[number],
+                "arguments": [_describe_binding(binding) for binding in arguments],
+                "results": [
+                    # What is enqueued on the way to the outfeed goes to nobody.
+                    [_describe_binding(one) for one in bound if one.kind is not BindingKind.ENQUEUED]
+                    for bound in bindings.results(number, own.forward)
+                ],
+            }
+        )
+    collecting = pipeline.collecting
+    snapshot = Snapshot(
+        SessionState({**variables, **_as_variables(operands)}),
+        exported.seed,
+        implementation,
+        extra={
+            PROGRAM: {
+                "version": FORMAT_VERSION,
+                "jax": jax.__version__,
+                "platform": platform,
+                "has_wide_dtypes": bool(jax.config.jax_enable_x64),  # type: ignore[attr-defined]
+                "num_ipus": program.num_ipus,
+                "element": _encode(call.infeed_queue.element) if call.infeed_queue else None,
+                "num_micro_batches": pipeline.num_micro_batches or 1,
+                "placeholders": {
+                    placeholder.name: describe_array(placeholder.aval) for placeholder in given
+                },
+                "inputs": [
+                    {"placeholder": value.name} if isinstance(value, Placeholder) else {"value": number}
+                    for number, value in enumerate(operands)
+                ],
+                "execution_count": exported.execution_count(call.name),
+                "update_count": exported.update_count(call.name),
+                "stages": stages,
+                "outputs": [_source(source) for source in collecting.sources],
+                "output_tree": _encode(call.outfeed_tree.unflatten(collecting.avals)),
+            }
+        },
+    )
+    checkpoints.write_checkpoint(path, snapshot, files)
+
+
+def _encode(tree: Any) -> Any:
+    """A pytree of shapes as JSON."""
+
+    def encode_shape(leaf: Any) -> str:
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return describe_array(leaf)
+        raise NotImplementedError(
+            f"export: a {type(leaf).__name__} needs its Python class; use a dict, list or tuple of arrays."
+        )
+
+    return json_trees.encode(tree, encode_shape)
+
+
+def _describe(call: Any) -> str:
+    if not isinstance(call, PipelineCall):
+        return "a loop"
+    return f"a pipeline that trains ({call.name})" if call.trains else f"a pipeline ({call.name})"
+
+
+def _with_key_data(function: Any, takes_key: Sequence[bool], implementation: str) -> Any:
+    """The function with the data of random keys in place of the keys, which files cannot hold."""
+
+    def wrapped(*arguments: Any) -> Any:
+        return function(
+            *(
+                jax.random.wrap_key_data(argument, impl=implementation) if is_key else argument
+                for argument, is_key in zip(arguments, takes_key, strict=True)
+            )
+        )
+
+    return wrapped
+
+
+def _aval(binding: Binding, traced: TracedPipeline, operands: Sequence[Any], key: Any) -> Any:
+    """Shape and dtype of an argument of a forward."""
+    if binding.kind is BindingKind.VARIABLE:
+        found: Any = traced.variables[binding.key]
+    elif binding.kind is BindingKind.INPUT:
+        operand = operands[binding.key]
+        found = operand.aval if isinstance(operand, Placeholder) else operand
+    elif binding.kind is BindingKind.VALUE:
+        found = traced.aval(binding.key)
+    else:
+        found = key if binding.key is ValueKind.KEY else np.int32(0)
+    return jax.ShapeDtypeStruct(found.shape, found.dtype)
+
+
+def _describe_binding(binding: Binding) -> dict[str, Any]:
+    """What an argument or result of a forward stands for, as JSON."""
+    if binding.kind in (BindingKind.VARIABLE, BindingKind.ASSIGNED):
+        return {"kind": binding.kind.name.lower(), "name": binding.key}
+    if binding.kind is BindingKind.INPUT:
+        return _source(Source("input", binding.key))
+    return _source(binding.key) if binding.kind is BindingKind.VALUE else {"kind": binding.key.name.lower()}
+
+
+def _source(source: Source) -> dict[str, Any]:
+    return {"kind": source.kind, "index": source.index, "stage": source.stage}
+
+
+def input_name(number: int) -> str:
+    """What an input of the program is called among its variables."""
+    return f"input {number} of the program"
+
+
+def _as_variables(operands: Sequence[Any]) -> dict[str, Any]:
+    """Inputs with a value, to be stored among the variables."""
+    return {
+        input_name(number): np.asarray(value)
+        for number, value in enumerate(operands)
+        if not isinstance(value, Placeholder)
+    }

@@ -1,0 +1,87 @@
+"""Makes the variables of compiled programs that a session lacks, before it is saved."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ipu_pipeline.engine.tracing.specs import VariableSpec
+from ipu_pipeline.tf1.program.program import Program
+from ipu_pipeline.tf1.program.registry import compiled_programs
+from ipu_pipeline.tf1.session.store import Store
+
+__all__ = ["find_missing", "make_missing"]
+
+
+def make_missing(store: Store, select_devices: Callable[[], None]) -> None:
+    """Makes the variables that no run has made yet, for a session that is about to be saved.
+
+    After `global_variables_initializer()` these are the variables of all programs in use; after
+    `Session.load` those of programs that share a variable with the session.
+
+    Args:
+      store: what the session has.
+      select_devices: called before a variable is made, since that starts JAX's backend.
+
+    Raises:
+      RuntimeError: the weights are lent, see `Session.weights_of`.
+      ValueError: there are no variables.
+    """
+    store.check_weights("save")
+    if store.is_initialized or (store.state.variables and not store.state.pipelines):
+        known, takes_all = store.state.variables, store.is_initialized
+        missing = find_missing(known, compiled_programs(), takes_all=takes_all)
+        if missing:
+            gc.collect()  # programs that nobody uses any more may be among them
+            missing = find_missing(known, compiled_programs(), takes_all=takes_all)
+        if missing:
+            select_devices()
+        for spec in missing:
+            store.variable(spec)
+    if not store.state.variables:
+        how = (
+            "global_variables_initializer() was run, but no program that is still referred to has "
+            "variables. Keep what ipu_compiler.compile returns."
+            if store.is_initialized
+            else "They come into being when a compiled program runs in this session, or when "
+            "global_variables_initializer() does."
+        )
+        raise ValueError(f"There is nothing to save: the session has no variables. {how}")
+
+
+def find_missing(
+    known: Mapping[str, Any], programs: Sequence[Program], *, takes_all: bool
+) -> list[VariableSpec]:
+    """Finds the variables to make before a session is saved.
+
+    Where programs have variables of one name in different shapes, the one compiled last has replaced the
+    others.
+
+    Args:
+      known: the session's variables, by full name.
+      programs: those in use, in the order in which they were compiled.
+      takes_all: whether the session has the variables of all programs, as after
+        `global_variables_initializer()`. If not, a program that shares none with it is another model's.
+
+    Returns:
+      Specifications of variables that the session lacks, or that were loaded in another dtype.
+    """
+    found: dict[str, VariableSpec] = {}
+    for program in reversed(programs):
+        own = program.variables
+        if not takes_all and own.keys().isdisjoint(known):
+            continue
+        if all(_fits(spec, found.get(name, known.get(name))) for name, spec in own.items()):
+            found.update(own)
+    return [spec for name, spec in found.items() if name not in known or known[name].dtype != spec.dtype]
+
+
+def _fits(spec: VariableSpec, value: Any) -> bool:
+    """Whether a variable may have a value, or be the same as another specification says."""
+    if value is None:
+        return True
+    is_loaded = isinstance(value, np.ndarray)  # it is cast when it is first used
+    return bool(spec.shape == value.shape and (is_loaded or spec.dtype == value.dtype))

@@ -1,0 +1,199 @@
+"""What a session notes for its checkpoints while it runs, and what a restored one still has to put back."""
+
+from __future__ import annotations
+
+import gc
+import os
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from ipu_pipeline.checkpointing.snapshots import (
+    FeedPosition,
+    Snapshot,
+    describe_array,
+    find_differences,
+)
+from ipu_pipeline.ground.errors import CheckpointError
+from ipu_pipeline.queues.infeed import IPUInfeedQueue
+from ipu_pipeline.tf1.program.calls import Call
+from ipu_pipeline.tf1.program.program import Program
+
+__all__ = ["Resumption", "check_optimizers", "check_program", "check_snapshot"]
+
+
+class Resumption:
+    """Where the data sets of what trains stand.
+
+    Data sets of inference have no positions here: they are started over for each evaluation.
+    """
+
+    def __init__(self) -> None:
+        """Of a session that was not restored."""
+        self._fed: weakref.WeakKeyDictionary[IPUInfeedQueue, list[str]] = weakref.WeakKeyDictionary()
+        self._pending: list[FeedPosition] = []  # of feeds that have not run since
+        self._source = ""
+        self._names: Mapping[str, str] | None = None  # of the checkpoint, if programs must fit it
+        self._checked: weakref.WeakSet[Program] = weakref.WeakSet()
+
+    @classmethod
+    def of(cls, snapshot: Snapshot, path: str | os.PathLike[str], *, fits: bool, feeds: bool) -> Resumption:
+        """Of a session that takes a snapshot.
+
+        Args:
+          snapshot: the snapshot.
+          path: where it was, for errors.
+          fits: whether programs must have no variables that it lacks.
+          feeds: whether data sets go on where they stood.
+        """
+        resumption = cls()
+        resumption._pending = list(snapshot.feeds) if feeds else []
+        resumption._source = os.fspath(path)
+        if fits:
+            resumption._names = _describe_variables(snapshot)
+        return resumption
+
+    def check(self, programs: Iterable[Program]) -> None:
+        """Raises if programs, about to run, have variables that the checkpoint lacks or has otherwise.
+
+        Raises:
+          CheckpointError: they do.
+        """
+        if self._names is None:
+            return
+        for program in programs:
+            if program in self._checked:
+                continue
+            wanted = {name: describe_array(spec) for name, spec in program.variables.items()}
+            known = {name: text for name, text in self._names.items() if name in wanted}
+            _refuse(self._source, find_differences(known, wanted))
+            self._checked.add(program)
+
+    def before_run(self, call: Call) -> None:
+        """Puts the data set of a pipeline or loop where it was.
+
+        Args:
+          call: about to run; its infeed is initialized.
+        """
+        queue = call.infeed_queue
+        if queue is None or not call.trains:
+            return
+        for other, names in self._fed.items():
+            if other is not queue and call.name in names:
+                names.remove(call.name)
+        names = self._fed.setdefault(queue, [])
+        if call.name not in names:
+            names.append(call.name)
+        for feed in self._pending:
+            if call.name in feed.pipelines:
+                if not feed.position.has_ended:  # else the infeed's initializer was to begin it again
+                    queue.seek(feed.position)
+                self._pending.remove(feed)
+                break
+
+    def hold(self) -> None:
+        """Notes where the data sets stand, before their infeeds are ended."""
+        self._pending = list(self.feeds)
+        self._fed.clear()
+
+    @property
+    def feeds(self) -> tuple[FeedPosition, ...]:
+        """Where the data sets stand, for a snapshot."""
+        running = [
+            FeedPosition(tuple(names), position)
+            for queue, names in self._fed.items()
+            if names and (position := queue.position) is not None
+        ]
+        return (*running, *self._pending)
+
+
+def check_snapshot(
+    snapshot: Snapshot, path: str | os.PathLike[str], programs: Callable[[], Sequence[Program]]
+) -> None:
+    """Raises if a checkpoint is not of the model that programs have.
+
+    Programs that share no variable with it are taken for another model's, of another session; and those
+    that have a variable otherwise than a later one for what that one has replaced.
+
+    Args:
+      snapshot: the checkpoint's.
+      path: where it was, for the error.
+      programs: gives those that there are, in the order in which they were compiled.
+
+    Raises:
+      CheckpointError: it lacks variables, has more than all programs together, or has others.
+    """
+    known = _describe_variables(snapshot)
+    if _compare(known, programs()):
+        gc.collect()  # programs that nobody uses any more may be among them
+        _refuse(path, _compare(known, programs()))
+
+
+def check_program(
+    snapshot: Snapshot, path: str | os.PathLike[str], program: Program, allow_extra: bool
+) -> None:
+    """Raises if a checkpoint is not of a program's model.
+
+    Args:
+      snapshot: the checkpoint's.
+      path: where it was, for the error.
+      program: the program.
+      allow_extra: whether it may have more variables.
+
+    Raises:
+      CheckpointError: it does not fit.
+    """
+    known = _describe_variables(snapshot)
+    wanted = {name: describe_array(spec) for name, spec in program.variables.items()}
+    if allow_extra:
+        known = {name: text for name, text in known.items() if name in wanted}
+    _refuse(path, find_differences(known, wanted), "")
+
+
+def check_optimizers(snapshot: Snapshot, path: str | os.PathLike[str], program: Program) -> None:
+    """Raises if a program's optimizers cannot go on from a checkpoint's.
+
+    Args:
+      snapshot: the checkpoint's.
+      path: where it was, for the error.
+      program: the program.
+
+    Raises:
+      CheckpointError: the state of one has another structure.
+    """
+    for call in program.calls:
+        record = snapshot.state.pipelines.get(call.name)
+        if not call.trains or record is None or record.optimizer is None:
+            continue
+        if different := record.optimizer.find_differences(call.optimizer_shapes):
+            raise CheckpointError(
+                f"The checkpoint {os.fspath(path)} was trained with another optimizer: its state differs "
+                f"in {', '.join(different)}. Train with the same one; or in another model_dir, where "
+                "warm_start_from begins with the checkpoint's variables."
+            )
+
+
+def _compare(known: Mapping[str, str], programs: Sequence[Program]) -> list[str]:
+    wanted: dict[str, str] = {}
+    for program in reversed(programs):
+        own = {name: describe_array(spec) for name, spec in program.variables.items()}
+        is_outdated = any(wanted.get(name, text) != text for name, text in own.items())
+        if own.keys() & known.keys() and not is_outdated:
+            wanted.update(own)
+    return find_differences(known, wanted) if wanted else []
+
+
+def _describe_variables(snapshot: Snapshot) -> dict[str, str]:
+    return {name: describe_array(value) for name, value in snapshot.state.variables.items()}
+
+
+_ALLOW_PARTIAL = (
+    " Restore with allow_partial=True to take those that it has, and initial values for the others."
+)
+
+
+def _refuse(path: str | os.PathLike[str], differences: list[str], advice: str = _ALLOW_PARTIAL) -> None:
+    if differences:
+        raise CheckpointError(
+            f"The checkpoint {os.fspath(path)} is not of this model. Variables "
+            f"{' '.join(differences)}{advice}"
+        )

@@ -1,0 +1,114 @@
+"""`Saver`: checkpoints of a session in a directory, of which the newest are kept."""
+
+from __future__ import annotations
+
+import operator
+import os
+from pathlib import Path
+from typing import Any
+
+from ipu_pipeline.checkpointing.checkpoints import CheckpointSeries
+from ipu_pipeline.tf1.graph.symbols import GlobalStep
+from ipu_pipeline.tf1.session.session import Session
+
+__all__ = ["Saver", "latest_checkpoint"]
+
+
+class Saver:
+    """Writes checkpoints one after another, named by the count of weight updates.
+
+    A directory is for one run at a time: the newest checkpoint is that with the greatest number.
+
+    Example:
+      saver = ipu.Saver(max_to_keep=3)
+      path = saver.save(session, "checkpoints")  # checkpoints/1200
+      saver.restore(session, ipu.latest_checkpoint("checkpoints"))
+    """
+
+    def __init__(self, var_list: None = None, *, max_to_keep: int | None = 5) -> None:
+        """Writes nothing yet.
+
+        Args:
+          var_list: only None; there for TensorFlow 1 code.
+          max_to_keep: the oldest checkpoints beyond this number are deleted; None or 0 keeps all.
+
+        Raises:
+          ValueError: `max_to_keep` is no such number, or there is a `var_list`.
+        """
+        if var_list is not None:
+            raise ValueError(
+                "Saver: var_list must be None, since a checkpoint has all that training goes on from. "
+                "`session.restore(path, allow_partial=True)` takes what a model has of it, and "
+                "`session.load` some variables."
+            )
+        is_number = isinstance(max_to_keep, int) and not isinstance(max_to_keep, bool) and max_to_keep >= 0
+        if max_to_keep is not None and not is_number:
+            raise ValueError(f"Saver: max_to_keep must be an integer from 0, or None; got {max_to_keep!r}.")
+        self.max_to_keep = max_to_keep or None
+
+    def save(
+        self,
+        session: Session,
+        save_path: str | os.PathLike[str],
+        global_step: int | GlobalStep | None = None,
+    ) -> str:
+        """Writes a checkpoint, and deletes the oldest ones. One of the same step is replaced.
+
+        Variables that no run has made yet have their initial values in it: after
+        `global_variables_initializer()` those of all compiled programs that are still referred to, after
+        `Session.load` those of programs that share a variable with the session.
+
+        Args:
+          session: whose variables and optimizer states, counts and positions in data sets it has.
+          save_path: the directory where the checkpoints are; it is made. What TensorFlow 1 code gives, such
+            as "logs/model.ckpt", is a directory here, too, and `latest_checkpoint("logs")` finds it.
+          global_step: the number that is its name; None, or `get_global_step()`: the count of weight
+            updates, that of the pipeline with the most.
+
+        Returns:
+          The checkpoint's path.
+
+        Raises:
+          OSError: it cannot be written.
+          ValueError: there are no variables yet, or the step is no number from 0.
+        """
+        step: Any = session.most_updates() if global_step is None else global_step
+        if isinstance(step, GlobalStep):
+            step = session.run(step)
+        if isinstance(step, bool) or not hasattr(type(step), "__index__") or step < 0:
+            raise ValueError(f"Saver.save: global_step must be an integer from 0; got {global_step!r}.")
+        step = operator.index(step)
+        series = CheckpointSeries(save_path, self.max_to_keep)
+        path = series.path(step)
+        session.save(path)
+        series.delete_old(step)
+        return str(path)
+
+    def restore(self, session: Session, save_path: str | os.PathLike[str]) -> None:
+        """Has a session go on from a checkpoint; see `Session.restore`.
+
+        Raises:
+          ValueError: the path is None, as `latest_checkpoint` returns it where there is no checkpoint.
+        """
+        if save_path is None:
+            raise ValueError(
+                "Saver.restore: save_path must be the path of a checkpoint; it is None, as "
+                "latest_checkpoint returns it where there is none."
+            )
+        session.restore(save_path)
+
+
+def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
+    """The path of the newest checkpoint in a directory that is complete; None if there is none.
+
+    Args:
+      directory: where `Saver.save` or an estimator wrote them. If there are none, those in the directories
+        within it are looked at, as those of `saver.save(session, "logs/model.ckpt")` are for "logs"; of
+        several the newest is that which was written last.
+    """
+    found: Path | None = CheckpointSeries(directory).latest()
+    if found is None and os.path.isdir(directory):
+        inner = [CheckpointSeries(path).latest() for path in Path(directory).iterdir() if path.is_dir()]
+        newest = [path for path in inner if path is not None]
+        found = max(newest, key=lambda path: path.stat().st_mtime_ns, default=None)
+    return None if found is None else str(found)

@@ -1,0 +1,510 @@
+"""The session: every variable and optimizer state by name, and the programs run on them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from ipu_pipeline.checkpointing import checkpoints
+from ipu_pipeline.checkpointing.snapshots import Snapshot
+from ipu_pipeline.engine import peers
+from ipu_pipeline.engine.devices.everywhere import only_if_written_here, read_everywhere
+from ipu_pipeline.engine.devices.placing import keep
+from ipu_pipeline.engine.watching import read_outfeed
+from ipu_pipeline.processes import executable_cache, interrupts, selection
+from ipu_pipeline.queues.infeed import IPUInfeedQueue
+from ipu_pipeline.queues.outfeed import OutfeedOperation
+from ipu_pipeline.reports.capturing import start_automatic_report
+from ipu_pipeline.tf1 import utils
+from ipu_pipeline.tf1.graph.internal_variables import is_internal
+from ipu_pipeline.tf1.graph.operations import HostVariable, InitializerOperation
+from ipu_pipeline.tf1.graph.placeholders import Placeholder
+from ipu_pipeline.tf1.graph.symbols import GlobalStep
+from ipu_pipeline.tf1.program.program import Program
+from ipu_pipeline.tf1.program.registry import compiled_programs, find_trained
+from ipu_pipeline.tf1.session import entries, exporting
+from ipu_pipeline.tf1.session.agreeing import agree_on_run
+from ipu_pipeline.tf1.session.arguments import choose_seed
+from ipu_pipeline.tf1.session.fetches import concerns_devices, find_runs, give_results
+from ipu_pipeline.tf1.session.host_rows import check_registered
+from ipu_pipeline.tf1.session.missing import make_missing
+from ipu_pipeline.tf1.session.resuming import Resumption, check_snapshot
+from ipu_pipeline.tf1.session.running import Limit, check_feeds, run_program
+from ipu_pipeline.tf1.session.store import Store
+from ipu_pipeline.tf1.session.turns import Turns
+
+__all__ = ["Session"]
+
+
+class Session:
+    """Holds variables and optimizer state, and runs programs.
+
+    Example:
+      with Session(seed=1) as session:
+          session.run(infeed_queue.initializer)
+          session.run(program, {learning_rate: 0.01})
+          losses = session.run(outfeed_queue.dequeue())
+    """
+
+    def __init__(self, seed: int | None = None, **of_tensorflow: Any) -> None:
+        """Makes an empty session. It does not start JAX's backend.
+
+        Args:
+          seed: initial values and random keys depend on it. None: that of `utils.reset_ipu_seed`, or 0.
+          **of_tensorflow: none; an error says what takes the place of `tf.Session`'s `config` and `graph`.
+
+        Raises:
+          TypeError, ValueError: the seed is not usable, or there are other arguments.
+        """
+        seed = choose_seed(seed, of_tensorflow)
+        executable_cache.enable_executable_cache_of_environment()
+        start_automatic_report()
+        self._store = Store(seed)
+        self._resumption = Resumption()
+        self._limit = Limit()  # of the run, see `run_part`
+        self._infeeds: dict[IPUInfeedQueue, object] = {}
+        self._is_closed = False
+        self._changes: Counter[str] = Counter()  # how often variables were set, by what sets them
+        self._turns = Turns()
+        utils.reach(self)
+
+    def __enter__(self) -> Session:
+        """The session itself."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Closes the session."""
+        self.close()
+
+    def close(self) -> None:
+        """Ends the infeeds that were initialized in the session. The variables can still be read."""
+        self._is_closed = True
+        self._resumption.hold()
+        for queue, started in self._infeeds.items():
+            queue.delete(started)
+        self._infeeds.clear()
+
+    @property
+    def key(self) -> Any:
+        """The random key that all others are folded from; starts JAX's backend."""
+        return self._store.key
+
+    @property
+    def seed(self) -> int:
+        """The seed."""
+        return self._store.seed
+
+    def reset_seed(self, seed: int) -> None:
+        """Has random numbers depend on another seed from now on; see `utils.reset_ipu_seed`."""
+        self._store.reset_seed(seed)
+
+    @property
+    def variables(self) -> dict[str, np.ndarray[Any, Any]]:
+        """Copies of all variables, by full name. Of several processes, all must read them."""
+        store = self._store
+        with store.lock:
+            names = sorted(name for name in store.state.variables if not is_internal(name))
+            values = read_everywhere([store.state.variables[name] for name in names])
+            return {name: np.array(value) for name, value in zip(names, values, strict=True)}
+
+    def most_updates(self) -> int:
+        """How many weight updates the pipeline or loop with the most has done."""
+        return self._store.most_updates()
+
+    def count_steps(self, per_update: int, offset: int) -> None:
+        """Makes the global step the number of weight updates times `per_update`, plus `offset`."""
+        self._store.step_counting = (per_update, offset)
+
+    def variable_value(self, name: str) -> np.ndarray[Any, Any]:
+        """A copy of a variable's value.
+
+        Raises:
+          KeyError: there is none of this full name.
+        """
+        store = self._store
+        with store.lock:
+            return np.array(*read_everywhere([store.state.variables[name]]))
+
+    def execution_count(self, name: str = "Pipeline") -> int:
+        """How often the pipelines of this name have run: weight updates, or executions in inference."""
+        return self._store.record(name).execution_count
+
+    def update_count(self, name: str = "Pipeline") -> int:
+        """How many weight updates the pipelines of this name have done."""
+        return self._store.record(name).update_count
+
+    def metrics(self, name: str = "Pipeline", *, training: bool = True) -> dict[str, np.ndarray[Any, Any]]:
+        """What a pipeline reported since this was last called (`ipu.metric`, `optimizers.with_metrics`).
+
+        It may be called while another thread runs the pipeline. Of what nobody reads, the last 10,000
+        weight updates are kept. None of it is saved; restoring or initializing the session forgets it.
+
+        Args:
+          name: the pipeline's.
+          training: whether that of the pipelines which train, or which only infer.
+
+        Returns:
+          Arrays with one entry per weight update (per execution, in inference): "update", its number,
+          int64, counted from 1; and the metrics by full name, float32 or float64.
+
+        Raises:
+          KeyError: pipelines have reported something, but none of this name has.
+        """
+        return self._store.metrics.read(name, training)
+
+    def optimizer_state(self, name: str = "Pipeline") -> dict[str, np.ndarray[Any, Any]]:
+        """Copies of the leaves of an optimizer's state, by path, such as "[0].mu['encoder/dense/kernel']".
+
+        Args:
+          name: the pipeline's, or that of a loop's optimizer.
+
+        Raises:
+          KeyError: nothing of this name has trained.
+        """
+        with self._turns.alone(changes=False):
+            return entries.read_state(self._store.optimizer(name))
+
+    @contextlib.contextmanager
+    def weights_of(self, entry: str, name: str = "Pipeline") -> Iterator[None]:
+        """Has programs use an entry of an optimizer's state as weights, for a `with` block.
+
+        It is for evaluating with averages (`optimizers.with_averaged_weights`). Variables that are not
+        trained stay. Within the block nothing trains, and the session is not saved, restored or loaded; it
+        may be exported. Other threads wait with what they run until it ends; `variables` are the entry's,
+        for them too.
+
+        Args:
+          entry: one with an array for each trained variable: its last name, such as "average", or its path
+            where several have that, such as "[1].ema" (see `optimizer_state`).
+          name: the pipeline's, or that of a loop's optimizer.
+
+        Raises:
+          KeyError: nothing of this name has trained.
+          RuntimeError: it is called within such a block.
+          ValueError: there is no such entry, or several.
+        """
+        with self._turns.alone():
+            self._store.check_weights("weights_of")
+            variables = self._store.state.variables
+            optimizer = self._store.optimizer(name)
+            found = entries.find_weights(optimizer, entry, variables, find_trained(name, optimizer))
+            with self._store.lending(entry, found):
+                yield
+
+    def create_variables(self, program: Program) -> None:
+        """Gives those of a program's variables that do not exist yet their initial values.
+
+        Raises:
+          ValueError: one exists with another shape or dtype.
+        """
+        with self._turns.alone():
+            for spec in program.variables.values():
+                self._store.variable(spec)
+
+    def load(self, mapping: Mapping[str, Any]) -> None:
+        """Sets variables.
+
+        Args:
+          mapping: full name -> array of numbers or booleans. A variable that does not exist yet takes the
+            value when it comes into being.
+
+        Raises:
+          TypeError: a key is no string, or a value no such array.
+          ValueError: a variable exists with another shape, or a dtype that the value does not fit; or the
+            model has been compiled and has no such variable. Where it has not, the next run raises this.
+        """
+        with self._turns.alone():
+            self._store.check_weights("load")
+            self._changes["Session.load"] += 1
+            self._store.load(mapping, compiled_programs())
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes everything that training goes on from as a checkpoint, and returns when it is complete.
+
+        That is all variables, those that `Saver.save` names included, optimizer states, counts, gradients
+        that are being accumulated, the seed, and where the data sets stand of what trains. None of it
+        depends on cut, schedule or devices: any program with the same variables can use it.
+
+        Args:
+          path: a directory to make. A checkpoint that is there is replaced once the new one is complete.
+
+        Raises:
+          OSError: it cannot be written.
+          ValueError: there are no variables yet, or `path` exists and is no checkpoint.
+        """
+        with self._turns.alone(changes=False, together="saving a session"):
+            make_missing(self._store, self._select_devices)
+            checkpoints.write_checkpoint(path, self.take_snapshot(is_kept=False))
+
+    def export(
+        self,
+        path: str | os.PathLike[str],
+        program: Program,
+        inputs: Mapping[Placeholder, Any] | None = None,
+    ) -> None:
+        """Writes an inference pipeline as a directory that `ipu.load_program` runs without its Python code.
+
+        It has the variables that the program uses, as they are now, and its stages as JAX exports them, for
+        the kind of device that the program runs on. Metrics, and what stages enqueue to outfeeds of their
+        own, are left out.
+
+        Args:
+          path: a directory to make; an exported program or checkpoint that is there is replaced.
+          program: one inference pipeline, whose results go to its outfeed.
+          inputs: placeholder -> value, for those that are to have this value for ever. The other ones are
+            given to the loaded program by their names; before the pipeline nothing may be computed from
+            them.
+
+        Raises:
+          NotImplementedError: the program is something else than one inference pipeline.
+          OSError: it cannot be written.
+          ValueError: a placeholder has no value and is computed with, or `path` is something else.
+        """
+        with self._turns.alone(changes=False):
+            exporting.export(
+                path,
+                program,
+                dict(inputs or {}),
+                exporting.Exported(
+                    self._store.variable,
+                    lambda: self.key,
+                    self.seed,
+                    self.execution_count,
+                    self._store.step_of_weights,
+                ),
+            )
+
+    def restore(
+        self, path: str | os.PathLike[str], *, allow_partial: bool = False, infeeds: bool = True
+    ) -> None:
+        """Takes over a checkpoint, in place of all that the session has; also its seed.
+
+        The infeeds of what trains go on where they stood when it was saved, at the next run, if their
+        pipeline or loop has the same name: they are initialized as always, before this or after, and their
+        data sets must give the same elements in the same order.
+
+        Args:
+          path: from `save`, or from `IPUPipelineEstimator.latest_checkpoint`.
+          allow_partial: whether it may lack variables that programs have, which then get their initial
+            values, and have others.
+          infeeds: whether data sets go on where they stood; False leaves them where they are.
+
+        Raises:
+          CheckpointError: it cannot be read; or, without `allow_partial`, it is of another model than the
+            programs that are compiled. Programs that are compiled later raise this when they run. The
+            session stays as it was.
+          RuntimeError: the session is closed.
+        """
+        if self._is_closed:
+            raise RuntimeError("Attempted to use a closed Session.")
+        with peers.one_thread("restoring a session"):
+            self._select_devices()  # Orbax starts JAX's backend
+        self.take_over(checkpoints.read_same_checkpoint(path), path, fits=not allow_partial, feeds=infeeds)
+
+    def take_snapshot(self, is_kept: bool = True, extra: Mapping[str, Any] | None = None) -> Snapshot:
+        """What `save` writes, as it is now; not while a program runs.
+
+        Args:
+          is_kept: whether programs may run before it is used.
+          extra: what else belongs to it, JSON.
+        """
+        with self._turns.alone(changes=False, together="saving a session"):
+            self._store.check_weights("save")
+            self._warn_of_row_gradients()
+            state = self._store.state
+            own = {name: value for name, value in state.variables.items() if not is_internal(name)}
+            if is_kept:
+                own = self._store.with_host_copies(own)
+            state = dataclasses.replace(state, variables=own)
+            leaves, tree = jax.tree.flatten(state.arrays)
+            leaves = list(map(only_if_written_here, leaves))
+            state = state.with_arrays(jax.tree.unflatten(tree, keep(leaves) if is_kept else leaves))
+            implementation = jax.random.key_impl(self._store.key)
+            feeds = self._resumption.feeds
+            return Snapshot(state, self._store.seed, str(implementation), feeds, dict(extra or {}))
+
+    def _warn_of_row_gradients(self) -> None:
+        """Warns if there is something that training goes on from and a snapshot does not have."""
+        names = {table for (_loop, table), steps in self._store.row_gradients.items() if steps}
+        if names:
+            warnings.warn(
+                "A session is saved within a weight update, without the gradients of rows of the host "
+                f"embedding {', '.join(map(repr, sorted(names)))} in it, so training cannot go on from "
+                "there. Save where an update is complete, after a multiple of its mini-batches.",
+                stacklevel=4,
+            )
+
+    def take_over(
+        self, snapshot: Snapshot, path: str | os.PathLike[str], *, fits: bool = True, feeds: bool = True
+    ) -> None:
+        """What `restore` does with a snapshot that was read from a path."""
+        if fits:
+            check_snapshot(snapshot, path, compiled_programs)
+        with self._turns.alone(together="restoring a session"):
+            self._store.check_weights("restore")
+            self._resumption = Resumption.of(snapshot, path, fits=fits, feeds=feeds)
+            self._changes["Session.restore"] += 1
+            self._store = Store(snapshot.seed, snapshot.key_implementation, snapshot.state)
+
+    def run(self, fetch: Any, feed_dict: Mapping[Any, Any] | None = None) -> Any:
+        """Runs something, and returns when it has completed.
+
+        Safe to call from several threads: they run one after another. Meanwhile `variables` and the counts
+        can be read.
+
+        Args:
+          fetch: a program or one of its values (`program[0]`), an infeed's `initializer` or `deleter`, what
+            an outfeed's `dequeue` returned, `global_variables_initializer()`, `get_global_step()`, or a
+            list, tuple or dict of them. They are run in that order, each once: a program once for all its
+            values that are there.
+          feed_dict: placeholder -> value, for programs.
+
+        Returns:
+          For a program, the values that the compiled function returns, as NumPy arrays: a list, even of one
+          value; a dict or another pytree if the function returns that; None if it returns only operations,
+          such as a pipeline's, or nothing. For one of a program's values, the array. For a dequeue the
+          elements (see `IPUOutfeedQueue.dequeue`); None for initializers. For a list, tuple or dict, the
+          same structure with these results.
+
+        Raises:
+          OutOfRangeError: an infeed's data ended; completed weight updates stand.
+          RuntimeError: the session is closed, or an infeed was not initialized; or there are several
+            processes, and another thread runs something, too.
+          TypeError: `fetch` is nothing that can be run.
+          ValueError: `feed_dict` does not fit the program.
+          KeyboardInterrupt: on Ctrl-C; completed weight updates stand.
+        """
+        with (
+            interrupts.sent_again_if_ignored(),
+            interrupts.raised_if_wrapped(),
+            self._turns.stopping(fetch),
+        ):
+            together = "a run of a session" if concerns_devices(fetch) else None
+            with self._turns.alone(together=together), self._turns.running():
+                return self._run(fetch, feed_dict or {})
+
+    def _run(self, fetch: Any, feed_dict: Mapping[Any, Any]) -> Any:
+        if self._is_closed:
+            raise RuntimeError("Attempted to use a closed Session.")
+        runs = find_runs(fetch)
+        programs = [one for one in runs if isinstance(one, Program)]
+        outfeeds = [one.queue for one in runs if isinstance(one, OutfeedOperation)]
+        try:
+            values = self._run_all(runs, programs, feed_dict)
+        except BaseException:
+            with interrupts.deferred():  # what was dequeued before it failed goes to nobody
+                for outfeed in outfeeds:
+                    outfeed.put_back()
+            for program in programs:
+                for infeed in program.infeeds:
+                    infeed.stop()
+            raise
+        results = {id(one): value for one, value in zip(runs, values, strict=True)}
+        try:
+            given = give_results(fetch, results)
+        except BaseException:
+            with interrupts.deferred():
+                for outfeed in outfeeds:
+                    outfeed.put_back()
+            raise
+        for outfeed in outfeeds:
+            outfeed.drop()
+        return given
+
+    def run_part(
+        self,
+        program: Program,
+        feed_dict: Mapping[Any, Any] | None = None,
+        *,
+        max_updates: int,
+        should_stop: Callable[[], bool],
+    ) -> Any:
+        """Runs a program whose pipelines may do fewer weight updates than their `repeat_count`.
+
+        Args:
+          program: the program.
+          feed_dict: placeholder -> value.
+          max_updates: how many each pipeline does at most; executions, in inference.
+          should_stop: asked after each update, or block of updates: whether the pipeline ends there.
+        """
+        with self._turns.alone(together="a run of a session"):
+            self._limit = Limit(max_updates, should_stop)
+            try:
+                return self.run(program, feed_dict)
+            finally:
+                self._limit = Limit()
+
+    def _run_all(
+        self, runs: Sequence[Any], programs: Sequence[Program], feeds: Mapping[Any, Any]
+    ) -> list[Any]:
+        fault = self._find_fault(runs, programs, feeds)
+        if fault is not None and (peers.current() is None or not programs):
+            raise fault
+        needs_devices = any(isinstance(one, (Program, InitializerOperation, HostVariable)) for one in runs)
+        if needs_devices:
+            self._select_devices()
+        if programs:
+            agree_on_run(programs, feeds, self._changes, fault)
+            self._store.agree_on_values(programs)
+        return [
+            run_program(one, feeds, self._store, self._resumption, self._limit)
+            if isinstance(one, Program)
+            else self._run_operation(one)
+            for one in runs
+        ]
+
+    def _find_fault(
+        self, runs: Sequence[Any], programs: Sequence[Program], feeds: Mapping[Any, Any]
+    ) -> Exception | None:
+        """What is wrong with a run, before it begins; other processes are to hear of it."""
+        try:
+            check_feeds(programs, feeds)
+            self._resumption.check(programs)
+            if programs:
+                self._store.check_loaded(compiled_programs())
+            for program in programs:
+                check_registered(program, self)
+            if any(call.trains for program in programs for call in program.calls):
+                self._store.check_weights("run")
+            if any(isinstance(one, InitializerOperation) for one in runs):
+                self._store.check_weights("global_variables_initializer")
+        except Exception as error:
+            return error
+        return None
+
+    def _select_devices(self) -> None:
+        if not selection.is_selected():
+            known = compiled_programs()
+            selection.select_automatically([(program.ipu_device, program.num_ipus) for program in known])
+        self._store.agree_on_seed()
+
+    def _run_operation(self, operation: Any) -> Any:
+        if isinstance(operation, InitializerOperation):
+            programs = compiled_programs()
+            self._changes["global_variables_initializer"] += 1
+            self._store.initialize(spec for program in programs for spec in program.variables.values())
+            self._resumption = Resumption()
+            return None
+        if isinstance(operation, OutfeedOperation):
+            value = read_outfeed(operation.queue.read)
+            with interrupts.deferred():
+                operation.queue.set_aside()
+            return value
+        if isinstance(operation, HostVariable):
+            return np.array(self._store.variable(operation.spec))
+        if isinstance(operation, GlobalStep):
+            return np.int64(self._store.global_step())
+        if operation.starts:
+            self._infeeds[operation.queue] = operation.queue.initialize()
+        else:
+            operation.queue.delete()
+            self._infeeds.pop(operation.queue, None)
+        return None

@@ -1,0 +1,102 @@
+"""Who may use a session: one thread after another, and nobody who would have to wait for himself."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from ipu_pipeline.engine import peers
+from ipu_pipeline.queues.feeder import is_feeding
+from ipu_pipeline.tf1.session.fetches import find_infeeds
+
+__all__ = ["Turns"]
+
+_CALLED_BACK = (
+    "The session was called within one of its runs, by a function that JAX calls back (jax.debug.callback, "
+    "jax.pure_callback) or by a signal's handler. The run would have to wait for itself. Call the session "
+    "after the run; `Session.variables` can be read."
+)
+_FEEDING = (
+    "A data set has called the session in the infeed's thread, while a run of the session may be waiting "
+    "for its data. Compute what it needs before the run, or with JAX itself; `Session.variables` can be "
+    "read."
+)
+
+
+def _in_order(together: str | None) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext() if together is None else peers.one_thread(together)
+
+
+class _Stopping:
+    """A `with` block after whose interruption no thread reads data ahead, also if it had hardly begun."""
+
+    def __init__(self, lock: threading.RLock, fetch: Any) -> None:
+        self._lock = lock
+        self._fetch = fetch
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, *_error: object) -> None:
+        # Where another thread has its turn, its data go on.
+        if kind is not None and issubclass(kind, KeyboardInterrupt) and self._lock.acquire(blocking=False):
+            try:
+                for infeed in find_infeeds(self._fetch):
+                    infeed.stop()
+            finally:
+                self._lock.release()
+
+
+class Turns:
+    """Held by whoever runs something, or takes or gives the whole state; the others wait."""
+
+    def __init__(self) -> None:
+        """Nobody holds it."""
+        self._lock = threading.RLock()
+        self._running_in: int | None = None  # the thread of a run; Ctrl-C may leave it behind
+
+    def stopping(self, fetch: Any) -> contextlib.AbstractContextManager[None]:
+        """For a run: where Ctrl-C ends the block, the infeeds of what is run are stopped."""
+        return _Stopping(self._lock, fetch)
+
+    @contextlib.contextmanager
+    def alone(self, changes: bool = True, together: str | None = None) -> Iterator[None]:
+        """Waits for what other threads do with the session, and lets them wait.
+
+        Args:
+          changes: whether the session's state may be another one afterwards. What only reads it may be
+            called by a signal's handler, during a run.
+          together: what it is, if all processes of a run do it; None if it is this one's own affair.
+
+        Raises:
+          RuntimeError: a data set, or a function that JAX calls back, asks for it while a run may be
+            waiting for it; or, of several processes, another thread is at something that all do.
+        """
+        # As threading.Condition asks; a note of our own would be wrong after Ctrl-C.
+        is_within = self._lock._is_owned()  # type: ignore[attr-defined]  # noqa: SLF001
+        if changes and is_within and self._running_in == threading.get_ident():
+            raise RuntimeError(_CALLED_BACK)
+        # Threads of JAX are not Python's, which calls them "Dummy-1" and so on.
+        is_called_back = threading.current_thread().name.startswith("Dummy-")
+        may_wait = not (is_feeding() or is_called_back)
+        with _in_order(together if may_wait else None):
+            if not self._lock.acquire(blocking=may_wait):
+                raise RuntimeError(_CALLED_BACK if is_called_back else _FEEDING)
+            try:
+                if not is_within:
+                    self._running_in = None
+                with _in_order(together):  # of those who did not wait, too
+                    yield
+            finally:
+                self._lock.release()
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Notes that the thread runs something, during a turn of its."""
+        try:
+            self._running_in = threading.get_ident()
+            yield
+        finally:
+            self._running_in = None
