@@ -138,7 +138,7 @@ import ipu_pipeline.session.fetches as other
 assert own is other is sys.modules["ipu_pipeline.session"].fetches
 import pickle
 from ipu_pipeline import errors
-assert pickle.loads(b"cipu_pipeline.errors\nOutOfRangeError\n.") is errors.OutOfRangeError
+assert pickle.loads(b"cipu_pipeline.errors\\nOutOfRangeError\\n.") is errors.OutOfRangeError
 print(len({id(m) for name, m in sys.modules.items() if name.endswith(".fetches")}))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
