@@ -21,7 +21,7 @@ import numpy as np
 from ipu_pipeline.engine import fingerprints, peers, schedules, watching
 from ipu_pipeline.engine.building import Built, Recipe, build
 from ipu_pipeline.engine.devices.compiler_options import CompilerOptions, check_compiles, plan_options
-from ipu_pipeline.engine.devices.feeds import PlacedMicroBatches, Take, take_nothing
+from ipu_pipeline.engine.devices.feeds import Element, PlacedMicroBatches, Take, take_nothing
 from ipu_pipeline.engine.devices.links import naming_peers
 from ipu_pipeline.engine.devices.offloading import parse_offload
 from ipu_pipeline.engine.devices.residence import Residence
@@ -760,6 +760,37 @@ class Pipeline:
         reader, reported = self.metrics, self.metrics.select(progress)
         outputs = StepOutputs(progress.collected, unflatten, lambda: reader.read(reported, 1))
         return progress.state.pipeline, outputs
+
+    @property
+    def takes_elements(self) -> bool:
+        """Whether this process gives it micro-batches; of several processes, some do not."""
+        return self.prepare().takes_elements
+
+    @property
+    def waits_for_python(self) -> bool:
+        """Whether its programs call functions of the host, which wait for Python."""
+        return self.prepare().waits_for_python
+
+    @property
+    def place_element(self) -> Callable[[Sequence[Any]], Element]:
+        """Puts the leaves of a micro-batch on the devices that read them, for `accumulate`.
+
+        On other devices it is another function. It may be called from another thread.
+        """
+        return self.prepare().place_element
+
+    def place_ahead(self, elements: Sequence[Element]) -> list[Element]:
+        """The micro-batches of an update, from `place_element`, put together as programs take them."""
+        return list(self.prepare().place_ahead(elements))
+
+    def introduce(self, name: str) -> None:
+        """Says who is about to run, if somebody watches.
+
+        Args:
+          name: what people call it.
+        """
+        if (watcher := watching.current()) is not None:
+            watcher.introduce(self.prepare(), self, name)
 
     def num_fetched(self, num_updates: int, num_micro_batches: int | None = None) -> int:
         """How many micro-batches to fetch ahead at least; `accumulate` takes no more at once.

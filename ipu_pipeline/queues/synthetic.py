@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ipu_pipeline.engine.devices.feeds import Take
-from ipu_pipeline.engine.execution.contract import Runner
+from ipu_pipeline.engine.pipeline import Pipeline
 from ipu_pipeline.ground.messages import warn_once
 
 __all__ = ["make_synthetic", "make_values", "uses_synthetic_data"]
@@ -70,16 +70,17 @@ def make_values(leaf: jax.ShapeDtypeStruct) -> np.ndarray[Any, Any]:
     return np.full(leaf.shape, number, dtype)
 
 
-def make_synthetic(runner: Runner[Any], leaves: Sequence[jax.ShapeDtypeStruct], count: int) -> Take:
+def make_synthetic(pipeline: Pipeline, leaves: Sequence[jax.ShapeDtypeStruct], count: int) -> Take:
     """A take of micro-batches that are on the devices from now on; all have the same values.
 
     Args:
-      runner: what takes them.
+      pipeline: what takes them, prepared.
       leaves: shapes and dtypes of what is fed.
       count: how many are taken at once at most; of a pipeline those of a weight update.
     """
     values = list(map(make_values, leaves))
-    elements = runner.place_ahead([runner.place_element(values) for _number in range(count)])
+    place = pipeline.place_element
+    elements = pipeline.place_ahead([place(values) for _number in range(count)])
 
     def take(wanted: int) -> list[Any]:
         return elements[:wanted]

@@ -196,7 +196,7 @@ class CompiledModel:
         if gradients is not None:
             gradients.forget()
         total = len(micro_batches) * self._processes.count // every
-        runner = pipeline.prepare()
+        runner, place = pipeline.prepare(), pipeline.place_element
         left = self._deal(micro_batches)
         has_feed = bool(micro_batches[0])
         synthetic = self.program.synthetic if is_synthetic and has_feed else None
@@ -208,7 +208,7 @@ class CompiledModel:
                 return [()] * wanted
             placed = []
             for leaves in itertools.islice(left, wanted):
-                placed.append(runner.place_element(leaves))
+                placed.append(place(leaves))
                 if self._processes.count == 1 or leaves is not self.program.elsewhere:
                     note_placed()
             return placed

@@ -14,18 +14,17 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
-from jax.extend import core as jex_core
 
 from ipu_pipeline.engine.loop import Loop
 from ipu_pipeline.engine.pipeline import Pipeline
 from ipu_pipeline.engine.planning.summaries import PipelineSummary
 from ipu_pipeline.engine.programs.recomputation import Recomputation
+from ipu_pipeline.engine.segments import mark_call
 from ipu_pipeline.engine.state import Progress
 from ipu_pipeline.engine.tracing import frames
 from ipu_pipeline.engine.tracing.enqueuing import first_leaves
 from ipu_pipeline.engine.tracing.frames import Enqueued
 from ipu_pipeline.engine.tracing.specs import VariableSpec
-from ipu_pipeline.ground import jax_compat
 from ipu_pipeline.processes import selection
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
 from ipu_pipeline.queues.outfeed import IPUOutfeedQueue
@@ -43,7 +42,6 @@ __all__ = [
     "building",
     "current_builder",
     "find_num_replicas",
-    "run_call_p",
 ]
 
 
@@ -359,17 +357,6 @@ def find_num_replicas(call: Call) -> int:
     return number
 
 
-run_call_p = jex_core.Primitive("run_call")
-run_call_p.multiple_results = True
-
-
-@run_call_p.def_abstract_eval
-def _run_call_abstract(*operands: Any, index: int, results: tuple[Any, ...]) -> list[Any]:
-    # `index` is the position in ProgramBuilder.calls, since JAX's caches keep parameters for long.
-    del operands, index
-    return [jax_compat.shaped_array((), np.dtype(np.int32)), *results]  # a marker needs a result
-
-
 @dataclass(eq=False)
 class ProgramBuilder:
     """A program while its function is traced.
@@ -424,9 +411,7 @@ class ProgramBuilder:
                     "kept, but their optimizer states have different structures. Give one another `name`."
                 )
         self.calls.append(call)
-        avals = tuple(jax_compat.shaped_array(aval.shape, aval.dtype) for aval in results)
-        _marker, *values = run_call_p.bind(*operands, index=len(self.calls) - 1, results=avals)
-        return values
+        return mark_call(len(self.calls) - 1, operands, results)
 
     def capture(self, placeholder: Placeholder) -> Any:
         """The traced value that stands for a placeholder, which is an input of the program from now on.

@@ -65,7 +65,7 @@ def export(
             f"{', '.join(_describe(call) for call in calls) or 'neither a pipeline nor a loop'}."
         )
     call = calls[0]
-    if program.result_atoms:
+    if program.function.outputs:
         raise NotImplementedError(
             "export: the compiled function returns values of its own; an exported program has what the "
             "pipeline's last stage returns. Return only the pipeline's operation."
