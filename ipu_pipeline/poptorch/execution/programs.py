@@ -61,7 +61,7 @@ class Program:
     def synthetic(self) -> list[Any]:
         """What stays on the devices in place of the micro-batches of a weight update: zeros by default."""
         leaves = self.pipeline.traced.element
-        return make_synthetic(self.pipeline, leaves, self.num_taken)(self.num_taken)
+        return list(make_synthetic(self.pipeline, leaves, self.num_taken)(self.num_taken))
 
     @functools.cached_property
     def elsewhere(self) -> tuple[Any, ...]:
