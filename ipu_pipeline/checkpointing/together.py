@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from ipu_pipeline.engine import peers
+from ipu_pipeline.engine import processes
 
 __all__ = ["beside", "do_each", "do_first", "is_any", "is_first", "process_index"]
 
@@ -22,7 +22,7 @@ _place: contextvars.ContextVar[str] = contextvars.ContextVar("place", default="c
 
 def process_index() -> int:
     """The number of this process."""
-    others = peers.current()
+    others = processes.current()
     return 0 if others is None else others.index
 
 
@@ -85,19 +85,19 @@ def is_any(value: bool, what: str) -> bool:
       value: whether it is so in this one.
       what: what this is; in the same thread of all processes.
     """
-    others = peers.current()
+    others = processes.current()
     return value if others is None else "1" in others.exchange(what, str(int(value)))
 
 
 def _do(function: Callable[[], T], takes_part: bool) -> list[T]:
-    others = peers.current()
+    others = processes.current()
     if others is None:
         return [function()]
     value: Any = None
     error: Exception | None = None
     if takes_part:
         try:
-            with peers.occupied("a checkpoint"):
+            with processes.occupied("a checkpoint"):
                 value = function()
         except Exception as raised:
             error = raised

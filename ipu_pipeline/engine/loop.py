@@ -22,7 +22,7 @@ from ipu_pipeline.engine.execution.agreeing import answer_everywhere
 from ipu_pipeline.engine.execution.comparing import agree_on
 from ipu_pipeline.engine.execution.contract import Iterated, Request
 from ipu_pipeline.engine.execution.watched import rehearse
-from ipu_pipeline.engine.loops.bodies import TracedBody
+from ipu_pipeline.engine.loops.bodies import TracedBody, trace_body, trace_condition
 from ipu_pipeline.engine.pipeline import Pipeline
 from ipu_pipeline.engine.pipeline_options import PipelineOptions
 from ipu_pipeline.engine.planning.dispatch_plans import ONE_BY_ONE, DispatchPlan
@@ -35,7 +35,10 @@ from ipu_pipeline.engine.programs.recomputation import Recomputation
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms
 from ipu_pipeline.engine.segments import in_every_process
 from ipu_pipeline.engine.state import Collected, OfReplicas, PipelineState, Progress, RunState, of_replica
+from ipu_pipeline.engine.tracing.faults import describe_arguments
+from ipu_pipeline.engine.tracing.frames import ProgramNames
 from ipu_pipeline.engine.tracing.metrics import MetricReader
+from ipu_pipeline.engine.tracing.stages import as_arguments, check_signature
 from ipu_pipeline.engine.updates.cutting import cut_updates
 
 __all__ = ["Loop"]
@@ -82,6 +85,46 @@ class Loop(Pipeline):
         self._make_timetable = lambda _count: one
         self._built = self._build()
         self._programs = self._built.programs
+
+    @classmethod
+    def of_body(
+        cls,
+        body: Callable[..., Any],
+        inputs: Sequence[Any],
+        element: Any,
+        names: ProgramNames,
+        place: str,
+        returned: Callable[[Any], list[Any]],
+        condition: Callable[..., Any] | None = None,
+        what: str = "a loop",
+    ) -> Loop:
+        """Traces a body, and the condition of a loop that ends by itself.
+
+        Args:
+          body: takes the inputs, and then the feed's micro-batch.
+          inputs: pytrees of shapes and dtypes: those of the first iteration, and so of all.
+          element: a pytree of shapes and dtypes, a micro-batch of the feed; None without a feed.
+          names: those that the program gives out that the loop is part of.
+          place: what errors call the body.
+          returned: the leaves of the next iteration's inputs, of what the body returns.
+          condition: takes the inputs, returns a boolean scalar; None: the loop is told how often it runs.
+          what: what errors call the loop.
+
+        Raises:
+          TypeError, ValueError: the body does not take or return its inputs; or the condition is unusable.
+        """
+        avals, tree = jax.tree.flatten(tuple(inputs))
+        fed_args, fed_kwargs = as_arguments(element)
+        arguments = (*inputs, *fed_args)
+        check_signature(body, (arguments, fed_kwargs), "the inputs and the infeed's element", place)
+
+        def call(carried: list[Any], fed: Any) -> list[Any]:
+            args, kwargs = as_arguments(fed)
+            return returned(body(*jax.tree.unflatten(tree, carried), *args, **kwargs))
+
+        given = describe_arguments(body, arguments, fed_kwargs)
+        traced = trace_body(call, avals, element, names, place, given)
+        return cls(traced, None if condition is None else trace_condition(condition, tree, avals, what))
 
     def _build(self) -> Built:
         body, training = self.body, self.body.training

@@ -45,6 +45,7 @@ from ipu_pipeline.engine.programs.recomputation import Recomputation
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms
 from ipu_pipeline.engine.state import PipelineState, Progress, RunState, StepOutputs
 from ipu_pipeline.engine.tracing.metrics import Metric, MetricReader
+from ipu_pipeline.engine.tracing.replicas import uses_replicas
 from ipu_pipeline.engine.tracing.specs import VariableSpec, initial_value
 from ipu_pipeline.engine.tracing.stage_lists import StageEntry, flatten_stages
 from ipu_pipeline.engine.tracing.traced import TracedPipeline
@@ -760,6 +761,11 @@ class Pipeline:
         reader, reported = self.metrics, self.metrics.select(progress)
         outputs = StepOutputs(progress.collected, unflatten, lambda: reader.read(reported, 1))
         return progress.state.pipeline, outputs
+
+    @property
+    def uses_replicas(self) -> bool:
+        """Whether a stage computes with other replicas, or asks which one it is in."""
+        return any(uses_replicas(stage.flat) for stage in self.traced.stages)
 
     @property
     def takes_elements(self) -> bool:

@@ -23,11 +23,10 @@ from typing import Any
 
 import jax
 
-from ipu_pipeline.engine.devices.elsewhere import is_here
+from ipu_pipeline.engine import Loop, Pipeline
 from ipu_pipeline.engine.execution.contract import Runner
-from ipu_pipeline.engine.loop import Loop
-from ipu_pipeline.engine.pipeline import Pipeline
 from ipu_pipeline.engine.planning.memory_plans import IpuMemory
+from ipu_pipeline.engine.processes import is_here
 from ipu_pipeline.processes import board, interrupts, launched
 
 __all__ = ["SWITCH_VARIABLE", "Run", "running"]

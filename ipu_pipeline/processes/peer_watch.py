@@ -26,8 +26,7 @@ from typing import Any
 
 import jax
 
-from ipu_pipeline.engine.devices import action_log
-from ipu_pipeline.engine.peers import Peers, may_come_from
+from ipu_pipeline.engine.processes import Peers, current_log, may_come_from
 from ipu_pipeline.processes import board
 from ipu_pipeline.processes.ending import end_process
 
@@ -275,7 +274,7 @@ class PeerWatch:
                 self._hear()
 
     def _tell(self) -> None:
-        log = action_log.current()
+        log = current_log()
         with self._lock:
             standing = None if log is None else log.standing()
             self._status = dataclasses.replace(
@@ -393,7 +392,7 @@ class PeerWatch:
             thread.join(2 * self._interval)
 
     def _await_others(self) -> None:
-        log = action_log.current()
+        log = current_log()
         while log is not None and log.standing().next is not None and self._peers.failure is None:
             time.sleep(0.01)
         if self._peers.failure is not None:  # what it had started will never be finished

@@ -9,8 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ipu_pipeline.engine.devices.feeds import Take
-from ipu_pipeline.engine.tracing.faults import find_calling_line
+from ipu_pipeline.engine.fronts import Take, find_calling_line
 from ipu_pipeline.ground.shapes import as_shape, describe
 from ipu_pipeline.queues.arguments import check_replication_factor, join_arguments, warn_of_arguments
 from ipu_pipeline.queues.feeder import Feeder, Place, as_array

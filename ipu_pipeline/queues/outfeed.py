@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_pipeline.engine.state import is_readable
+from ipu_pipeline.engine import enqueue
+from ipu_pipeline.engine.fronts import is_readable
 from ipu_pipeline.engine.tracing import frames
-from ipu_pipeline.engine.tracing.enqueuing import enqueue
 from ipu_pipeline.ground.enumerations import list_members
 from ipu_pipeline.ground.shapes import describe, describe_structure
 from ipu_pipeline.queues.arguments import check_replication_factor, join_arguments, warn_of_arguments

@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_pipeline.engine.devices.feeds import Take
-from ipu_pipeline.engine.pipeline import Pipeline
+from ipu_pipeline.engine import Pipeline
+from ipu_pipeline.engine.fronts import Take
 from ipu_pipeline.ground.messages import warn_once
 
 __all__ = ["make_synthetic", "make_values", "uses_synthetic_data"]

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
-from ipu_pipeline.engine import peers, watching
+from ipu_pipeline.engine import processes, watching
 from ipu_pipeline.ground.errors import ProcessError
 from ipu_pipeline.reports.chrome_trace import to_chrome_trace
 from ipu_pipeline.reports.describing import describe_devices, describe_pipeline
@@ -83,7 +83,7 @@ class Capture:
             self.profile, origin = _make_profile(recorder, self._noted, self._max_actions)
         self._noted = DeviceProfile((), ())
         recorder.forget()
-        told = peers.current()
+        told = processes.current()
         if told is not None:
             try:
                 if not is_whole:

@@ -11,17 +11,20 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import jax
+import numpy as np
+from jax.extend import core as jex_core
 
 from ipu_pipeline.engine import jaxprs
 from ipu_pipeline.engine.loops import shards
 from ipu_pipeline.engine.loops.recording import BodyFrame, TrainingStep, minimize_p
 from ipu_pipeline.engine.tracing import faults, frames, hoisting
+from ipu_pipeline.engine.tracing.captures import Captures
 from ipu_pipeline.engine.tracing.enqueuing import enqueue_p
 from ipu_pipeline.engine.tracing.frames import Enqueued
 from ipu_pipeline.engine.tracing.traced import Source, TracedPipeline
 from ipu_pipeline.ground import jax_compat
 
-__all__ = ["BodyFunction", "TracedBody", "trace_body"]
+__all__ = ["BodyFunction", "TracedBody", "look_at_body", "trace_body", "trace_condition"]
 
 BodyFunction: TypeAlias = "Callable[[list[Any], Any], list[Any]]"
 
@@ -215,3 +218,48 @@ def _check_carried(before: Sequence[Any], after: Sequence[Any], place: str) -> N
             f"{place} must return its inputs' shapes and dtypes, since they are the inputs of the next "
             f"iteration; {'; '.join(different)}."
         )
+
+
+def look_at_body(function: Callable[[], Any], names: frames.ProgramNames, place: str) -> None:
+    """Calls a function as the body of a loop, and takes back all that it named.
+
+    Args:
+      function: what a body does.
+      names: those of the program that the loop is part of.
+      place: what errors call the body.
+    """
+
+    def body(_carried: list[Any], _element: Any) -> list[Any]:
+        function()
+        return []
+
+    with frames.unchanged(names):
+        trace_body(body, [], None, names, place)
+
+
+def trace_condition(
+    cond: Callable[..., Any], tree: Any, avals: Sequence[jax.ShapeDtypeStruct], what: str
+) -> Callable[[list[Any]], Any]:
+    """The condition as a function of the carried values, traced once."""
+    frame = frames.Frame(frames.ProgramNames(), False, f"the condition of {what}", is_stage=False)
+
+    def call(*values: Any) -> Any:
+        with frames.frame(frame):
+            return cond(*jax.tree.unflatten(tree, values))
+
+    closed_jaxpr = jax.make_jaxpr(call)(*avals)
+    results = closed_jaxpr.out_avals
+    if len(results) != 1 or results[0].shape != () or results[0].dtype != np.bool_:
+        described = ", ".join(f"{aval.dtype.name}{list(aval.shape)}" for aval in results)
+        raise ValueError(
+            f"{what}: condition must return a boolean scalar; it returned {described or 'nothing'}."
+        )
+    Captures().check(closed_jaxpr.consts, frame.place)
+    used = [*frame.names.host_tables, *frame.names.variables]
+    if used:
+        raise ValueError(
+            f"{what}: condition asks for variable {used[0]}, but may only use "
+            "the inputs. Let the body return what the condition needs."
+        )
+    evaluate = jex_core.jaxpr_as_fun(closed_jaxpr)
+    return lambda carried: evaluate(*carried)[0]

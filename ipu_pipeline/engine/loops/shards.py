@@ -22,7 +22,7 @@ import numpy as np
 from jax.extend import core as jex_core
 
 from ipu_pipeline.engine import jaxprs
-from ipu_pipeline.engine.loops.recording import current_recorder
+from ipu_pipeline.engine.loops.recording import current_body
 from ipu_pipeline.engine.tracing import hoisting
 from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.engine.tracing.traced import Source, TracedStage
@@ -73,7 +73,7 @@ def ipu_shard(index: int) -> Iterator[None]:
     number = int(index)
     if number < 0:
         raise ValueError(f"ipu_shard: index must be at least 0; got {number}.")
-    current_recorder("ipu_shard", "Its IPU is given by device_mapping: make a stage of each part.")
+    current_body("ipu_shard", "Its IPU is given by device_mapping: make a stage of each part.")
     with jax.named_scope(f"{_PREFIX}{number}"):
         yield
 

@@ -28,7 +28,13 @@ __all__ = [
     "current_frame",
     "find_frame",
     "frame",
+    "has_update_count",
     "is_in_stage",
+    "is_traced_again",
+    "is_tracing",
+    "is_training",
+    "program_names",
+    "tracing_again",
     "unchanged",
     "unchanged_on_error",
 ]
@@ -216,7 +222,43 @@ def current_frame(wanted_by: str) -> Frame:
     return current
 
 
+def program_names(wanted_by: str) -> ProgramNames:
+    """The names that the program of the function being traced gives out; raises as `current_frame`."""
+    return current_frame(wanted_by).names
+
+
+def is_training(wanted_by: str) -> bool:
+    """Whether the program of the function being traced trains; raises as `current_frame`."""
+    return current_frame(wanted_by).is_training()
+
+
+def is_tracing() -> bool:
+    """Whether a function is being traced."""
+    return _frame.get() is not None
+
+
 def is_in_stage() -> bool:
     """Whether a stage is being traced."""
     current = _frame.get()
     return current is not None and current.is_stage
+
+
+def is_traced_again() -> bool:
+    """Whether a function is being traced that was traced before, for another part of its program."""
+    current = _frame.get()
+    return current is not None and current.is_traced_again
+
+
+def has_update_count() -> bool:
+    """Whether the number of weight updates is known to the function being traced; not in a loop."""
+    current = _frame.get()
+    return current is not None and (current.has_metrics or current.is_traced_again)
+
+
+def tracing_again(place: str) -> contextlib.AbstractContextManager[Frame]:
+    """For while a function is traced that was traced before: its variables may be asked for again.
+
+    Args:
+      place: what errors call it.
+    """
+    return frame(Frame(ProgramNames(), training=True, place=place, is_stage=True, is_traced_again=True))

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ipu_pipeline import engine
-from ipu_pipeline.engine import peers, schedules
+from ipu_pipeline.engine import processes, schedules
 from ipu_pipeline.poptorch.dtypes import jax_dtype, to_numpy
 from ipu_pipeline.poptorch.enums import Liveness, OutputMode
 from ipu_pipeline.poptorch.errors import Error
@@ -81,7 +81,7 @@ def batching_of(options: Options) -> Batching:
     return Batching(options.device_iterations, options.Training.gradient_accumulation, groups)
 
 
-@peers.one_thread("compiling a PopTorch model")
+@processes.one_thread("compiling a PopTorch model")
 def compile_model(
     wrapped: Wrapped,
     arguments: Arguments,
@@ -123,7 +123,7 @@ def compile_model(
     return compiled, training
 
 
-@peers.one_thread("compiling a PopTorch model")
+@processes.one_thread("compiling a PopTorch model")
 def compile_shapes(
     wrapped: Wrapped,
     arguments: Arguments,
@@ -199,7 +199,7 @@ def _make_program(
         captured = bind(graph, wrapped.model, trains)
     else:
         with (
-            peers.occupied("capturing a model"),
+            processes.occupied("capturing a model"),
             host_weights_of(wrapped.model).unwatched(),
             one_row_each(wrapped.model, group_rows) as restored,
         ):

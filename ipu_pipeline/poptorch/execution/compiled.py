@@ -12,8 +12,8 @@ import jax
 import torch
 
 from ipu_pipeline import engine
-from ipu_pipeline.engine import peers
-from ipu_pipeline.engine.state import Collected, PipelineState, Progress
+from ipu_pipeline.engine import PipelineState, processes
+from ipu_pipeline.engine.fronts import Collected, Progress
 from ipu_pipeline.poptorch.dtypes import to_torch
 from ipu_pipeline.poptorch.errors import Error
 from ipu_pipeline.poptorch.execution.host_changes import HostChanges, writing
@@ -160,7 +160,7 @@ class CompiledModel:
         used = self.pipeline.variables
         self._unused = {name: value for name, value in variables.items() if name not in used}
 
-    @peers.one_thread("a call of a PopTorch model")
+    @processes.one_thread("a call of a PopTorch model")
     def run(
         self,
         micro_batches: Sequence[tuple[Any, ...]],
@@ -252,7 +252,9 @@ class CompiledModel:
     def _waiting(self) -> contextlib.AbstractContextManager[None]:
         """For where gradients of other processes are waited for, if the model trains."""
         return (
-            contextlib.nullcontext() if self.pipeline.updates is None else peers.waiting("a weight update")
+            contextlib.nullcontext()
+            if self.pipeline.updates is None
+            else processes.waiting("a weight update")
         )
 
     def _deal(self, micro_batches: Sequence[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:

@@ -16,7 +16,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import jax
 
-from ipu_pipeline.engine.devices.links import naming_peers
+from ipu_pipeline.engine.processes import naming_peers
 from ipu_pipeline.poptorch.errors import Error, RecoverableError, UnrecoverableError
 from ipu_pipeline.poptorch.execution.compiled import CompiledModel
 

@@ -10,7 +10,7 @@ from datetime import timedelta
 
 import tqdm
 
-from ipu_pipeline.engine.progress import watched_by
+from ipu_pipeline.engine.fronts import watched_by
 
 __all__ = ["CompileProgress"]
 

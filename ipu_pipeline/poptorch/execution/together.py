@@ -17,7 +17,7 @@ import jax
 import numpy as np
 import torch
 
-from ipu_pipeline.engine import peers
+from ipu_pipeline.engine.processes import current as current_peers
 from ipu_pipeline.poptorch.dtypes import to_numpy
 from ipu_pipeline.poptorch.enums import ConnectionType
 from ipu_pipeline.poptorch.errors import Error
@@ -97,7 +97,7 @@ def join(options: Options) -> None:
     if asked.count > 1:
         _check_supported(options)
     join_by_environment()
-    others = peers.current()
+    others = current_peers()
     joined = ALONE if others is None else Processes(others.index, others.count)
     if (asked.index, asked.count) == (joined.index, joined.count):
         return
@@ -176,7 +176,7 @@ def agree(what: str, document: Mapping[str, str]) -> None:
       Error: something differs, with the values of all processes.
       ProcessError: another process has ended, or does not go on.
     """
-    others = peers.current()
+    others = current_peers()
     if others is None:
         return
     try:
@@ -197,7 +197,7 @@ def compare_arrays(what: str, arrays: Mapping[str, Any], mend: str = _MEND) -> N
       Error: some differ, with their names.
       ProcessError: as `agree`.
     """
-    others = peers.current()
+    others = current_peers()
     if others is None:
         return
     own = json.dumps({name: _digest(array) for name, array in arrays.items()})
@@ -223,7 +223,7 @@ def compare_weights(model: torch.nn.Module, processes: Processes) -> None:
       Error: some differ, with their names.
       ProcessError: as `agree`.
     """
-    if peers.current() is None:
+    if current_peers() is None:
         return
     tensors: dict[str, torch.Tensor] = dict(model.named_parameters())
     if not processes.keep_buffers:
@@ -239,7 +239,7 @@ def compare_state(saved: SavedState | None) -> None:
       Error: it differs.
       ProcessError: as `agree`.
     """
-    if peers.current() is None:
+    if current_peers() is None:
         return
     tensors = {} if saved is None else {**saved.ipu_state, **saved.ipu_param}
     arrays = {name: to_numpy(torch.as_tensor(value), name) for name, value in tensors.items()}

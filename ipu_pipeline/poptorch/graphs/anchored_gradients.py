@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from ipu_pipeline import engine
-from ipu_pipeline.engine.state import Collected
+from ipu_pipeline.engine.fronts import Collected
 from ipu_pipeline.poptorch.dtypes import jax_dtype
 
 __all__ = ["PREFIX", "AnchoredGradients", "is_gradient", "name_gradients"]

@@ -17,7 +17,7 @@ import numpy as np
 from ipu_pipeline.checkpointing import checkpoints
 from ipu_pipeline.checkpointing.checkpoints import CheckpointSeries
 from ipu_pipeline.checkpointing.writable import check_writable
-from ipu_pipeline.engine.execution.kept import KeptPrograms
+from ipu_pipeline.engine.fronts import KeptPrograms
 from ipu_pipeline.processes import selection
 from ipu_pipeline.tf1.estimator.exporting import check_export, export_prediction
 from ipu_pipeline.tf1.estimator.inference import Inference, PaddedData

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ipu_pipeline.engine.tracing.specs import VariableSpec
+from ipu_pipeline.engine import VariableSpec
 
 __all__ = ["HostVariable", "InitializerOperation", "global_variables_initializer"]
 

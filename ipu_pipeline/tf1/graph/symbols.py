@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from ipu_pipeline.engine.tracing import frames
-from ipu_pipeline.engine.tracing.counting import update_count
+from ipu_pipeline.engine import update_count
+from ipu_pipeline.engine.fronts import has_update_count, is_tracing
 
 __all__ = [
     "ComputedStep",
@@ -115,7 +115,7 @@ class GlobalStep(StepSymbol):
         Raises:
           RuntimeError: it is used elsewhere.
         """
-        if frames.find_frame() is None:
+        if not is_tracing():
             raise RuntimeError(
                 "The global step (get_global_step) was used as an array outside of a program, where it "
                 "has no value. Use it in a stage, in an optimizer_function or in the update of an "
@@ -171,8 +171,7 @@ def counting_steps(count: Callable[[], Any]) -> Iterator[None]:
 
 def has_step() -> bool:
     """Whether the function being traced is one in which the global step has a value."""
-    frame = frames.find_frame()
-    return frame is not None and (frame.has_metrics or frame.is_traced_again)
+    return has_update_count()
 
 
 def waits_for_step(function: _Function) -> _Function:

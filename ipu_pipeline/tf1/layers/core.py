@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ipu_pipeline.engine import get_variable
 from ipu_pipeline.engine.tracing import keys
-from ipu_pipeline.engine.tracing.variables import get_variable
 from ipu_pipeline.tf1.layers.base import (
     ActivationFunction,
     Layer,

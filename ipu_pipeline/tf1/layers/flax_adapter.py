@@ -13,9 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_pipeline.engine import jaxprs
-from ipu_pipeline.engine.tracing import frames, keys, scopes
-from ipu_pipeline.engine.tracing.variables import assign, get_variable
+from ipu_pipeline.engine import assign, get_variable, jaxprs, next_rng_key
+from ipu_pipeline.engine.fronts import (
+    absolute_scope,
+    current_scope,
+    hash_name,
+    is_in_stage,
+    join,
+    program_names,
+)
 from ipu_pipeline.ground import jax_compat
 from ipu_pipeline.tf1.layers import policies
 from ipu_pipeline.tf1.layers.base import Layer
@@ -145,7 +151,7 @@ class Flax(Layer):
 
     def _key(self) -> jax.Array | None:
         """The random key of this call; None outside of stages, where there is none."""
-        return keys.next_rng_key() if frames.is_in_stage() else None
+        return next_rng_key() if is_in_stage() else None
 
     def _find_training(self, training: bool | None, options: dict[str, Any]) -> dict[str, bool]:
         """The argument that tells a linen module whether it trains."""
@@ -196,7 +202,7 @@ class Flax(Layer):
         from flax import nnx
 
         graphdef, state = nnx.split(self.module)
-        known = frames.current_frame("Flax").names
+        known = program_names("Flax")
         holders = dict(nnx.iter_graph(self.module))  # by path; what stands at several, at the same as above
         key = self._key()
         parts: dict[Any, Any] = {}
@@ -210,7 +216,7 @@ class Flax(Layer):
                 self._check_concrete(variable, path)
                 parts[path] = variable
                 continue
-            own_name = scopes.join(scopes.current_scope(), _name(path))
+            own_name = join(current_scope(), _name(path))
             names[path] = known.name_of_holder(holders[path], own_name)
             is_parameter = isinstance(variable, nnx.Param)
             read = []
@@ -219,7 +225,7 @@ class Flax(Layer):
                 self._check_concrete(leaf, path)
                 name = "/".join([names[path], *_words(inner)])
                 shape, dtype = jnp.shape(leaf), self._variable_dtype(jnp.result_type(leaf), is_parameter)
-                with scopes.absolute_scope("", reuse=names[path] != own_name):
+                with absolute_scope("", reuse=names[path] != own_name):
                     value = get_variable(name, shape, dtype, _copy_of(leaf), trainable=is_parameter)
                 values[name] = self._cast_floating(value) if is_parameter else value
                 read.append(values[name])
@@ -323,7 +329,7 @@ def _replace_rng(variable: Any, path: tuple[Any, ...], key: jax.Array) -> Any:
     value = variable.get_value()
     if not isinstance(variable, nnx.RngKey):
         return variable.replace(jnp.zeros(value.shape, value.dtype))
-    own = jax.random.fold_in(key, np.uint32(scopes.hash_name(_name(path))))
+    own = jax.random.fold_in(key, np.uint32(hash_name(_name(path))))
     return variable.replace(own if value.shape == () else jax.random.split(own, value.shape))
 
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ipu_pipeline import engine
-from ipu_pipeline.engine.tracing.variables import assign, get_variable
+from ipu_pipeline.engine import assign, get_variable
 from ipu_pipeline.processes import selection
 from ipu_pipeline.tf1.layers.base import (
     Layer,

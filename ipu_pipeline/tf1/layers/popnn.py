@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_pipeline.engine.tracing.initializers import glorot_uniform
-from ipu_pipeline.engine.tracing.variables import get_variable
+from ipu_pipeline.engine import get_variable
+from ipu_pipeline.engine.fronts import glorot_uniform
 from ipu_pipeline.ground.messages import warn_once
 from ipu_pipeline.tf1.layers.base import ActivationFunction, check_flag, find_initializer
 from ipu_pipeline.tf1.layers.recurrent_base import Recurrent

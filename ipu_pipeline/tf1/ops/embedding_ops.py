@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_pipeline.engine.tracing.initializers import find_initializer
-from ipu_pipeline.engine.tracing.specs import make_spec
+from ipu_pipeline.engine.fronts import find_initializer, make_spec
 from ipu_pipeline.graphcore.importing import explain_missing
 from ipu_pipeline.ground.messages import warn_once
 from ipu_pipeline.tf1.graph.operations import HostVariable

@@ -15,8 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ipu_pipeline.engine.tracing.variable_scopes import variable_scope
-from ipu_pipeline.engine.tracing.variables import get_variable
+from ipu_pipeline.engine import get_variable, variable_scope
 from ipu_pipeline.graphcore.importing import explain_missing
 from ipu_pipeline.tf1.layers import policies
 from ipu_pipeline.tf1.layers.base import at_least_float32

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_pipeline.engine.tracing.keys import draw_key
+from ipu_pipeline.engine.fronts import draw_key
 from ipu_pipeline.graphcore.importing import explain_missing
 from ipu_pipeline.ground.messages import warn_once
 

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ipu_pipeline.engine.updates.loss_scaling import LossScaled
-from ipu_pipeline.engine.updates.optimizer_tracing import describe_other_optimizer
+from ipu_pipeline.engine.fronts import LossScaled, describe_other_optimizer
 
 __all__ = ["AveragedWeightsState", "with_averaged_weights"]
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import optax
 
-from ipu_pipeline.engine.updates.loss_scaling import scale_loss
+from ipu_pipeline.engine.fronts import scale_loss
 from ipu_pipeline.tf1.optimizers.base import Optimizer, Unwrapped
 
 __all__ = ["LossScalingOptimizer"]

@@ -15,16 +15,9 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import numpy as np
 
-from ipu_pipeline.engine.loop import Loop
-from ipu_pipeline.engine.pipeline import Pipeline
+from ipu_pipeline.engine import Loop, Pipeline, Recomputation, VariableSpec
+from ipu_pipeline.engine.fronts import Enqueued, ProgramNames, Progress, first_leaves, mark_call
 from ipu_pipeline.engine.planning.summaries import PipelineSummary
-from ipu_pipeline.engine.programs.recomputation import Recomputation
-from ipu_pipeline.engine.segments import mark_call
-from ipu_pipeline.engine.state import Progress
-from ipu_pipeline.engine.tracing import frames
-from ipu_pipeline.engine.tracing.enqueuing import first_leaves
-from ipu_pipeline.engine.tracing.frames import Enqueued
-from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.processes import selection
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
 from ipu_pipeline.queues.outfeed import IPUOutfeedQueue
@@ -371,7 +364,7 @@ class ProgramBuilder:
     """
 
     ipu_device: int
-    names: frames.ProgramNames = field(default_factory=frames.ProgramNames)
+    names: ProgramNames = field(default_factory=ProgramNames)
     inputs: list[tuple[Any, str]] = field(default_factory=list)
     placeholders: dict[Placeholder, Any] = field(default_factory=dict)
     captured: dict[Placeholder, None] = field(default_factory=dict)

@@ -13,10 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ipu_pipeline.engine.tracing import scopes
-from ipu_pipeline.engine.tracing.specs import VariableSpec
-from ipu_pipeline.engine.tracing.variables import get_variable
-from ipu_pipeline.engine.updates.loss_scaling import LossScaled
+from ipu_pipeline.engine import VariableSpec, get_variable
+from ipu_pipeline.engine.fronts import LossScaled, Scope, opened
 from ipu_pipeline.tf1.graph.internal_variables import LOSS_WEIGHTS
 
 __all__ = ["at_least_float32_for_weights", "divide_by_weight", "weigh", "weight_name"]
@@ -45,7 +43,7 @@ def weigh(loss: Any, weight: Any) -> jax.Array:
             f"for example the number of tokens; it is {weight.dtype.name}{list(weight.shape)}."
         )
     dtype = _dtype_for(loss)
-    with scopes.opened(scopes.Scope(reuse=True)):
+    with opened(Scope(reuse=True)):
         nothing = get_variable(weight_name(loss), (), dtype, 0.0)
     counted = nothing * jax.lax.stop_gradient(weight.astype(dtype))
     return loss + counted.astype(loss.dtype)

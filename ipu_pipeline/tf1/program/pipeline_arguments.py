@@ -12,11 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_pipeline.engine.devices.offloading import Offload
-from ipu_pipeline.engine.programs.accumulation import find_accumulator_dtype
-from ipu_pipeline.engine.programs.recomputation import Recomputation
-from ipu_pipeline.engine.tracing.checkpoints import has_marks
-from ipu_pipeline.engine.tracing.stage_lists import as_level
+from ipu_pipeline.engine import Recomputation
+from ipu_pipeline.engine.fronts import Offload, as_level, find_accumulator_dtype, has_marks
 from ipu_pipeline.ground import jax_compat
 from ipu_pipeline.ground.enumerations import list_members
 from ipu_pipeline.ground.shapes import check_dtype, check_float_dtype

@@ -9,9 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from ipu_pipeline.engine.planning.dispatch_plans import DispatchPlan
-from ipu_pipeline.engine.segments import CallStep, Segment, SegmentedFunction, Values, segment
-from ipu_pipeline.engine.tracing.specs import VariableSpec
+from ipu_pipeline.engine import DispatchPlan, VariableSpec
+from ipu_pipeline.engine.fronts import CallStep, Segment, SegmentedFunction, Values, segment
 from ipu_pipeline.processes import selection
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
 from ipu_pipeline.queues.operations import Operation

@@ -6,7 +6,7 @@ import itertools
 import weakref
 
 from ipu_pipeline.checkpointing.session_state import KeptOptimizer
-from ipu_pipeline.engine.tracing.specs import VariableSpec
+from ipu_pipeline.engine import VariableSpec
 from ipu_pipeline.processes import selection
 from ipu_pipeline.tf1.graph.internal_variables import is_internal
 from ipu_pipeline.tf1.program.calls import current_builder

@@ -13,8 +13,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ipu_pipeline.engine.tracing.replicas import uses_replicas
-from ipu_pipeline.engine.tracing.traced import TracedPipeline
 from ipu_pipeline.ground.messages import warn_once
 from ipu_pipeline.processes import selection
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
@@ -52,8 +50,8 @@ def asking_for(num_replicas: int, num_ipus: int) -> Iterator[None]:
 def make_replication(
     ipu_device: int,
     num_ipus: int,
-    traced: TracedPipeline,
-    queues: Sequence[IPUInfeedQueue | IPUOutfeedQueue | None],
+    uses_replicas: bool,
+    queues: Sequence[Any],
     *,
     trains: bool,
     averages: bool,
@@ -64,8 +62,8 @@ def make_replication(
     Args:
       ipu_device: as of `Replication`.
       num_ipus: likewise.
-      traced: its stages.
-      queues: its infeed and outfeed; those that its stages enqueue to are found.
+      uses_replicas: whether its stages ask which replica they are.
+      queues: its infeed and outfeed, and what its stages enqueue to; None and what is no queue is left out.
       trains: as of `Replication`.
       averages: likewise.
       sharded: likewise.
@@ -73,14 +71,14 @@ def make_replication(
     Raises:
       ValueError: see `Replication.check`.
     """
-    targets = [entry.target for entry in traced.enqueued if isinstance(entry.target, IPUOutfeedQueue)]
-    factors = [queue.replication_factor for queue in (*queues, *targets) if queue is not None]
+    known = [queue for queue in queues if isinstance(queue, IPUInfeedQueue | IPUOutfeedQueue)]
+    factors = [queue.replication_factor for queue in known]
     made = Replication(
         ipu_device,
         num_ipus,
         trains,
         averages,
-        any(uses_replicas(stage.flat) for stage in traced.stages),
+        uses_replicas,
         tuple(factor for factor in factors if factor is not None),
         sharded=tuple(sharded),
     )

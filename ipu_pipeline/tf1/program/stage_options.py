@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ipu_pipeline.engine.tracing.stage_lists import as_level
+from ipu_pipeline.engine.fronts import as_level
 
 __all__ = ["PipelineStageOptions", "compiler_options"]
 

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ipu_pipeline.checkpointing.session_state import SessionState
-from ipu_pipeline.engine import peers
-from ipu_pipeline.engine.devices.crossing import row_sharding
+from ipu_pipeline.engine import processes
+from ipu_pipeline.engine.processes import row_sharding
 from ipu_pipeline.tf1.graph.placeholders import Placeholder
 from ipu_pipeline.tf1.program.program import Program
 
@@ -45,7 +45,7 @@ def agree_on_run(
       fault: all processes have it.
       ProcessError: another process has ended, or does not go on.
     """
-    others = peers.current()
+    others = processes.current()
     if others is None:
         return
     told = {
@@ -60,7 +60,7 @@ def agree_on_run(
     _agree(others, "a run of a session", told, fault)
 
 
-def _agree(others: peers.Peers, what: str, told: Mapping[str, str], fault: Exception | None) -> None:
+def _agree(others: processes.Peers, what: str, told: Mapping[str, str], fault: Exception | None) -> None:
     """Compares also what keeps this process from going on, and raises that if it is the same for all."""
     described = "nothing" if fault is None else f"{type(fault).__name__}: {fault}"
     try:
@@ -92,7 +92,7 @@ def agree_on_values(state: SessionState, fault: Exception | None = None) -> None
       fault: all processes have it.
       ProcessError: another process has ended, or does not go on.
     """
-    others = peers.current()
+    others = processes.current()
     if others is None:
         return
     own = dict(_own_arrays(state))

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ipu_pipeline.checkpointing.session_state import KeptOptimizer
-from ipu_pipeline.engine.devices.everywhere import read_everywhere
+from ipu_pipeline.engine.processes import read_everywhere
 
 __all__ = ["find_weights", "read_state"]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ipu_pipeline.engine import peers
+from ipu_pipeline.engine import processes
 from ipu_pipeline.tf1.program.calls import Call, LoopCall
 from ipu_pipeline.tf1.program.host_tables import HostTable, RowGradients
 from ipu_pipeline.tf1.program.program import Program
@@ -27,7 +27,7 @@ def check_registered(program: Program, session: Any) -> None:
     """
     for table in program.host_tables:
         name = f"The host embedding {table.spec.name!r}"
-        if peers.current() is not None:
+        if processes.current() is not None:
             raise NotImplementedError(
                 f"{name} is in the memory of one process, and this run has several. Run it in one, or make "
                 "the table a variable and shard it: pipeline(replicated_weight_sharding=True)."

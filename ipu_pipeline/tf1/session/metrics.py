@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ipu_pipeline.engine.state import Progress
-from ipu_pipeline.engine.tracing.metrics import NUMBERS, MetricReader, Reported
+from ipu_pipeline.engine.fronts import NUMBERS, MetricReader, Progress, Reported
 from ipu_pipeline.tf1.program.calls import PipelineCall
 
 __all__ = ["MetricLog"]

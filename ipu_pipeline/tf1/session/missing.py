@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ipu_pipeline.engine.tracing.specs import VariableSpec
+from ipu_pipeline.engine import VariableSpec
 from ipu_pipeline.tf1.program.program import Program
 from ipu_pipeline.tf1.program.registry import compiled_programs
 from ipu_pipeline.tf1.session.store import Store

@@ -15,11 +15,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from ipu_pipeline.engine.devices.feeds import Take, take_nothing
+from ipu_pipeline.engine import Pipeline
 from ipu_pipeline.engine.execution.contract import Runner
-from ipu_pipeline.engine.pipeline import Pipeline
-from ipu_pipeline.engine.segments import CallStep, Values, fit_replicas, read_count
-from ipu_pipeline.engine.state import Progress
+from ipu_pipeline.engine.fronts import (
+    CallStep,
+    Progress,
+    Take,
+    Values,
+    fit_replicas,
+    read_count,
+    take_nothing,
+)
 from ipu_pipeline.processes import announcing, interrupts, selection
 from ipu_pipeline.queues.synthetic import make_synthetic, uses_synthetic_data
 from ipu_pipeline.tf1 import utils
