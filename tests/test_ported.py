@@ -18,7 +18,7 @@ import ipu_pipeline as ipu
 from ipu_pipeline import datasets, utils
 from ipu_pipeline.engine import reference
 from ipu_pipeline.engine.state import PipelineState
-from ipu_pipeline.ground import messages
+from ipu_pipeline.ground import warned
 from tests import front, models
 from tests.ported import (
     autoencoder,
@@ -40,7 +40,7 @@ from tests.recurrent_formulas import plain_gru, plain_lstm
 
 @pytest.fixture(autouse=True)
 def as_in_a_new_process(monkeypatch):
-    monkeypatch.setattr(messages, "_warned", set())
+    monkeypatch.setattr(warned, "_warned", set())
     monkeypatch.setattr(utils, "_seed", 0)
 
 

@@ -16,7 +16,7 @@ import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline import datasets, optimizers
-from ipu_pipeline.ground import messages
+from ipu_pipeline.ground import warned
 from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput, PipelineSchedule, pipeline
 from tests import front, models
 from tests.programs import environment
@@ -28,7 +28,7 @@ Queue = ipu.ipu_outfeed_queue.IPUOutfeedQueue
 
 @pytest.fixture(autouse=True)
 def nothing_warned(monkeypatch):
-    monkeypatch.setattr(messages, "_warned", set())
+    monkeypatch.setattr(warned, "_warned", set())
 
 
 def select(number, **settings):

@@ -13,7 +13,7 @@ import ipu_pipeline as ipu
 from ipu_pipeline import loops, optimizers
 from ipu_pipeline.engine.execution.runner import ColumnRunner
 from ipu_pipeline.errors import OutOfRangeError
-from ipu_pipeline.ground import messages
+from ipu_pipeline.ground import warned
 from ipu_pipeline.ipu_infeed_queue import IPUInfeedQueue
 from ipu_pipeline.ipu_outfeed_queue import IPUOutfeedMode, IPUOutfeedQueue
 from tests import front, models
@@ -26,7 +26,7 @@ HALVED = {"halved": lambda: optax.chain(optax.scale(0.5), optax.adam(0.01))}
 
 @pytest.fixture(autouse=True)
 def nothing_warned(monkeypatch):
-    monkeypatch.setattr(messages, "_warned", set())
+    monkeypatch.setattr(warned, "_warned", set())
 
 
 def select(number):

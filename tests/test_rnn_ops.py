@@ -11,7 +11,7 @@ import torch
 
 import ipu_pipeline as ipu
 from ipu_pipeline import engine, layers, rnn_ops
-from ipu_pipeline.ground import messages
+from ipu_pipeline.ground import warned
 from ipu_pipeline.layers import recurrent_scans
 from tests import front, layer_cases, models
 from tests.recurrent_formulas import plain_gru, plain_lstm
@@ -23,7 +23,7 @@ TOLERANCES = {"float32": 1e-5, "float64": 1e-12, "bfloat16": 2e-2, "float16": 3e
 
 @pytest.fixture(autouse=True)
 def nothing_warned(monkeypatch):
-    monkeypatch.setattr(messages, "_warned", set())
+    monkeypatch.setattr(warned, "_warned", set())
 
 
 def flat(xp, values):

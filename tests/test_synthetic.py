@@ -10,7 +10,7 @@ import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline import loops
-from ipu_pipeline.ground import messages
+from ipu_pipeline.ground import warned
 from ipu_pipeline.ipu_infeed_queue import IPUInfeedQueue
 from ipu_pipeline.ipu_outfeed_queue import IPUOutfeedMode, IPUOutfeedQueue
 from ipu_pipeline.optimizers import CrossReplicaOptimizer
@@ -27,7 +27,7 @@ USE = "--use_synthetic_data"
 def environment(monkeypatch):
     monkeypatch.delenv(OWN, raising=False)
     monkeypatch.delenv(FLAGS, raising=False)
-    monkeypatch.setattr(messages, "_warned", set())
+    monkeypatch.setattr(warned, "_warned", set())
     return monkeypatch
 
 

@@ -12,6 +12,7 @@ from ipu_pipeline.engine.devices.placing import keep
 from ipu_pipeline.engine.devices.sharding import Shard
 from ipu_pipeline.engine.execution.kept import KeptPrograms
 from ipu_pipeline.engine.exporting import StageRunner, export_stages
+from ipu_pipeline.engine.jaxprs.slicing import split_results
 from ipu_pipeline.engine.loops.bodies import look_at_body
 from ipu_pipeline.engine.loops.recording import current_body, record_training_step
 from ipu_pipeline.engine.loops.shards import ipu_shard
@@ -31,15 +32,13 @@ from ipu_pipeline.engine.segments import (
 )
 from ipu_pipeline.engine.state import Collected, Progress, RunState, is_readable
 from ipu_pipeline.engine.tracing.captures import Captures
-from ipu_pipeline.engine.tracing.checkpoints import has_marks
-from ipu_pipeline.engine.tracing.enqueuing import first_leaves
+from ipu_pipeline.engine.tracing.enqueuing import enqueue_to, find_leaves
 from ipu_pipeline.engine.tracing.faults import find_calling_line, name_of
 from ipu_pipeline.engine.tracing.frames import (
     Enqueued,
     InsideOfBodyError,
     OutsideOfBodyError,
     ProgramNames,
-    current_frame,
     has_update_count,
     is_in_stage,
     is_traced_again,
@@ -55,12 +54,10 @@ from ipu_pipeline.engine.tracing.scopes import (
     Scope,
     absolute_scope,
     current_scope,
-    hash_name,
     isolated,
-    join,
     opened,
 )
-from ipu_pipeline.engine.tracing.specs import initial_value, is_of_numbers, make_spec
+from ipu_pipeline.engine.tracing.specs import initial_value, make_spec
 from ipu_pipeline.engine.tracing.stage_lists import as_level
 from ipu_pipeline.engine.tracing.stages import check_signature
 from ipu_pipeline.engine.updates.loss_scaling import LossScaled, LossScaleState, scale_loss
@@ -100,32 +97,28 @@ __all__ = [
     "check_signature",
     "count_dtype",
     "current_body",
-    "current_frame",
     "current_scope",
     "describe_other_optimizer",
     "draw_key",
+    "enqueue_to",
     "export_stages",
     "find_accumulator_dtype",
     "find_calling_line",
     "find_initializer",
+    "find_leaves",
     "find_sum_dtype",
-    "first_leaves",
     "fit_replicas",
     "glorot_uniform",
-    "has_marks",
     "has_update_count",
-    "hash_name",
     "initial_value",
     "ipu_shard",
     "is_in_stage",
-    "is_of_numbers",
     "is_readable",
     "is_shown_on",
     "is_traced_again",
     "is_tracing",
     "is_training",
     "isolated",
-    "join",
     "join_gradient_maps",
     "keep",
     "look_at_body",
@@ -139,6 +132,7 @@ __all__ = [
     "record_training_step",
     "scale_loss",
     "segment",
+    "split_results",
     "take_nothing",
     "tracing_again",
     "watched_by",

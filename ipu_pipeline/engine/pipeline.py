@@ -44,6 +44,7 @@ from ipu_pipeline.engine.programs.collecting import Collecting
 from ipu_pipeline.engine.programs.recomputation import Recomputation
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms
 from ipu_pipeline.engine.state import PipelineState, Progress, RunState, StepOutputs
+from ipu_pipeline.engine.tracing.checkpoints import has_marks
 from ipu_pipeline.engine.tracing.metrics import Metric, MetricReader
 from ipu_pipeline.engine.tracing.replicas import uses_replicas
 from ipu_pipeline.engine.tracing.specs import VariableSpec, initial_value
@@ -761,6 +762,11 @@ class Pipeline:
         reader, reported = self.metrics, self.metrics.select(progress)
         outputs = StepOutputs(progress.collected, unflatten, lambda: reader.read(reported, 1))
         return progress.state.pipeline, outputs
+
+    @property
+    def places_with_marks(self) -> list[str]:
+        """The stages that mark values for recomputation to keep, as errors call them."""
+        return [stage.place for stage in self.traced.stages if has_marks(stage.flat)]
 
     @property
     def uses_replicas(self) -> bool:

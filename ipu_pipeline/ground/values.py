@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["as_own", "as_plain", "cast_exactly"]
+__all__ = ["as_own", "as_plain", "cast_exactly", "is_of_numbers"]
 
 
 def as_plain(value: Any, what: str) -> np.ndarray[Any, Any]:
@@ -85,3 +86,8 @@ def cast_exactly(array: np.ndarray[Any, Any], dtype: Any, what: str) -> np.ndarr
             return cast
         reason = f": it has {array[overflows][0]}"
     raise ValueError(f"{what}, of dtype {array.dtype}, does not fit {dtype.name}{reason}.")
+
+
+def is_of_numbers(dtype: np.dtype[Any]) -> bool:
+    """Whether arrays of a dtype hold numbers or booleans."""
+    return dtype == np.bool_ or bool(jnp.issubdtype(dtype, jnp.number))

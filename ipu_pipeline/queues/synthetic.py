@@ -22,7 +22,7 @@ import numpy as np
 
 from ipu_pipeline.engine import Pipeline
 from ipu_pipeline.engine.fronts import Take
-from ipu_pipeline.ground.messages import warn_once
+from ipu_pipeline.ground.warned import warn_once
 
 __all__ = ["make_synthetic", "make_values", "uses_synthetic_data"]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from ipu_pipeline.graphcore.importing import explain_missing
 from ipu_pipeline.ground.enumerations import list_members
-from ipu_pipeline.ground.messages import find_near
+from ipu_pipeline.ground.names import find_near
 from ipu_pipeline.processes import selection
 from ipu_pipeline.processes.devices import spread
 from ipu_pipeline.processes.executable_cache import (

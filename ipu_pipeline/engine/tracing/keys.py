@@ -16,6 +16,7 @@ from jax.extend import core as jex_core
 from ipu_pipeline.engine.tracing import frames, scopes
 from ipu_pipeline.engine.tracing.specs import serial_numbers
 from ipu_pipeline.ground import jax_compat
+from ipu_pipeline.ground.names import hash_name
 
 __all__ = [
     "as_int32",
@@ -68,7 +69,7 @@ def draw_key(wanted_by: str, mend: str = "") -> jax.Array:
     number = current.names.key_counts.get(scope, 0)
     current.names.key_counts[scope] = number + 1
     marker = micro_batch_key_p.bind(serial=next(serial_numbers))
-    key = jax.random.fold_in(marker, np.uint32(scopes.hash_name(scope)))
+    key = jax.random.fold_in(marker, np.uint32(hash_name(scope)))
     return jax.random.fold_in(key, np.uint32(number))
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from ipu_pipeline.engine.tracing import scopes
-from ipu_pipeline.engine.tracing.specs import is_of_numbers
+from ipu_pipeline.ground.names import join
 from ipu_pipeline.ground.shapes import as_shape, describe, describe_structures
+from ipu_pipeline.ground.values import is_of_numbers
 
 __all__ = ["Layout", "Leaf", "Shared", "StageParameters", "check_length", "check_names", "make_layout"]
 
@@ -102,7 +102,7 @@ def make_layout(parameters: Any, scope: str, what: str) -> Layout:
                 raise ValueError(f"{what}{where}: a Shared cannot stand within another one, {shared}.")
             _check_leaf(leaf, f"{what}{where}")
             if shared is None:
-                name = scopes.join(scope, _words(path) or "parameter")
+                name = join(scope, _words(path) or "parameter")
             else:
                 name = "/".join([shared, *([_words(rest)] if rest else [])])
             leaves.append(Leaf(name, where, as_shape(leaf), shared))

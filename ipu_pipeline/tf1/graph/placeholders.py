@@ -12,8 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ipu_pipeline.engine.fronts import is_of_numbers
-from ipu_pipeline.ground.values import as_own, as_plain, cast_exactly
+from ipu_pipeline.ground.values import as_own, as_plain, cast_exactly, is_of_numbers
 from ipu_pipeline.tf1.graph.symbols import Symbol
 
 __all__ = [

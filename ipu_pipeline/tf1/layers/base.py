@@ -19,9 +19,9 @@ from ipu_pipeline.engine.fronts import (
     current_scope,
     find_initializer,
     is_training,
-    join,
     program_names,
 )
+from ipu_pipeline.ground.names import join
 from ipu_pipeline.tf1.layers import policies
 
 __all__ = [

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ipu_pipeline.engine import get_variable
-from ipu_pipeline.engine.tracing import keys
+from ipu_pipeline.engine.fronts import draw_key
 from ipu_pipeline.tf1.layers.base import (
     ActivationFunction,
     Layer,
@@ -216,7 +216,7 @@ class Dropout(Layer):
                 )
             sizes = zip(self._noise_shape, shape, strict=True)
             shape = tuple(own if noise is None else noise for noise, own in sizes)
-        key = keys.draw_key("ipu.layers.Dropout", " With training=False it needs none.")
+        key = draw_key("ipu.layers.Dropout", " With training=False it needs none.")
         if self._seed is not None:
             key = jax.random.fold_in(key, self._seed)
         is_kept = jax.random.bernoulli(key, 1 - self.rate, shape)

@@ -13,16 +13,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_pipeline.engine import assign, get_variable, jaxprs, next_rng_key
+from ipu_pipeline.engine import assign, get_variable, next_rng_key
 from ipu_pipeline.engine.fronts import (
     absolute_scope,
     current_scope,
-    hash_name,
     is_in_stage,
-    join,
     program_names,
+    split_results,
 )
 from ipu_pipeline.ground import jax_compat
+from ipu_pipeline.ground.names import hash_name, join
 from ipu_pipeline.tf1.layers import policies
 from ipu_pipeline.tf1.layers.base import Layer
 
@@ -173,12 +173,12 @@ class Flax(Layer):
     def _apply_linen(self, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
         init, avals, tree = _trace_init(self.module, inputs, options)
         paths = [path for path, _leaf in jax.tree_util.tree_flatten_with_path(avals)[0]]
-        flat = jaxprs.flatten(init)
+        makers = split_results(init)
         values = []
         for position, (path, aval) in enumerate(zip(paths, jax.tree.leaves(avals), strict=True)):
             is_parameter = path[0].key == "params"
             name = _name(path[1:] if is_parameter else path)
-            initialize = _initializer(flat, position)
+            initialize = _initializer(makers[position])
             dtype = self._variable_dtype(aval.dtype, is_parameter)
             value = get_variable(name, aval.shape, dtype, initialize, trainable=is_parameter)
             values.append(self._cast_floating(value) if is_parameter else value)
@@ -298,18 +298,12 @@ def _trace_init(module: Any, inputs: Any, options: Any) -> tuple[Any, Any, Any]:
     return closed_jaxpr, avals, jax.tree.structure(avals)
 
 
-def _initializer(flat: jaxprs.FlatJaxpr, position: int) -> Callable[..., jax.Array]:
-    """An initializer that computes one of the results of `init`, and nothing else."""
+def _initializer(make: Callable[[jax.Array], jax.Array]) -> Callable[..., jax.Array]:
+    """An initializer that gives one of the results of `init`."""
 
     def initialize(key: jax.Array, shape: Any, dtype: Any) -> jax.Array:
         del shape  # that of the result
-        program = jaxprs.extract(flat, [flat.outputs[position]])
-
-        def evaluate(key: jax.Array) -> list[Any]:
-            return program(*([key] if program.inputs else []))
-
-        value: jax.Array = jax.jit(evaluate)(key)[0]
-        return value.astype(dtype)
+        return make(key).astype(dtype)
 
     return initialize
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from ipu_pipeline.engine import get_variable
 from ipu_pipeline.engine.fronts import glorot_uniform
-from ipu_pipeline.ground.messages import warn_once
+from ipu_pipeline.ground.warned import warn_once
 from ipu_pipeline.tf1.layers.base import ActivationFunction, check_flag, find_initializer
 from ipu_pipeline.tf1.layers.recurrent_base import Recurrent
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from ipu_pipeline.engine.fronts import draw_key
 from ipu_pipeline.graphcore.importing import explain_missing
-from ipu_pipeline.ground.messages import warn_once
+from ipu_pipeline.ground.warned import warn_once
 
 __all__ = ["dropout"]
 

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from ipu_pipeline.engine import Loop, Pipeline, Recomputation, VariableSpec
-from ipu_pipeline.engine.fronts import Enqueued, ProgramNames, Progress, first_leaves, mark_call
+from ipu_pipeline.engine.fronts import Enqueued, ProgramNames, Progress, find_leaves, mark_call
 from ipu_pipeline.engine.planning.summaries import PipelineSummary
 from ipu_pipeline.processes import selection
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
@@ -176,13 +176,13 @@ class PipelineCall(_Call):
     @functools.cached_property
     def _enqueued(self) -> list[tuple[Enqueued, slice]]:
         """What stages enqueue to outfeeds, and where its leaves are."""
-        return _find_queues(self.pipeline.traced.enqueued)
+        return find_leaves(self.pipeline.traced.enqueued, IPUOutfeedQueue)
 
     @functools.cached_property
     def _updated(self) -> list[tuple[Enqueued, slice]]:
         """What weight updates enqueue to outfeeds, likewise."""
         updates = self.pipeline.updates
-        return [] if updates is None else _find_queues(updates.enqueued)
+        return [] if updates is None else find_leaves(updates.enqueued, IPUOutfeedQueue)
 
     def hand_out(self, progress: Progress) -> None:
         """Enqueues what a pipeline gave for some weight updates."""
@@ -251,14 +251,6 @@ class PipelineCall(_Call):
             allowed = selection.allows_recomputation()
             pipeline = pipeline.with_recomputation(self.recompute if allowed else None)
         return dataclasses.replace(pipeline.summary(left_out=self.internal), name=self.name)
-
-
-def _find_queues(entries: Sequence[Enqueued]) -> list[tuple[Enqueued, slice]]:
-    return [
-        (entry, slice(first, first + len(entry.avals)))
-        for entry, first in zip(entries, first_leaves(entries), strict=False)
-        if isinstance(entry.target, IPUOutfeedQueue)
-    ]
 
 
 @dataclass(frozen=True, eq=False)

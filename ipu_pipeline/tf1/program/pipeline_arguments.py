@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ipu_pipeline.engine import Recomputation
-from ipu_pipeline.engine.fronts import Offload, as_level, find_accumulator_dtype, has_marks
+from ipu_pipeline.engine.fronts import Offload, as_level, find_accumulator_dtype
 from ipu_pipeline.ground import jax_compat
 from ipu_pipeline.ground.enumerations import list_members
 from ipu_pipeline.ground.shapes import check_dtype, check_float_dtype
@@ -398,7 +398,7 @@ def check_outfeed(call: PipelineCall) -> None:
 def check_recomputation_checkpoints(call: PipelineCall) -> None:
     """Warns if stages mark values to keep, in a mode that keeps none."""
     if call.recompute is Recomputation.RECOMPUTE_THEN_BACKPROPAGATE:
-        marked = [stage.place for stage in call.pipeline.traced.stages if has_marks(stage.flat)]
+        marked = call.pipeline.places_with_marks
         if marked:
             warnings.warn(
                 f"recomputation_checkpoint in {', '.join(marked)} has no effect with the "

@@ -1,12 +1,11 @@
-"""What errors and warnings say: names that are near, and each warning once."""
+"""Warnings that are given once."""
 
 from __future__ import annotations
 
-import difflib
 import sys
 import warnings
 
-__all__ = ["find_near", "warn_once"]
+__all__ = ["warn_once"]
 
 _warned: set[str] = set()
 
@@ -19,9 +18,3 @@ def warn_once(name: str, message: str) -> None:
         while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("ipu_pipeline"):
             frame, level = frame.f_back, level + 1
         warnings.warn(message, stacklevel=level)
-
-
-def find_near(name: str, known: list[str], prefix: str = "") -> str:
-    """What to say to somebody who may have meant another name; an empty text if none is near."""
-    near = difflib.get_close_matches(name, known, n=1)
-    return f" Did you mean {prefix + near[0]!r}?" if near else ""
