@@ -53,6 +53,7 @@ FLOORS = (
     _folder("engine/planning"),
     _folder("engine/execution"),
     _folder("engine/loops"),
+    _folder("engine/inspect"),
     _beside(
         "engine: roof",
         "engine.pipeline_options engine.building engine.fingerprints engine.pipeline engine.loop "

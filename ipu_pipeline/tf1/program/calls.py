@@ -16,9 +16,9 @@ import jax
 import numpy as np
 from jax.extend import core as jex_core
 
+from ipu_pipeline.engine.inspect import PipelineSummary
 from ipu_pipeline.engine.loop import Loop
 from ipu_pipeline.engine.pipeline import Pipeline
-from ipu_pipeline.engine.planning.summaries import PipelineSummary
 from ipu_pipeline.engine.programs.recomputation import Recomputation
 from ipu_pipeline.engine.state import Progress
 from ipu_pipeline.engine.tracing import frames
