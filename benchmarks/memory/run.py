@@ -39,7 +39,7 @@ def measure(schedule: str, plan: str) -> Row:
     from benchmarks import models
     from ipu_pipeline import engine
     from ipu_pipeline.engine.execution.runner import ColumnRunner
-    from ipu_pipeline.reports.live_bytes import LiveBytes
+    from ipu_pipeline.engine.inspect import LiveBytes
 
     model = models.make_mlp(64, 32, 8, NUM_STAGES)
     chunk_size = 2 if plan == "chunks of 2" else 1

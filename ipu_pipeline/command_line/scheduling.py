@@ -9,8 +9,13 @@ from typing import Any
 
 from ipu_pipeline.command_line.scenario_options import add_pipeline, check_size, find_mapping
 from ipu_pipeline.command_line.tables import show
-from ipu_pipeline.engine.schedules import Action, timetable
-from ipu_pipeline.engine.schedules.staircases import find_phases, find_slots, format_staircase
+from ipu_pipeline.engine.schedules import (
+    Action,
+    find_phases,
+    find_slots,
+    format_staircase,
+    timetable,
+)
 
 __all__ = ["add"]
 

@@ -22,12 +22,12 @@ from ipu_pipeline.engine.execution.agreeing import answer_everywhere
 from ipu_pipeline.engine.execution.comparing import agree_on
 from ipu_pipeline.engine.execution.contract import Iterated, Request
 from ipu_pipeline.engine.execution.watched import rehearse
+from ipu_pipeline.engine.inspect.describing import estimate_bubble, find_shared, summarize_stages
+from ipu_pipeline.engine.inspect.summary import PipelineSummary
 from ipu_pipeline.engine.loops.bodies import TracedBody, trace_body, trace_condition
 from ipu_pipeline.engine.pipeline import Pipeline
 from ipu_pipeline.engine.pipeline_options import PipelineOptions
 from ipu_pipeline.engine.planning.dispatch_plans import ONE_BY_ONE, DispatchPlan
-from ipu_pipeline.engine.planning.summaries import PipelineSummary
-from ipu_pipeline.engine.planning.summarizing import estimate_bubble, find_shared, summarize_stages
 from ipu_pipeline.engine.programs import differentiation
 from ipu_pipeline.engine.programs.accumulation import Reduction
 from ipu_pipeline.engine.programs.collecting import make_collecting

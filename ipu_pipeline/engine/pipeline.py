@@ -32,13 +32,13 @@ from ipu_pipeline.engine.execution.blocks.runner import BlockRunner
 from ipu_pipeline.engine.execution.contract import Iterated, Pending, Request, Runner
 from ipu_pipeline.engine.execution.runner import ColumnRunner
 from ipu_pipeline.engine.execution.watched import rehearse
+from ipu_pipeline.engine.inspect.describing import estimate_bubble, find_shared, summarize_stages
+from ipu_pipeline.engine.inspect.summary import PipelineSummary
 from ipu_pipeline.engine.pipeline_options import PipelineOptions, check_positive, check_replicas
 from ipu_pipeline.engine.planning.choosing import choose_dispatch_plan
 from ipu_pipeline.engine.planning.dispatch_plans import DispatchPlan, check_dispatch_plan
 from ipu_pipeline.engine.planning.memory import plan_stages
 from ipu_pipeline.engine.planning.memory_plans import IpuMemory, StageMemory
-from ipu_pipeline.engine.planning.summaries import PipelineSummary
-from ipu_pipeline.engine.planning.summarizing import estimate_bubble, find_shared, summarize_stages
 from ipu_pipeline.engine.programs.accumulation import Reduction
 from ipu_pipeline.engine.programs.collecting import Collecting
 from ipu_pipeline.engine.programs.recomputation import Recomputation
@@ -220,6 +220,11 @@ class Pipeline:
     def _iterated(self) -> Iterated | None:
         """What makes it the body of a loop."""
         return None
+
+    @property
+    def is_loop(self) -> bool:
+        """Whether its micro-batches are iterations."""
+        return self._iterated is not None
 
     @property
     def num_carried(self) -> int:

@@ -23,9 +23,8 @@ from typing import Any
 
 import jax
 
-from ipu_pipeline.engine import Loop, Pipeline
-from ipu_pipeline.engine.execution.contract import Runner
-from ipu_pipeline.engine.planning.memory_plans import IpuMemory
+from ipu_pipeline.engine import Pipeline
+from ipu_pipeline.engine.inspect import IpuMemory, Runner
 from ipu_pipeline.engine.processes import is_here
 from ipu_pipeline.processes import board, interrupts, launched
 
@@ -52,7 +51,7 @@ class Run:
         self._facts = {
             "name": name,
             "trains": model.updates is not None,
-            "unit": "iteration" if isinstance(model, Loop) else "micro-batch",
+            "unit": "iteration" if model.is_loop else "micro-batch",
             "batch_size": _find_batch_size(model),
             "process": jax.process_index(),
             "num_processes": jax.process_count(),

@@ -16,7 +16,8 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
-from ipu_pipeline.engine import processes, watching
+from ipu_pipeline.engine import processes
+from ipu_pipeline.engine.inspect import watching
 from ipu_pipeline.ground.errors import ProcessError
 from ipu_pipeline.reports.chrome_trace import to_chrome_trace
 from ipu_pipeline.reports.describing import describe_devices, describe_pipeline

@@ -10,10 +10,9 @@ from typing import Any
 
 import jax
 
-from ipu_pipeline.engine.execution.blocks.runner import BlockRunner
-from ipu_pipeline.engine.planning.crossings import find_flows
+from ipu_pipeline.engine.inspect import Launch, LaunchKind
+from ipu_pipeline.engine.inspect.crossings import find_flows
 from ipu_pipeline.engine.tracing.specs import VariableSpec
-from ipu_pipeline.engine.watching import Launch, LaunchKind
 from ipu_pipeline.ground.shapes import num_bytes
 from ipu_pipeline.reports.profile import (
     DeviceFacts,
@@ -24,7 +23,6 @@ from ipu_pipeline.reports.profile import (
     StageFacts,
 )
 from ipu_pipeline.reports.recorder import Introduced
-from ipu_pipeline.reports.sharing import number_devices
 from ipu_pipeline.reports.summaries import summarize
 
 __all__ = ["describe_devices", "describe_layers", "describe_pipeline"]
@@ -32,7 +30,7 @@ __all__ = ["describe_devices", "describe_layers", "describe_pipeline"]
 
 def describe_devices(introduced: Sequence[Introduced]) -> tuple[DeviceFacts, ...]:
     """The devices of some pipelines, by IPU."""
-    found = {(ipu, device) for one in introduced for device, ipu in number_devices(one.runner).items()}
+    found = {(ipu, device) for one in introduced for device, ipu in one.runner.find_ipus().items()}
     facts = {DeviceFacts(ipu, d.id, d.device_kind, d.platform, d.process_index) for ipu, d in found}
     return tuple(sorted(facts, key=lambda device: (device.ipu, device.id)))
 
@@ -91,7 +89,7 @@ def describe_pipeline(one: Introduced, launches: Sequence[Launch]) -> PipelineFa
         num_micro_batches=count,
         num_serialized=shares.num_serialized,
         chunk_size=chunk_size,
-        is_one_program=isinstance(runner, BlockRunner),
+        is_one_program=owner.is_one_program,
         micro_batch_size=_find_batch_size(traced.element),
         stages=tuple(stages),
         edges=tuple(

@@ -12,12 +12,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ipu_pipeline.engine.devices.elsewhere import is_here
-from ipu_pipeline.engine.watching import Launch
+from ipu_pipeline.engine.inspect import Launch, is_here
 from ipu_pipeline.reports.device_profile import DeviceProfile, ProgramRun, group_runs
 from ipu_pipeline.reports.events import Event, EventKind
 from ipu_pipeline.reports.recorder import Launched, Recorder
-from ipu_pipeline.reports.sharing import number_devices
 
 __all__ = ["Matched", "match"]
 
@@ -97,9 +95,7 @@ def match(recorder: Recorder, profile: DeviceProfile) -> Matched:
 
 def _number_devices(recorder: Recorder) -> dict[int, int]:
     """The IPU of each device, by the device's id."""
-    return {
-        device.id: ipu for one in recorder.introduced for device, ipu in number_devices(one.runner).items()
-    }
+    return {device.id: ipu for one in recorder.introduced for device, ipu in one.runner.find_ipus().items()}
 
 
 def _find_runs(

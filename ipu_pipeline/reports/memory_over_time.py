@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ipu_pipeline.engine.planning.memory_plans import Flow, IpuMemory, StageMemory
+from ipu_pipeline.engine.inspect import Flow, IpuMemory, StageMemory
 from ipu_pipeline.reports.profile import Profile
 
 __all__ = [

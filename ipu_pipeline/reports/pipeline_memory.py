@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ipu_pipeline.engine.pipeline import Pipeline
-from ipu_pipeline.engine.planning.crossings import find_flows
+from ipu_pipeline.engine import Pipeline
+from ipu_pipeline.engine.inspect.crossings import find_flows
 from ipu_pipeline.reports.memory_over_time import MemoryOverTime, TimedAction, lay_out_memory
 
 __all__ = ["pipeline_memory_over_time"]

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ipu_pipeline.engine.planning.memory_plans import IpuMemory
+from ipu_pipeline.engine.inspect import IpuMemory
 from ipu_pipeline.reports.events import Event, EventKind
 
 __all__ = [
@@ -90,7 +90,7 @@ class EdgeFacts:
 
 @dataclass(frozen=True)
 class FlowFacts:
-    """What a stage makes for others on an IPU, once per micro-batch; see `engine.planning.crossings.Flow`.
+    """What a stage makes for others on an IPU, once per micro-batch; see `engine.inspect.crossings.Flow`.
 
     Attributes:
       stage: the stage that makes it.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ipu_pipeline.engine.planning.summaries import PipelineSummary
+from ipu_pipeline.engine.inspect import PipelineSummary
 
 __all__ = ["ProgramSummary"]
 

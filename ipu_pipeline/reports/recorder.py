@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from ipu_pipeline.engine.watching import Launch
+from ipu_pipeline.engine.inspect import Launch
 from ipu_pipeline.reports.events import REHEARSAL, EventKind
 from ipu_pipeline.reports.sharing import Shares, find_shares
 
@@ -140,7 +140,9 @@ class Recorder:
             if place is None:
                 number = len(self.introduced)
                 name = name or ("Pipeline" if not number else f"Pipeline_{number}")
-                self.introduced.append(Introduced(runner, owner, name, find_shares(runner)))
+                self.introduced.append(
+                    Introduced(runner, owner, name, find_shares(runner, owner.num_serialized))
+                )
             elif name is not None:
                 self.introduced[place] = dataclasses.replace(self.introduced[place], name=name)
 

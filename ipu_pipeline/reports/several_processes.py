@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ipu_pipeline.engine.planning.memory_plans import IpuMemory
+from ipu_pipeline.engine.inspect import IpuMemory
 from ipu_pipeline.engine.processes import Peers
 from ipu_pipeline.reports.profile import PipelineFacts, Profile, read_profile
 

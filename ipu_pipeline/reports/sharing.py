@@ -12,13 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ipu_pipeline.engine.execution.blocks.runner import BlockRunner
-from ipu_pipeline.engine.execution.contract import Runner
+from ipu_pipeline.engine.inspect import Launch, LaunchKind, Runner
 from ipu_pipeline.engine.jaxprs.costs import count_equations
-from ipu_pipeline.engine.watching import Launch, LaunchKind
 from ipu_pipeline.reports.events import Event, EventKind
 
-__all__ = ["Shares", "find_shares", "number_devices"]
+__all__ = ["Shares", "find_shares"]
 
 _BACKWARD_PER_FORWARD = 2.0  # of a stage whose operations cannot be counted: two products for each one
 _PER_TRAINED = 10.0  # operations of a weight update for each element, as of functions element by element
@@ -143,21 +141,7 @@ class Shares:
         return number, launch.step + step
 
 
-def number_devices(runner: Runner[Any]) -> dict[Any, int]:
-    """The IPU of each device of a runner: those of the second replica come after those of the first.
-
-    An IPU that is several devices is known by its first.
-    """
-    rows = runner.residence.rows
-    num_ipus = max(row.ipu for row in rows) + 1
-    return {
-        device: replica * num_ipus + row.ipu
-        for row in rows
-        for replica, device in enumerate(row.first_devices)
-    }
-
-
-def find_shares(runner: Runner[Any]) -> Shares:
+def find_shares(runner: Runner[Any], num_serialized: int) -> Shares:
     """What the actions of a runner take, by the operations of its programs."""
     residence, programs = runner.residence, runner.programs
     traced, updates = residence.traced, residence.updates
@@ -180,7 +164,7 @@ def find_shares(runner: Runner[Any]) -> Shares:
         tuple(backward),
         max(update, 1.0),
         is_fused,
-        runner.program.num_serialized if isinstance(runner, BlockRunner) else 1,
+        num_serialized,
         runner.iterated is not None,
         residence.rows[0].num_replicas,
     )

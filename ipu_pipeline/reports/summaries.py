@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from ipu_pipeline.engine.planning.crossings import find_crossings
+from ipu_pipeline.engine.inspect.crossings import find_crossings
 from ipu_pipeline.engine.planning.memory import find_copied
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms
 from ipu_pipeline.engine.tracing.traced import TracedPipeline

@@ -53,10 +53,11 @@ FLOORS = (
     _folder("engine/planning"),
     _folder("engine/execution"),
     _folder("engine/loops"),
+    _folder("engine/inspect"),
     _beside(
         "engine: roof",
         "engine.pipeline_options engine.building engine.fingerprints engine.pipeline engine.loop "
-        "engine.segments engine.measuring engine.reference engine.exporting engine.inspect engine.processes "
+        "engine.segments engine.measuring engine.reference engine.exporting engine.processes "
         "engine.fronts engine",
         "Pipeline, Loop, the plain loop that all is compared with, and what others may import",
     ),

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from ipu_pipeline import engine
-from ipu_pipeline.engine.planning.crossings import find_flows
+from ipu_pipeline.engine.inspect.crossings import find_flows
 from ipu_pipeline.engine.planning.memory_plans import Flow, IpuMemory, StageMemory
 from ipu_pipeline.engine.schedules.scenarios import Costs, Scenario
 from ipu_pipeline.engine.schedules.simulator import simulate

@@ -220,6 +220,33 @@ class Runner(abc.ABC, Generic[PendingT]):
             self.residence, accumulator_dtypes, activations, feeds, self.temporary_bytes, brought
         )
 
+    def find_ipus(self) -> dict[Any, int]:
+        """The IPU of each device: those of the second replica come after those of the first.
+
+        An IPU that is several devices is known by its first.
+        """
+        rows = self.residence.rows
+        num_ipus = max(row.ipu for row in rows) + 1
+        return {
+            device: replica * num_ipus + row.ipu
+            for row in rows
+            for replica, device in enumerate(row.first_devices)
+        }
+
+    def observe_held(self) -> Sequence[list[int]]:
+        """Begins to measure what stages hold between forwards and backwards.
+
+        Returns:
+          The largest number of bytes so far, per replica and stage; steps that follow update it.
+
+        Raises:
+          TypeError: all stages are one program, which has no buffers between them.
+        """
+        raise TypeError(
+            "LiveBytes observes pipelines whose stages are programs of their own; got a "
+            f"{type(self).__name__}."
+        )
+
     def find_brought(self, accumulator_dtypes: Mapping[str, Any], every: int) -> Mapping[int, Brought]:
         """What execution phases bring, by IPU; arguments as of `plan_memory`."""
         del accumulator_dtypes, every

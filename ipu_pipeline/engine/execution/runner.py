@@ -26,6 +26,7 @@ from ipu_pipeline.engine.execution import watched
 from ipu_pipeline.engine.execution.columns import Column
 from ipu_pipeline.engine.execution.compiling import compile_ahead
 from ipu_pipeline.engine.execution.contract import Iterated, Request, Runner
+from ipu_pipeline.engine.execution.held import Held
 from ipu_pipeline.engine.execution.lowering import Lowering
 from ipu_pipeline.engine.execution.outputs import Accumulated
 from ipu_pipeline.engine.execution.phase_memory import PhasedStep, find_brought, find_host_memory
@@ -144,6 +145,12 @@ class ColumnRunner(Runner[PendingStep]):
     def observe(self, observer: Observer | None) -> None:
         """Sets the observer of what is held after each program and its transfers. None removes it."""
         self._lowering.observe(observer)
+
+    def observe_held(self) -> Sequence[list[int]]:
+        """Begins to measure what stages hold, with an observer."""
+        held = [Held(column) for column in self.columns]
+        self.observe(lambda replica, *program: held[replica].look(*program))
+        return [one.peaks for one in held]
 
     def order(self, num_chunks: int) -> list[tuple[StepAction, int]]:
         """The actions of a step of so many micro-batches, or chunks of them."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ipu_pipeline.engine.planning.layers import fold_names
+from ipu_pipeline.engine.inspect import fold_names
 from ipu_pipeline.poptorch import markers
 from ipu_pipeline.poptorch.lowering.counting import count_lowered
 from ipu_pipeline.poptorch.lowering.unsupported import find_users_frames

@@ -4,57 +4,41 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import torch
 
-from ipu_pipeline.engine.jaxprs.costs import count_operations, count_primitives
-from ipu_pipeline.engine.tracing import frames
+from ipu_pipeline.engine.inspect import Work, count_work
 from ipu_pipeline.poptorch.dtypes import jax_dtype
 from ipu_pipeline.poptorch.lowering.interpreter import run_node
 
-__all__ = ["Lowered", "count_lowered"]
+__all__ = ["count_lowered"]
 
 
-class Lowered(NamedTuple):
-    """What an operation becomes.
-
-    Attributes:
-      num_primitives: of JAX, before XLA joins any.
-      num_flop: estimated floating-point operations of its forward, see `count_operations`.
-    """
-
-    num_primitives: int
-    num_flop: float
-
-
-def count_lowered(nodes: Iterable[torch.fx.Node]) -> dict[torch.fx.Node, Lowered]:
-    """Traces operations one by one; those that are equal once.
+def count_lowered(nodes: Iterable[torch.fx.Node]) -> dict[torch.fx.Node, Work]:
+    """Traces the forwards of operations one by one; those that are equal once.
 
     Args:
       nodes: of kind "call_function", in which `find_unsupported` finds nothing; no markers.
     """
-    known: dict[Any, Lowered] = {}
+    known: dict[Any, Work] = {}
     found = {}
-    stage = frames.Frame(frames.ProgramNames(), training=False, place="an operation", is_stage=True)
-    with frames.frame(stage):
-        for node in nodes:
-            key = _signature(node)
-            if key not in known:
-                known[key] = _count(node)
-            found[node] = known[key]
+    for node in nodes:
+        key = _signature(node)
+        if key not in known:
+            known[key] = _count(node)
+        found[node] = known[key]
     return found
 
 
-def _count(node: torch.fx.Node) -> Lowered:
+def _count(node: torch.fx.Node) -> Work:
     inputs = [read for read in node.all_input_nodes if read.op != "get_attr"]
 
     def run(values: list[Any]) -> Any:
         return run_node(node, dict(zip(inputs, values, strict=True)).__getitem__)
 
-    jaxpr = jax.make_jaxpr(run)([_map_tensors(read.meta.get("val"), _shape) for read in inputs]).jaxpr
-    return Lowered(count_primitives(jaxpr), count_operations(jaxpr))
+    return count_work(run, [_map_tensors(read.meta.get("val"), _shape) for read in inputs])
 
 
 def _signature(node: torch.fx.Node) -> Any:

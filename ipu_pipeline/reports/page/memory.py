@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ipu_pipeline.engine.planning.memory_plans import IpuMemory
+from ipu_pipeline.engine.inspect import IpuMemory
 from ipu_pipeline.engine.schedules import Timeline
 from ipu_pipeline.reports.memory_over_time import profile_memory_over_time
 from ipu_pipeline.reports.page.columns import pack_column

@@ -12,8 +12,8 @@ from typing import Any
 from ipu_pipeline.reports.events import EventKind
 from ipu_pipeline.reports.page.columns import pack
 from ipu_pipeline.reports.page.escaping import as_html, as_script
+from ipu_pipeline.reports.page.figures import make_tables, summarise
 from ipu_pipeline.reports.page.memory import pack_measured, pack_simulated
-from ipu_pipeline.reports.page.summaries import make_tables, summarise
 from ipu_pipeline.reports.predictions import timeline_events
 from ipu_pipeline.reports.profile import Profile
 from ipu_pipeline.reports.studies import Study, study

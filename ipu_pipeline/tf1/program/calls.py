@@ -17,7 +17,7 @@ import numpy as np
 
 from ipu_pipeline.engine import Loop, Pipeline, Recomputation, VariableSpec
 from ipu_pipeline.engine.fronts import Enqueued, ProgramNames, Progress, find_leaves, mark_call
-from ipu_pipeline.engine.planning.summaries import PipelineSummary
+from ipu_pipeline.engine.inspect import PipelineSummary
 from ipu_pipeline.processes import selection
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
 from ipu_pipeline.queues.outfeed import IPUOutfeedQueue

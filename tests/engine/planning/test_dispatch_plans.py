@@ -16,9 +16,9 @@ import ipu_pipeline as ipu
 from ipu_pipeline import engine, layers
 from ipu_pipeline.engine import measuring, reference
 from ipu_pipeline.engine.execution.steps import Compute
+from ipu_pipeline.engine.inspect import LiveBytes
 from ipu_pipeline.engine.planning import choosing
 from ipu_pipeline.errors import OutOfRangeError
-from ipu_pipeline.reports.live_bytes import LiveBytes
 from tests.support import front, models
 
 WIDTH, BATCH, NUM_CLASSES, COUNT, NUM_UPDATES = 6, 4, 5, 8, 3

@@ -9,9 +9,9 @@ import optax
 import pytest
 
 from ipu_pipeline import engine
+from ipu_pipeline.engine.inspect import LiveBytes
 from ipu_pipeline.engine.programs.bindings import BindingKind
 from ipu_pipeline.engine.schedules.actions import ActionKind
-from ipu_pipeline.reports.live_bytes import LiveBytes
 from tests.support import models
 
 WIDTH, SIZE, LAYERS, NUM_MICRO_BATCHES = 24, 16, 3, 8

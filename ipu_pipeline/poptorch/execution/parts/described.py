@@ -8,7 +8,7 @@ from ipu_pipeline.poptorch.annotations import module_repr
 from ipu_pipeline.poptorch.execution.building import Wrapped, batching_of
 from ipu_pipeline.poptorch.execution.compiled import CompiledModel
 from ipu_pipeline.poptorch.execution.weights import on_host
-from ipu_pipeline.poptorch.graphs.summaries import ModelSummary, summarize_module, summarize_stages
+from ipu_pipeline.poptorch.graphs.model_summary import ModelSummary, summarize_module, summarize_stages
 
 __all__ = ["Described"]
 

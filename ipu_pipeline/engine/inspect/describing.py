@@ -11,9 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 
-from ipu_pipeline.engine.planning.crossings import find_crossings
+from ipu_pipeline.engine.inspect.crossings import find_crossings
+from ipu_pipeline.engine.inspect.summary import Bubble, SharedVariables, StageSummary
 from ipu_pipeline.engine.planning.memory_plans import StageMemory
-from ipu_pipeline.engine.planning.summaries import Bubble, SharedVariables, StageSummary
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms
 from ipu_pipeline.engine.schedules.checking import Timetable
 from ipu_pipeline.engine.schedules.scenarios import Costs, Scenario

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ipu_pipeline.engine.planning.layers import Layer, find_layers, select_layers
+from ipu_pipeline.engine.inspect.layers import Layer, find_layers, select_layers
 from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.ground.shapes import num_bytes
 from ipu_pipeline.ground.tables import align, describe_bytes, describe_flop, printable, shorten

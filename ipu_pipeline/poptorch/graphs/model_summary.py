@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ipu_pipeline.engine.planning.layers import fold_names
-from ipu_pipeline.engine.planning.summaries import PipelineSummary, StageSummary, describe_numbers
+from ipu_pipeline.engine.inspect import PipelineSummary, StageSummary, describe_numbers, fold_names
 from ipu_pipeline.ground.shapes import num_bytes
 from ipu_pipeline.ground.tables import align, describe_bytes, describe_flop, printable, shorten
 from ipu_pipeline.poptorch.graphs.modules import (

@@ -1,4 +1,4 @@
-"""What pipelines hold of micro-batches in flight, measured from their buffers."""
+"""What stages hold of micro-batches in flight, measured from the buffers of a replica."""
 
 from __future__ import annotations
 
@@ -6,55 +6,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ipu_pipeline.engine.execution.columns import Column
-from ipu_pipeline.engine.execution.contract import Runner
-from ipu_pipeline.engine.execution.runner import ColumnRunner
 from ipu_pipeline.engine.execution.templates import Template
 from ipu_pipeline.engine.schedules.actions import ActionKind
 
-__all__ = ["LiveBytes"]
+__all__ = ["Held"]
 
 
-class LiveBytes:
-    """Finds the peak of what each stage holds between forwards and backwards, in bytes.
+class Held:
+    """Finds the most that each stage of a replica holds between forwards and backwards.
 
     Attributes:
-      by_replica: per replica and stage; 0 for a stage without a backward of its own, or of another process.
+      peaks: per stage, in bytes.
     """
 
-    def __init__(self, runner: Runner[Any]) -> None:
-        """Begins to observe.
-
-        Args:
-          runner: whose buffers are looked at after each program; what `Pipeline.prepare` returns.
-
-        Raises:
-          TypeError: it runs all stages as one program, on one device, and has no buffers between them.
-        """
-        if not isinstance(runner, ColumnRunner):
-            raise TypeError(
-                "LiveBytes observes pipelines whose stages are programs of their own; got a "
-                f"{type(runner).__name__}."
-            )
-        observed = [_Observed(column) for column in runner.columns]
-        self.by_replica = [one.peaks for one in observed]
-
-        def observe(
-            replica: int, template: Template, chunk: int, slots: Mapping[int, Sequence[Any]]
-        ) -> None:
-            observed[replica].look(template, chunk, slots)
-
-        runner.observe(observe)
-
-    @property
-    def peaks(self) -> list[int]:
-        """Per stage, of the replica that holds most."""
-        return [max(peaks) for peaks in zip(*self.by_replica, strict=True)]
-
-
-class _Observed:
-    """A replica."""
-
     def __init__(self, column: Column) -> None:
+        """Nothing has run yet."""
         templates = column.plan.templates
         num_stages = 1 + max(stage for _kind, stage in templates)
         self.peaks = [0] * num_stages

@@ -1,0 +1,38 @@
+"""What a function does, counted from its jaxpr."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+from ipu_pipeline.engine.jaxprs.costs import count_operations, count_primitives
+from ipu_pipeline.engine.tracing import frames
+
+__all__ = ["Work", "count_work"]
+
+
+class Work(NamedTuple):
+    """What a function does.
+
+    Attributes:
+      num_primitives: of JAX, before XLA joins any.
+      num_flop: estimated floating-point operations, see `jaxprs.costs.count_operations`.
+    """
+
+    num_primitives: int
+    num_flop: float
+
+
+def count_work(function: Callable[..., Any], *arguments: Any) -> Work:
+    """Traces a function as a part of a stage, and counts. It runs nothing.
+
+    Args:
+      function: the function, which may ask for variables and keys.
+      *arguments: what it takes, or shapes and dtypes of that.
+    """
+    stage = frames.Frame(frames.ProgramNames(), training=False, place="an operation", is_stage=True)
+    with frames.frame(stage):
+        jaxpr = jax.make_jaxpr(function)(*arguments).jaxpr
+    return Work(count_primitives(jaxpr), count_operations(jaxpr))

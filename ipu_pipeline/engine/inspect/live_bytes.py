@@ -1,0 +1,33 @@
+"""What pipelines hold of micro-batches in flight, measured from their buffers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ipu_pipeline.engine.execution.contract import Runner
+
+__all__ = ["LiveBytes"]
+
+
+class LiveBytes:
+    """Finds the peak of what each stage holds between forwards and backwards, in bytes.
+
+    Attributes:
+      by_replica: per replica and stage; 0 for a stage without a backward of its own, or of another process.
+    """
+
+    def __init__(self, runner: Runner[Any]) -> None:
+        """Begins to observe.
+
+        Args:
+          runner: whose buffers are looked at after each program; what `Pipeline.prepare` returns.
+
+        Raises:
+          TypeError: it runs all stages as one program, on one device, and has no buffers between them.
+        """
+        self.by_replica = runner.observe_held()
+
+    @property
+    def peaks(self) -> list[int]:
+        """Per stage, of the replica that holds most."""
+        return [max(peaks) for peaks in zip(*self.by_replica, strict=True)]
