@@ -16,7 +16,6 @@ import jax
 import numpy as np
 
 from ipu_pipeline.engine import Pipeline
-from ipu_pipeline.engine.execution.contract import Runner
 from ipu_pipeline.engine.fronts import (
     CallStep,
     Progress,
@@ -26,6 +25,7 @@ from ipu_pipeline.engine.fronts import (
     read_count,
     take_nothing,
 )
+from ipu_pipeline.engine.inspect import Runner
 from ipu_pipeline.processes import announcing, interrupts, selection
 from ipu_pipeline.queues.synthetic import make_synthetic, uses_synthetic_data
 from ipu_pipeline.tf1 import utils
