@@ -34,12 +34,6 @@ def is_first() -> bool:
 def do_first(function: Callable[[], T]) -> T:
     """Has process 0 call a function, and waits for it.
 
-    Args:
-      function: returns something that JSON has.
-
-    Returns:
-      What it returned, in all processes.
-
     Raises:
       OSError: it raised, in another process.
       Others: what it raised here.
@@ -51,12 +45,6 @@ def do_first(function: Callable[[], T]) -> T:
 def do_each(function: Callable[[], T]) -> list[T]:
     """Has each process call a function, and waits for all.
 
-    Args:
-      function: returns something that JSON has.
-
-    Returns:
-      What each returned, by the number of the process.
-
     Raises:
       OSError: it raised, in another process.
       Others: what it raised here.
@@ -66,11 +54,7 @@ def do_each(function: Callable[[], T]) -> list[T]:
 
 @contextlib.contextmanager
 def beside(what: str) -> Iterator[None]:
-    """For a thread that writes checkpoints while another one may: the processes meet for its own apart.
-
-    Args:
-      what: what these are, the same in all processes.
-    """
+    """For a thread that writes checkpoints while another one may: the processes meet for its own apart."""
     token = _place.set(what)
     try:
         yield
@@ -79,12 +63,7 @@ def beside(what: str) -> Iterator[None]:
 
 
 def is_any(value: bool, what: str) -> bool:
-    """Whether it is so in any process; waits for all.
-
-    Args:
-      value: whether it is so in this one.
-      what: what this is; in the same thread of all processes.
-    """
+    """Whether it is so in any process; waits for all."""
     others = processes.current()
     return value if others is None else "1" in others.exchange(what, str(int(value)))
 

@@ -20,12 +20,7 @@ __all__ = ["check_num_cpu_devices", "have_cpu_devices", "spread", "want_cpu_devi
 
 
 def spread(devices: Sequence[Any], number: int) -> list[Any]:
-    """The devices, with those first that are taken if so many are: an equal part of each process's.
-
-    Args:
-      devices: of all processes, process by process.
-      number: how many will be taken.
-    """
+    """The devices, with those first that are taken if so many are: an equal part of each process's."""
     others = processes.current()
     if others is None:
         return list(devices)

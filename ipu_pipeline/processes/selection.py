@@ -76,9 +76,6 @@ def set_num_devices(number: int) -> None:
 def select_automatically(needs: Iterable[tuple[int, int]]) -> None:
     """Selects devices for programs, unless a system was configured; what is selected already stays.
 
-    Args:
-      needs: for each program the n of its `/device:IPU:<n>`, and how many IPUs it needs.
-
     Raises:
       ValueError: there are fewer accelerators.
       RuntimeError: JAX's CPU backend is running already, with fewer devices.
@@ -105,9 +102,6 @@ def reserve(needs: Iterable[tuple[int, int]]) -> None:
     """Sees to it that the CPU will have devices enough for programs, unless a system was configured.
 
     It does not start JAX's backend.
-
-    Args:
-      needs: for each program the n of its `/device:IPU:<n>`, and how many IPUs it needs.
 
     Raises:
       RuntimeError: the CPU backend is running already, with fewer devices.

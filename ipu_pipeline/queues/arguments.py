@@ -33,16 +33,6 @@ def join_arguments(
 ) -> dict[str, Any]:
     """The arguments by name.
 
-    Args:
-      queue: the class that got them.
-      positions: those without names.
-      newer: the names of the positions.
-      older: the names of the positions if the first one is a string, the queue's name.
-      keywords: the others; None stands for one that was not given.
-
-    Returns:
-      All of `keywords`, with the values of the positions.
-
     Raises:
       TypeError: there are too many, or one is given twice.
     """
@@ -63,13 +53,7 @@ def join_arguments(
 
 
 def warn_of_arguments(queue: str, arguments: Mapping[str, Any], stacklevel: int = 3) -> None:
-    """Warns of each argument that has no effect here and is not what it is by default.
-
-    Args:
-      queue: the class that got them.
-      arguments: by name.
-      stacklevel: of the warnings.
-    """
+    """Warns of each argument that has no effect here and is not what it is by default."""
     for name, reason in _REASONS.items():
         value = arguments.get(name)
         if value not in _DEFAULTS[name]:

@@ -71,13 +71,7 @@ def make_values(leaf: jax.ShapeDtypeStruct) -> np.ndarray[Any, Any]:
 
 
 def make_synthetic(pipeline: Pipeline, leaves: Sequence[jax.ShapeDtypeStruct], count: int) -> Take:
-    """A take of micro-batches that are on the devices from now on; all have the same values.
-
-    Args:
-      pipeline: what takes them, prepared.
-      leaves: shapes and dtypes of what is fed.
-      count: how many are taken at once at most; of a pipeline those of a weight update.
-    """
+    """A take of micro-batches that are on the devices from now on; all have the same values."""
     values = list(map(make_values, leaves))
     place = pipeline.place_element
     elements = pipeline.place_ahead([place(values) for _number in range(count)])

@@ -76,19 +76,7 @@ def extract(
     given: Iterable[Var] = (),
     keep_effects_of: Callable[[Equation], bool] | None = None,
 ) -> Program:
-    """The smallest program that computes `outputs`.
-
-    Args:
-      flat: where to cut it out of.
-      outputs: variables or literals of `flat`.
-      given: variables that the program takes as arguments instead of computing them.
-      keep_effects_of: which equations with effects (debugging prints) to keep even if no output needs
-        them. None: none.
-
-    Returns:
-      The program. Its inputs are those of `flat` that it needs, in the order of `flat.inputs`, and then
-      the variables of `given` that it needs, in the order in which `flat` computes them.
-    """
+    """The smallest program that computes `outputs`."""
     given = set(given)
     needed = {atom for atom in outputs if not isinstance(atom, jex_core.Literal)}
     kept: list[Equation] = []

@@ -31,27 +31,19 @@ BodyFunction: TypeAlias = "Callable[[list[Any], Any], list[Any]]"
 
 @dataclass(frozen=True, eq=False)
 class TracedBody:
-    """A body as a pipeline whose micro-batches are iterations.
+    """A body as a pipeline whose micro-batches are iterations."""
 
-    Attributes:
-      pipeline: its outputs are what the optimizer reads, then the carried values that change, then what is
-        enqueued; its inputs what the body captured, then the carried values that stay the same; its
-        micro-batch the carried values that change, then the feed's leaves.
-      shards: the IPU of each stage.
-      training: the recorded training step.
-      enqueued: with the positions of the leaves among the outputs.
-      captured: traced values from outside, the first inputs.
-      changing: which of the carried values change.
-      num_carried: how many carried values there are.
-    """
-
+    # its outputs are what the optimizer reads, then the carried values that change, then what is enqueued;
+    # its inputs what the body captured, then the carried values that stay the same; its micro-batch the
+    # carried values that change, then the feed's leaves
     pipeline: TracedPipeline
-    shards: tuple[int, ...]
-    training: TrainingStep | None
+    shards: tuple[int, ...]  # the IPU of each stage
+    training: TrainingStep | None  # the recorded training step
+    # with the positions of the leaves among the outputs
     enqueued: tuple[tuple[Enqueued, tuple[int, ...]], ...]
-    captured: tuple[Any, ...]
-    changing: tuple[int, ...]
-    num_carried: int
+    captured: tuple[Any, ...]  # traced values from outside, the first inputs
+    changing: tuple[int, ...]  # which of the carried values change
+    num_carried: int  # how many carried values there are
 
     @property
     def num_read(self) -> int:
@@ -73,18 +65,6 @@ def trace_body(
     given: str = "",
 ) -> TracedBody:
     """Traces a body. It does not start a JAX backend.
-
-    Args:
-      function: takes a list of carried values and a micro-batch of the feed, returns the new carried
-        values.
-      carried: shapes and dtypes of the carried values.
-      element: a pytree of `ShapeDtypeStruct`s, a micro-batch of the feed; None if there is no feed.
-      program_names: the names of the program that the loop is part of.
-      place: what errors call the body.
-      given: what errors say that it was given.
-
-    Returns:
-      The traced body.
 
     Raises:
       TypeError, ValueError: a carried value comes back with another shape or dtype, or they come in another

@@ -35,44 +35,27 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class TrainingStep:
-    """A recorded training step.
+    """A recorded training step."""
 
-    Attributes:
-      name: its optimizer state is kept under it.
-      optimizer: traced; what it captured of the body counts as outputs.
-      num_mini_batches: iterations per weight update.
-      reduction: of the gradients over these.
-      gradient_map: applied to each iteration's gradients, before accumulation.
-      accumulator_dtypes: by full name of the variable.
-      offloads_state: whether the optimizer's state lies in host memory between updates.
-      shards_state: whether the replicas share out the optimizer's state.
-      averages_replicas: whether gradients are averaged over replicas.
-    """
-
-    name: str
-    optimizer: TracedOptimizer
-    num_mini_batches: int
-    reduction: Reduction
-    gradient_map: GradientMap | None
-    accumulator_dtypes: Mapping[str, Any]
-    offloads_state: bool
-    shards_state: bool = False
-    averages_replicas: bool = False
+    name: str  # its optimizer state is kept under it
+    optimizer: TracedOptimizer  # traced; what it captured of the body counts as outputs
+    num_mini_batches: int  # iterations per weight update
+    reduction: Reduction  # of the gradients over these
+    gradient_map: GradientMap | None  # applied to each iteration's gradients, before accumulation
+    accumulator_dtypes: Mapping[str, Any]  # by full name of the variable
+    offloads_state: bool  # whether the optimizer's state lies in host memory between updates
+    shards_state: bool = False  # whether the replicas share out the optimizer's state
+    averages_replicas: bool = False  # whether gradients are averaged over replicas
 
 
 @dataclass(eq=False)
 class Recorder:
-    """What a body did while it was traced.
+    """What a body did while it was traced."""
 
-    Attributes:
-      variables: those that it asked for, by full name.
-      training_step: the recorded one.
-      asks_for_training: whether a layer asked whether the program trains.
-    """
-
+    # those that it asked for, by full name
     variables: dict[str, VariableSpec] = field(default_factory=dict)
-    training_step: TrainingStep | None = None
-    asks_for_training: bool = False
+    training_step: TrainingStep | None = None  # the recorded one
+    asks_for_training: bool = False  # whether a layer asked whether the program trains
 
 
 @dataclass(frozen=True, eq=False)

@@ -45,10 +45,6 @@ def join_gradient_maps(gradient_maps: Sequence[GradientMap]) -> GradientMap | No
 def check_gradient_map(gradient_map: GradientMap, trained: Iterable[VariableSpec]) -> None:
     """Raises if a gradient map does not keep shapes and dtypes.
 
-    Args:
-      gradient_map: the map.
-      trained: the variables whose gradients it gets.
-
     Raises:
       ValueError: it does not; or it uses a traced value that is not among its arguments.
     """

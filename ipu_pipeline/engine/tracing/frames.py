@@ -145,26 +145,17 @@ class Enqueued:
 
 @dataclass(frozen=True, eq=False)
 class Frame:
-    """One function being traced. What traces another kind of function has a frame of its own (`loops`).
+    """One function being traced. What traces another kind of function has a frame of its own (`loops`)."""
 
-    Attributes:
-      names: the program that it is part of.
-      training: whether the program trains.
-      place: what errors call the function, for example "stage 0 (encoder)".
-      is_stage: whether the function is a stage, so that it may assign variables and draw keys.
-      given: what errors say that it was given, for example "x: float32[4, 12]".
-      faults: where faults are noted that let its trace go on; None: they end it.
-      enqueued: what the functions of its program enqueue; None: it may not enqueue anything.
-      is_traced_again: whether the function was traced before, and what it enqueues was recorded then.
-    """
-
-    names: ProgramNames
-    training: bool
-    place: str
-    is_stage: bool
-    given: str = ""
-    faults: Faults | None = None
+    names: ProgramNames  # the program that it is part of
+    training: bool  # whether the program trains
+    place: str  # what errors call the function, for example "stage 0 (encoder)"
+    is_stage: bool  # whether the function is a stage, so that it may assign variables and draw keys
+    given: str = ""  # what errors say that it was given, for example "x: float32[4, 12]"
+    faults: Faults | None = None  # where faults are noted that let its trace go on; None: they end it
+    # what the functions of its program enqueue; None: it may not enqueue anything
     enqueued: list[Enqueued] | None = None
+    # whether the function was traced before, and what it enqueues was recorded then
     is_traced_again: bool = False
 
     @property
@@ -206,9 +197,6 @@ def find_frame() -> Frame | None:
 
 def current_frame(wanted_by: str) -> Frame:
     """The frame of the function being traced.
-
-    Args:
-      wanted_by: the public function that asks, for the error.
 
     Raises:
       RuntimeError: nothing is being traced.

@@ -98,14 +98,5 @@ def as_int32(count: Any) -> np.int32:
 
 
 def micro_batch_key(key: jax.Array, execution_count: jax.Array, micro_batch: jax.Array) -> jax.Array:
-    """The key that all calls of one micro-batch are folded from.
-
-    Args:
-      key: the session's key.
-      execution_count: int32 scalar, how often the pipeline has been executed before.
-      micro_batch: int32 scalar, the micro-batch's index.
-
-    Returns:
-      A scalar key.
-    """
+    """The key that all calls of one micro-batch are folded from."""
     return jax.random.fold_in(jax.random.fold_in(key, execution_count), micro_batch)

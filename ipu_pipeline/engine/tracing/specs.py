@@ -118,11 +118,7 @@ def _make_initial(spec: VariableSpec, key: jax.Array) -> Any:
 
 
 def dtype_of_constant(value: Any) -> np.dtype[Any]:
-    """The dtype that TensorFlow 1 gives a variable whose initializer is a constant, as far as JAX has it.
-
-    Args:
-      value: a number, or nested lists of them: int32, float32, ...; or an array of JAX or NumPy: its own.
-    """
+    """The dtype that TensorFlow 1 gives a variable whose initializer is a constant, if JAX has it."""
     if isinstance(value, (np.ndarray, np.generic, jax.Array)):
         return np.dtype(jax.dtypes.canonicalize_dtype(value.dtype))
     found = np.asarray(value).dtype

@@ -111,15 +111,10 @@ def normal_partition(names: Sequence[str | None]) -> PartitionSpec:
 
 @dataclass
 class _Tracing:
-    """A pipeline whose stages are being traced.
+    """A pipeline whose stages are being traced."""
 
-    Attributes:
-      size: devices of each IPU.
-      is_used: whether a stage has divided anything.
-    """
-
-    size: int
-    is_used: bool = False
+    size: int  # devices of each IPU
+    is_used: bool = False  # whether a stage has divided anything
 
 
 _tracing: contextvars.ContextVar[_Tracing | None] = contextvars.ContextVar("tensor_parallel", default=None)

@@ -55,15 +55,6 @@ class CompiledModel:
     ) -> None:
         """Traces a program's pipeline, and puts the host's weights on the devices.
 
-        Args:
-          model: the user's.
-          program: the first one.
-          devices: of the IPUs.
-          key: a random key.
-          checks_numbers: whether a result or a weight that is not finite is an error. The pipeline then
-            does not donate its state.
-          processes: that run it, each with an equal part of the pipeline's replicas.
-
         Raises:
           Error: another thread has replaced a tensor of the model since it was captured.
         """
@@ -105,10 +96,6 @@ class CompiledModel:
         """Compiles a program for other shapes, and uses it from now on. The state goes on as it is.
 
         What is raised leaves everything as it was.
-
-        Args:
-          program: of the same model.
-          num_updates: as for `compile`.
 
         Raises:
           Error: the state was lost; or the program cannot have the same state, see `Program.check_trained`.
@@ -171,15 +158,6 @@ class CompiledModel:
 
         An interrupt, or a number that is not finite where that is checked, leaves the state of the last
         update that was done.
-
-        Args:
-          micro_batches: the leaves of each, of the replicas of this process; a multiple of those of an
-            update.
-          is_synthetic: whether zeros that stay on the devices take their place.
-          note_placed: called when the next one is on its way to the devices; not for synthetic ones.
-
-        Returns:
-          What the last stage gave, in their order.
 
         Raises:
           Error: an error took the state with it before; or an index is out of range, where that is checked.
@@ -286,11 +264,7 @@ class CompiledModel:
             raise Error(f"An error came before this call. {self.LOST}")
 
     def compile(self, num_updates: int) -> None:
-        """Compiles all programs of a run, and runs nothing.
-
-        Args:
-          num_updates: weight updates of a run; without training, 1.
-        """
+        """Compiles all programs of a run, and runs nothing."""
         assert self.state is not None
         self.pipeline.compile(self.state, num_updates)
 
@@ -337,10 +311,6 @@ class CompiledModel:
     def read_buffers_from_host(self, model: torch.nn.Module, names: Sequence[str]) -> None:
         """Copies some of the user's buffers to the devices.
 
-        Args:
-          model: the user's.
-          names: of buffers of the model.
-
         Raises:
           Error: it has no such buffer.
         """
@@ -376,11 +346,7 @@ class CompiledModel:
         return {name: jax.numpy.asarray(value, variables[name].dtype) for name, value in found.items()}
 
     def replace(self, **changes: Any) -> None:
-        """Puts other values into the state.
-
-        Args:
-          **changes: fields of `PipelineState`.
-        """
+        """Puts other values into the state."""
         self.check_not_lost()
         assert self.state is not None
         changed = dataclasses.replace(self.state, **changes)
@@ -390,11 +356,7 @@ class CompiledModel:
                 self._note_unused(changes["variables"])
 
     def detach(self) -> Mapping[str, Any]:
-        """Takes the state from the devices.
-
-        Returns:
-          What `attach` needs besides the host's weights, on the host.
-        """
+        """Takes the state from the devices."""
         self.check_not_lost()
         assert self.state is not None
         kept = {

@@ -124,10 +124,6 @@ class Holding:
     def __init__(self, model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
         """Looks at the model.
 
-        Args:
-          model: the user's.
-          tensors: of its parameters and buffers those that were captured, by their variables' names.
-
         Raises:
           Error: another thread has replaced a tensor of the model since it was captured.
         """

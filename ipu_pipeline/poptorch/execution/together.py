@@ -63,17 +63,11 @@ _SHOWN = 5  # names in an error
 
 @dataclass(frozen=True)
 class Processes:
-    """The processes that run a model.
+    """The processes that run a model."""
 
-    Attributes:
-      index: which one this is, from 0.
-      count: how many there are.
-      keep_buffers: whether each may have values of its own of buffers.
-    """
-
-    index: int = 0
-    count: int = 1
-    keep_buffers: bool = False
+    index: int = 0  # which one this is, from 0
+    count: int = 1  # how many there are
+    keep_buffers: bool = False  # whether each may have values of its own of buffers
 
     @classmethod
     def of(cls, options: Options) -> Processes:
@@ -138,10 +132,6 @@ def _check_supported(options: Options) -> None:
 def check_alone(options: Options, what: str) -> None:
     """For what one process does only.
 
-    Args:
-      options: of the model.
-      what: what it is, for the error.
-
     Raises:
       NotImplementedError: there are several.
     """
@@ -168,10 +158,6 @@ def describe_options(options: Options) -> dict[str, str]:
 def agree(what: str, document: Mapping[str, str]) -> None:
     """Compares what all processes say; all call it, in the same order. Nothing in a process alone.
 
-    Args:
-      what: what it is about, for the error.
-      document: by what each is.
-
     Raises:
       Error: something differs, with the values of all processes.
       ProcessError: another process has ended, or does not go on.
@@ -187,11 +173,6 @@ def agree(what: str, document: Mapping[str, str]) -> None:
 
 def compare_arrays(what: str, arrays: Mapping[str, Any], mend: str = _MEND) -> None:
     """Compares values that all processes are to have alike; as `agree`.
-
-    Args:
-      what: what they are, as a plural.
-      arrays: of NumPy, by name.
-      mend: what can be done, for the error.
 
     Raises:
       Error: some differ, with their names.
@@ -214,10 +195,6 @@ def compare_arrays(what: str, arrays: Mapping[str, Any], mend: str = _MEND) -> N
 
 def compare_weights(model: torch.nn.Module, processes: Processes) -> None:
     """Compares the parameters of a model on the host, and buffers that are not each's own; as `agree`.
-
-    Args:
-      model: the user's.
-      processes: that run it.
 
     Raises:
       Error: some differ, with their names.

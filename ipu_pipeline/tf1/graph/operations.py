@@ -11,13 +11,9 @@ __all__ = ["HostVariable", "InitializerOperation", "global_variables_initializer
 
 @dataclass(frozen=True, eq=False)
 class HostVariable:
-    """What `Session.run` runs to read a variable that stays in host memory.
+    """What `Session.run` runs to read a variable that stays in host memory."""
 
-    Attributes:
-      spec: the variable.
-    """
-
-    spec: VariableSpec
+    spec: VariableSpec  # the variable
 
 
 class InitializerOperation:

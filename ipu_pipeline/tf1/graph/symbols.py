@@ -157,11 +157,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 @contextlib.contextmanager
 def counting_steps(count: Callable[[], Any]) -> Iterator[None]:
-    """Sets what the global step counts in programs compiled inside a `with` block.
-
-    Args:
-      count: computes it where it is used, in a stage or an optimizer.
-    """
+    """Sets what the global step counts in programs compiled inside a `with` block."""
     token = _counting.set(count)
     try:
         yield
@@ -202,15 +198,7 @@ for _kind in (GlobalStep, ComputedStep):
 
 
 def split_steps(inputs: Any) -> tuple[Any, int, Callable[[Sequence[Any]], list[Any]] | None]:
-    """Takes symbols of the global step out of the `inputs` of a function.
-
-    Args:
-      inputs: as for a pipeline: pytrees in a list, or one alone.
-
-    Returns:
-      The list with None in the place of each symbol; its length; and what puts the symbols back into
-      arguments of this structure, or None if there are none.
-    """
+    """Takes symbols of the global step out of the `inputs` of a function."""
     if inputs is None:
         return inputs, 0, None
     given = list(inputs) if isinstance(inputs, (list, tuple)) else [inputs]

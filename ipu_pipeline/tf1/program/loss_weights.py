@@ -27,10 +27,6 @@ def _is_weight(name: str) -> bool:
 def weigh(loss: Any, weight: Any) -> jax.Array:
     """The loss, with a gradient that is its weight.
 
-    Args:
-      loss: a scalar.
-      weight: a scalar, which is not differentiated.
-
     Raises:
       ValueError: the weight is no real scalar.
     """
@@ -88,11 +84,7 @@ def divide_by_weight(inner: optax.GradientTransformation) -> optax.GradientTrans
 
 
 def at_least_float32_for_weights(accumulator_dtype: Any) -> Any:
-    """The dtype of accumulators, but for the weights, which are counted in that of their variable.
-
-    Args:
-      accumulator_dtype: of `engine.Pipeline`.
-    """
+    """The dtype of accumulators, but for the weights, which are counted in that of their variable."""
     if accumulator_dtype is None:
         return None
 

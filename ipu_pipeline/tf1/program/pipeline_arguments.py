@@ -333,14 +333,6 @@ def _check_mask(mask: Any) -> None:
 def apply_mask(mask: Any, outputs: Any) -> tuple[Any, list[bool]]:
     """Leaves out what an `outfeed_mask` says.
 
-    Args:
-      mask: checked; True leaves a value out. None: nothing is.
-      outputs: what the last stage returns, or shapes and dtypes.
-
-    Returns:
-      The rest, in a tuple, list or dict if the outputs are in one; and for each leaf of the outputs
-      whether it is in the rest.
-
     Raises:
       ValueError: the mask does not fit the outputs, or leaves nothing.
     """

@@ -63,16 +63,6 @@ def compiler_options(
 ) -> dict[str, Any]:
     """The three arguments of `pipeline`, checked.
 
-    Args:
-      stages: those of the pipeline; a list stands for parallel ones, which have a list of options.
-      trains: whether it has an optimizer. Without one, options of what it does not do warn.
-      forward: the argument forward_propagation_stages_poplar_options.
-      backward: the argument backward_propagation_stages_poplar_options.
-      weight_update: the argument weight_update_poplar_options.
-
-    Returns:
-      Arguments of the engine's `Pipeline`.
-
     Raises:
       TypeError: an argument is not of its type.
       ValueError: one of the lists does not have one entry per stage.

@@ -34,12 +34,6 @@ def agree_on_run(
 ) -> None:
     """Compares what is about to run with the other processes, if there are any; all of them call it.
 
-    Args:
-      programs: what is run.
-      feeds: what is fed.
-      changes: how often variables were set in each way, such as "Session.load".
-      fault: why this process cannot run it.
-
     Raises:
       ValueError: the processes differ; nothing has run.
       fault: all processes have it.
@@ -82,10 +76,6 @@ def _describe_fed(placeholder: Placeholder, feeds: Mapping[Placeholder, Any]) ->
 
 def agree_on_values(state: SessionState, fault: Exception | None = None) -> None:
     """Compares the values that each process has by itself with the others', if there are any; all call it.
-
-    Args:
-      state: everything that the session has. What lies on devices of a pipeline or loop is left out.
-      fault: why this process could not make one of its values.
 
     Raises:
       ValueError: a value differs between processes.

@@ -32,15 +32,6 @@ def find_weights(
 ) -> dict[str, Any]:
     """The arrays of an entry that has one for each trained variable, in the variables' dtypes.
 
-    Args:
-      optimizer: the state.
-      entry: the entry's last name, such as "ema", or its path, such as "[1].ema".
-      variables: the session's, by full name.
-      trained: full names of those that are trained; None: not known, and taken from the state.
-
-    Returns:
-      The arrays, by full name of the variable.
-
     Raises:
       ValueError: there is no such entry, or several.
     """

@@ -35,21 +35,13 @@ FORMAT_VERSION = 2  # 1 encoded trees otherwise, and is still read
 
 @dataclass(frozen=True, eq=False)
 class Exported:
-    """What a session gives to an export.
+    """What a session gives to an export."""
 
-    Attributes:
-      variable: gives the value of a variable.
-      key: gives the random key that all others are folded from, and starts JAX's backend.
-      seed: what that was made from.
-      execution_count: says how often the pipelines of a name have run.
-      update_count: says which global step their weights are of.
-    """
-
-    variable: Callable[[VariableSpec], Any]
-    key: Callable[[], Any]
-    seed: int
-    execution_count: Callable[[str], int]
-    update_count: Callable[[str], int]
+    variable: Callable[[VariableSpec], Any]  # gives the value of a variable
+    key: Callable[[], Any]  # gives the random key that all others are folded from, and starts JAX's backend
+    seed: int  # what that was made from
+    execution_count: Callable[[str], int]  # says how often the pipelines of a name have run
+    update_count: Callable[[str], int]  # says which global step their weights are of
 
 
 def export(

@@ -79,14 +79,7 @@ class MetricLog:
         self._logs: dict[tuple[str, bool], _Log] = {}
 
     def add(self, call: PipelineCall, num_updates: int, last: int, progress: Progress) -> None:
-        """Takes what a pipeline reported; does not wait for it.
-
-        Args:
-          call: the pipeline.
-          num_updates: how many weight updates these are; executions, in inference.
-          last: the number of the last one.
-          progress: what it gave.
-        """
+        """Takes what a pipeline reported; does not wait for it."""
         reader = call.pipeline.metrics
         if not reader:
             return

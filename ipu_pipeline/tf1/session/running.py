@@ -57,18 +57,7 @@ def run_program(
     resumption: Resumption,
     limit: Limit,
 ) -> list[np.ndarray[Any, Any]]:
-    """Runs a program; see `Session.run`.
-
-    Args:
-      program: the program.
-      feed_dict: placeholder -> value.
-      store: the session's state.
-      resumption: what a restored session has still to put back.
-      limit: where its pipelines end.
-
-    Returns:
-      The leaves of what the compiled function returned, as NumPy arrays.
-    """
+    """Runs a program; see `Session.run`."""
     values = Values(program.function, program.feed(feed_dict))
     for step in program.function.steps:  # a count that is fed is checked before anything runs
         call = program.calls[step.number] if isinstance(step, CallStep) else None
