@@ -281,7 +281,7 @@ class PeerWatch:
                 return
 
     def _find_silent(self, gone: Sequence[int], asked: float, now: float) -> list[int]:
-        """The processes with nothing more to say: what one tells at its end is heard before it is judged."""
+        """The processes with nothing more to say: what one tells at its end is heard before judging it."""
         for process in gone:
             self._gone.setdefault(process, now)
         # Where the store does not answer, they are not waited for.

@@ -42,12 +42,7 @@ def _teller(runner: Runner[Any]) -> int:
 
 @contextlib.contextmanager
 def telling_end(runner: Runner[Any], done: Done) -> Iterator[None]:
-    """For a run in a process that has a part in it: tells the others how it ends.
-
-    Args:
-      runner: of the loop.
-      done: what has been done when the block ends.
-    """
+    """For a run in a process that has a part in it: tells the others how it ends."""
     others = peers.current()
     if others is None:
         yield
@@ -79,14 +74,7 @@ def hear_end(runner: Runner[Any], done: Done) -> None:
 
 
 def skip(runner: Runner[Any], state: RunState, count: int, every: int) -> RunState:
-    """The state after so many iterations in other processes.
-
-    Args:
-      runner: of the loop.
-      state: before them.
-      count: how many.
-      every: iterations per weight update.
-    """
+    """The state after so many iterations in other processes."""
     if runner.residence.updates is None or not count:
         return state
     row, avals = runner.residence.rows[-1], runner.residence.traced.output_avals

@@ -57,13 +57,7 @@ def plan_stages(
 
 
 def find_copied(traced: TracedPipeline, ipus: Sequence[int], index: int) -> list[VariableSpec]:
-    """The variables that are copied to a stage's IPU, if it is the first one there that reads them.
-
-    Args:
-      traced: the pipeline.
-      ipus: the IPU of each stage.
-      index: the stage.
-    """
+    """The variables that are copied to a stage's IPU, if it is the first one there that reads them."""
     before = {
         spec.name
         for i, stage in enumerate(traced.stages[:index])
@@ -80,14 +74,7 @@ def find_copied(traced: TracedPipeline, ipus: Sequence[int], index: int) -> list
 def find_fed(
     traced: TracedPipeline, programs: Sequence[StagePrograms], ipus: Sequence[int], first: int = 0
 ) -> dict[int, list[Any]]:
-    """Shapes and dtypes of a micro-batch's leaves, by the IPU that reads them.
-
-    Args:
-      traced: the pipeline.
-      programs: the programs of its stages.
-      ipus: the IPU of each stage.
-      first: the number of the first leaf that is fed; those before it are carried by a loop.
-    """
+    """Shapes and dtypes of a micro-batch's leaves, by the IPU that reads them."""
     read: dict[int, set[Source]] = {ipu: set() for ipu in ipus}
     read[ipus[-1]].update(traced.outputs)  # they are collected where the last stage is
     for ipu, stage, own in zip(ipus, traced.stages, programs, strict=True):
@@ -107,16 +94,7 @@ def plan_ipus(
     temporaries: Mapping[int, int],
     brought: Mapping[int, Brought] = MappingProxyType({}),
 ) -> tuple[IpuMemory, ...]:
-    """What each IPU takes.
-
-    Args:
-      residence: what lies where.
-      accumulator_dtypes: of each trained variable's accumulators, by its full name.
-      activations: bytes of micro-batches in flight, by IPU.
-      feeds: bytes of micro-batches that wait, likewise.
-      temporaries: of programs, likewise; those of IPUs that are missing are not known.
-      brought: what execution phases bring, likewise; empty where they bring nothing.
-    """
+    """What each IPU takes."""
     traced, updates = residence.traced, residence.updates
     ipus = [row.ipu for row in residence.rows]
     held: dict[tuple[str, int, bool], list[Any]] = {}  # by kind, IPU, and whether it is in host memory

@@ -51,6 +51,10 @@ class Grouped(abc.ABC):
     ) -> None:
         """Sets an entry of `per_replica_params`.
 
+        Args:
+          parameter: of the model.
+          values: the entry.
+
         Raises:
           AssertionError: a value is of a wrong type.
           Error: the model is compiled.
@@ -74,6 +78,11 @@ def check_groupings(
     model: torch.nn.Module, groupings: Mapping[str, Any], num_replicas: int
 ) -> dict[int, GroupRows]:
     """The rows of the parameters that have any, by the ids of these.
+
+    Args:
+      model: the user's.
+      groupings: by the names of parameters: kind, size and mode, see `ReplicaGrouping`.
+      num_replicas: how many replicas there are.
 
     Raises:
       AssertionError: a value is of a wrong type.
@@ -108,7 +117,15 @@ def check_groupings(
 def one_row_each(
     model: torch.nn.Module, rows: Mapping[int, GroupRows]
 ) -> Iterator[Callable[[Captured], Captured]]:
-    """In the `with` block the model's forward sees the first row of the parameters that have rows."""
+    """In the `with` block the model's forward sees the first row of the parameters that have rows.
+
+    Args:
+      model: the user's; its tensors are plain.
+      rows: by the ids of parameters.
+
+    Yields:
+      A function that puts the parameters themselves into what was captured in the block.
+    """
     shown: dict[int, torch.nn.Parameter] = {}
     originals: dict[int, torch.Tensor] = {}
 

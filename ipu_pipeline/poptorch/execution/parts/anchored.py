@@ -28,7 +28,14 @@ class AnchoredValues:
     def keep(
         self, collected: list[Collected], dtypes: Sequence[torch.dtype], first: int, mode: OutputMode
     ) -> None:
-        """Keeps the values of a call."""
+        """Keeps the values of a call.
+
+        Args:
+          collected: what the last stage gave.
+          dtypes: of its leaves.
+          first: the place of the first leaf that was asked for by name; gradients are behind values.
+          mode: the output mode of the call, for values without one of their own.
+        """
         anchored = self._options.anchored_tensors
         shorts = sorted(anchored, key=lambda short: is_gradient(anchored[short].long_name))
         for place, short in enumerate(shorts, first):
@@ -69,6 +76,9 @@ class Anchored(abc.ABC):
 
     def getAnchoredTensor(self, short_name: str) -> torch.Tensor:
         """The value of the last call that `Options.anchorTensor` kept.
+
+        Args:
+          short_name: the first argument there.
 
         Raises:
           AssertionError: there is none of that name, or no call was made.

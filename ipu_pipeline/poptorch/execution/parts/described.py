@@ -29,6 +29,9 @@ class Described(abc.ABC):
           lines: whether to tell, too, what each line of the user's becomes: its operations of torch, how
             many primitives of JAX these are, and in which stage. All operations are traced for it.
 
+        Returns:
+          What is known; `str` and `print` make tables of it, 100 columns wide.
+
         Raises:
           TypeError: `lines` is no boolean.
         """

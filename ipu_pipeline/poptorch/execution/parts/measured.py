@@ -28,17 +28,26 @@ class CallTimes:
     """Times of the last call, in seconds of `time.perf_counter`, one per micro-batch.
 
     With several replicas, those of all replicas count, in the order in which they run.
+
+    Attributes:
+      input: when the tensors of each micro-batch were handed over.
+      input_complete: when it was on its way to the devices.
+      output: when its outputs were asked for.
+      output_complete: when they were there. What one program handles is there at once.
     """
 
-    # when the tensors of each micro-batch were handed over
     input: list[float] = field(default_factory=list)
-    input_complete: list[float] = field(default_factory=list)  # when it was on its way to the devices
-    output: list[float] = field(default_factory=list)  # when its outputs were asked for
-    # when they were there. What one program handles is there at once.
+    input_complete: list[float] = field(default_factory=list)
+    output: list[float] = field(default_factory=list)
     output_complete: list[float] = field(default_factory=list)
 
     def begin(self, moment: float, number: int) -> None:
-        """Notes that a call began."""
+        """Notes that a call began.
+
+        Args:
+          moment: when.
+          number: how many micro-batches it has.
+        """
         self.input = [moment] * number
 
     def note_placed(self) -> None:
@@ -46,7 +55,11 @@ class CallTimes:
         self.input_complete.append(time.perf_counter())
 
     def wait_for(self, collected: Sequence[Collected]) -> None:
-        """Waits for the outputs of a call, which has been started, and notes when they come."""
+        """Waits for the outputs of a call, which has been started, and notes when they come.
+
+        Args:
+          collected: what the last stage gives; what is summed up over micro-batches counts for all of them.
+        """
         number = len(self.input)
         # Of what goes nowhere, as synthetic data, all has been placed by now.
         self.input_complete += [time.perf_counter()] * (number - len(self.input_complete))
@@ -61,7 +74,12 @@ class CallTimes:
         self.output_complete += [time.perf_counter()] * (number - len(self.output_complete))
 
     def latency(self, start: str, end: str) -> Latency:
-        """The least, the greatest and the mean time of a micro-batch from one point to another."""
+        """The least, the greatest and the mean time of a micro-batch from one point to another.
+
+        Args:
+          start: the name of the first point, an attribute.
+          end: likewise, of the second.
+        """
         spans = [last - first for first, last in zip(getattr(self, start), getattr(self, end), strict=True)]
         if not spans:
             return (0.0, 0.0, 0.0)
@@ -72,7 +90,12 @@ class Profile:
     """Writes a profile of a model's first call, if its options ask for one."""
 
     def __init__(self, options: Options, trains: bool) -> None:
-        """Takes what the options say."""
+        """Takes what the options say.
+
+        Args:
+          options: of the model.
+          trains: whether it trains, for the name of the directory.
+        """
         self._options = options
         self._name = (
             options.model_name if options.is_set("model_name") else "training" if trains else "inference"
