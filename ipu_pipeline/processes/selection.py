@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from ipu_pipeline.ground.checks import is_int
 from ipu_pipeline.processes.devices import check_num_cpu_devices, have_cpu_devices, spread, want_cpu_devices
 
 __all__ = [
@@ -68,7 +69,7 @@ def set_num_devices(number: int) -> None:
       RuntimeError: JAX's CPU backend is running already, with fewer devices.
       ValueError: it is no number from 1.
     """
-    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+    if not is_int(number, 1):
         raise ValueError(f"set_num_devices: number must be an integer from 1; got {number!r}.")
     want_cpu_devices(number)
 

@@ -10,6 +10,8 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ipu_pipeline.ground.checks import is_int
+
 __all__ = ["check_replication_factor", "join_arguments", "warn_of_arguments"]
 
 _REASONS = {
@@ -62,6 +64,5 @@ def warn_of_arguments(queue: str, arguments: Mapping[str, Any], stacklevel: int 
 
 def check_replication_factor(queue: str, value: Any) -> None:
     """Raises a ValueError if a number of replicas is not usable; None is."""
-    is_integer = isinstance(value, int) and not isinstance(value, bool)
-    if value is not None and not (is_integer and value >= 1):
+    if value is not None and not is_int(value, 1):
         raise ValueError(f"{queue}: replication_factor must be an integer of at least 1; got {value!r}.")

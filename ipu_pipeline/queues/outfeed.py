@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ipu_pipeline.engine.fronts import enqueue_to, is_readable
+from ipu_pipeline.ground.checks import is_int
 from ipu_pipeline.ground.enumerations import list_members
 from ipu_pipeline.ground.shapes import describe, describe_structure
 from ipu_pipeline.queues.arguments import check_replication_factor, join_arguments, warn_of_arguments
@@ -149,8 +150,7 @@ class IPUOutfeedQueue:
             raise TypeError(
                 f"outfeed_mode must be one of {list_members(IPUOutfeedMode)}; got {outfeed_mode!r}."
             )
-        is_integer = isinstance(buffer_depth, int) and not isinstance(buffer_depth, bool)
-        if not is_integer or buffer_depth < 1:
+        if not is_int(buffer_depth, 1):
             raise ValueError(f"buffer_depth must be an integer of at least 1; got {buffer_depth!r}.")
         self._mode = outfeed_mode
         self._buffer_depth = int(buffer_depth)

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from ipu_pipeline.engine import processes
 from ipu_pipeline.engine.inspect import watching
+from ipu_pipeline.ground.checks import is_int
 from ipu_pipeline.ground.errors import ProcessError
 from ipu_pipeline.reports.chrome_trace import to_chrome_trace
 from ipu_pipeline.reports.describing import describe_devices, describe_pipeline
@@ -149,7 +150,7 @@ def capture(directory: str | os.PathLike[str], *, max_actions: int = MAX_ACTIONS
         report.
       OSError: the directory cannot be written to.
     """
-    if isinstance(max_actions, bool) or not isinstance(max_actions, int) or max_actions < 1:
+    if not is_int(max_actions, 1):
         raise ValueError(f"max_actions must be an integer of at least 1; got {max_actions!r}.")
     if watching.current() is not None:
         raise RuntimeError(

@@ -7,12 +7,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ipu_pipeline.engine import Loop
 from ipu_pipeline.engine.fronts import InsideOfBodyError, is_in_stage, look_at_body, name_of
 from ipu_pipeline.graphcore.importing import explain_missing
 from ipu_pipeline.ground import jax_compat
+from ipu_pipeline.ground.checks import is_integer
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
 from ipu_pipeline.queues.operations import Operation
 from ipu_pipeline.tf1.graph.placeholders import Placeholder, as_traced_inputs
@@ -258,7 +258,7 @@ def _check_count(n: Any, what: str) -> Any:
         if n.shape != () or not jnp.issubdtype(n.dtype, jnp.integer):
             raise TypeError(f"{what} must be an integer scalar; got {n.dtype.name}{list(n.shape)}.")
         return n
-    if not isinstance(n, (int, np.integer)) or isinstance(n, bool):
+    if not is_integer(n):
         raise TypeError(f"{what} must be an integer; got {n!r}.")
     if not 0 <= n <= _MAX_INT32:
         raise ValueError(f"{what} must be from 0 to {_MAX_INT32}; got {n}.")

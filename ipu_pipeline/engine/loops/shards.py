@@ -18,7 +18,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend import core as jex_core
 
 from ipu_pipeline.engine import jaxprs
@@ -27,6 +26,7 @@ from ipu_pipeline.engine.tracing import hoisting
 from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.engine.tracing.traced import Source, TracedStage
 from ipu_pipeline.ground import jax_compat
+from ipu_pipeline.ground.checks import is_integer
 
 __all__ = ["ShardedFunction", "ipu_shard", "read_shard", "refuse_inner_scopes", "split"]
 
@@ -68,7 +68,7 @@ def ipu_shard(index: int) -> Iterator[None]:
           with ipu_shard(1):
               return second_half(x)
     """
-    if not isinstance(index, (int, np.integer)) or isinstance(index, bool):
+    if not is_integer(index):
         raise TypeError(f"ipu_shard: index must be an integer; got {index!r}.")
     number = int(index)
     if number < 0:

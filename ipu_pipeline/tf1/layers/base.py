@@ -21,6 +21,7 @@ from ipu_pipeline.engine.fronts import (
     is_training,
     program_names,
 )
+from ipu_pipeline.ground.checks import is_integer
 from ipu_pipeline.ground.names import join
 from ipu_pipeline.tf1.layers import policies
 
@@ -192,7 +193,7 @@ def check_positive_integer(layer: str, argument: str, value: Any) -> int:
     Raises:
       ValueError: it is not a positive integer.
     """
-    if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 1:
+    if not is_integer(value, 1):
         raise ValueError(f"{layer}: {argument} must be a positive integer; got {value!r}.")
     return int(value)
 

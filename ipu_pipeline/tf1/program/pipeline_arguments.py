@@ -15,6 +15,7 @@ import numpy as np
 from ipu_pipeline.engine import Recomputation
 from ipu_pipeline.engine.fronts import Offload, as_level, find_accumulator_dtype
 from ipu_pipeline.ground import jax_compat
+from ipu_pipeline.ground.checks import is_integer
 from ipu_pipeline.ground.enumerations import list_members
 from ipu_pipeline.ground.shapes import check_dtype, check_float_dtype
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
@@ -118,7 +119,7 @@ def check_batch_serialization(
 
 def check_integer(argument: str, value: Any) -> int:
     """An integer from 1 that fits int32."""
-    if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
+    if not is_integer(value):
         raise TypeError(f"{argument} must be an integer; got {value!r}.")
     if not 1 <= value <= _MAX_INT32:
         raise ValueError(f"{argument} must be from 1 to {_MAX_INT32}; got {value}.")
@@ -261,7 +262,7 @@ def check_mapping(device_mapping: Any, stages: Sequence[Any]) -> list[int | list
                 f"computational_stages[{index}] is; got {entry!r}."
             )
         for ipu in as_level(entry):
-            if not isinstance(ipu, (int, np.integer)) or isinstance(ipu, bool) or ipu < 0:
+            if not is_integer(ipu, 0):
                 raise ValueError(
                     "Each stage must be mapped to an IPU: device_mapping must have integers from 0; "
                     f"device_mapping[{index}] is {entry!r}."
