@@ -1,15 +1,17 @@
-"""Checks of an option's value: each takes the option's name and a value, and returns what is kept.
+"""Checks of a value: each takes the value's name, for errors, and the value, and returns what is kept.
 
 A wrong type is an AssertionError, as in PopTorch; a number out of range is a ValueError.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import numbers
 import os
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 from ipu_pipeline.engine.enumerations import list_members
 
@@ -26,7 +28,9 @@ __all__ = [
     "string",
 ]
 
-Check: TypeAlias = "Callable[[str, Any], Any]"
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+MemberT = TypeVar("MemberT", bound=enum.Enum)
 
 
 def fail(name: str, rule: str, value: Any) -> AssertionError:
@@ -34,69 +38,95 @@ def fail(name: str, rule: str, value: Any) -> AssertionError:
     return AssertionError(f"{name} must be {rule}; got {value!r}.")
 
 
-def boolean(name: str, value: Any) -> bool:
-    """True or False."""
-    if not isinstance(value, bool):
-        raise fail(name, "True or False", value)
+def _keep(_name: str, value: Any) -> Any:
     return value
 
 
-def string(name: str, value: Any) -> str:
-    """A string."""
-    if not isinstance(value, str):
-        raise fail(name, "a string", value)
-    return value
+@dataclass(frozen=True)
+class Check(Generic[T_co]):
+    """A check of a value's type, and then of the value.
+
+    Attributes:
+      rule: what a value must be, in words.
+      accepts: whether a value is of the right type.
+      keep: takes the name and a value of the right type, and returns what is kept.
+      refuses: which values `keep` raises a ValueError for, in words.
+      is_optional: whether None is let through.
+    """
+
+    rule: str
+    accepts: Callable[[Any], bool]
+    keep: Callable[[str, Any], T_co] = _keep
+    refuses: str = ""
+    is_optional: bool = False
+
+    def __call__(self, name: str, value: Any) -> T_co:
+        """Checks a value.
+
+        Raises:
+          AssertionError: the value is of a wrong type.
+          ValueError: the value is out of range.
+        """
+        if value is None and self.is_optional:
+            return _keep(name, None)
+        if not self.accepts(value):
+            raise fail(name, self.rule, value)
+        return self.keep(name, value)
+
+    @property
+    def raises(self) -> str:
+        """The errors, for the documentation of what is checked."""
+        wrong = "neither None nor" if self.is_optional else "not"
+        text = f"AssertionError: the value is {wrong} {self.rule}."
+        return f"{text}\n  ValueError: the value is {self.refuses}." if self.refuses else text
 
 
-def directory(name: str, value: Any) -> str:
-    """A directory, as a string."""
-    if not isinstance(value, (str, os.PathLike)) or not isinstance(path := os.fspath(value), str):
-        raise fail(name, "a path", value)
-    if not path:
-        raise ValueError(f"{name} must be a path; got an empty string.")
-    return path
+def instance(kind: type[T], rule: str) -> Check[T]:
+    """An instance of a class; the rule says which in words."""
+    return Check(rule, lambda value: isinstance(value, kind))
 
 
-def integer(minimum: int | None = None) -> Check:
-    """An integer that is not below a minimum, if there is one."""
-
-    def check(name: str, value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-            raise fail(name, "an integer", value)
-        if minimum is not None and value < minimum:
-            raise ValueError(f"{name} must be at least {minimum}; got {value}.")
-        return int(value)
-
-    return check
-
-
-def member(kind: type[enum.Enum]) -> Check:
+def member(kind: type[MemberT]) -> Check[MemberT]:
     """A member of an enumeration."""
     return instance(kind, f"one of {list_members(kind)}")
 
 
-def instance(kind: type, rule: str) -> Check:
-    """An instance of a class; the rule says which in words."""
+def integer(minimum: int | None = None) -> Check[int]:
+    """An integer that is not below a minimum, if there is one."""
 
-    def check(name: str, value: Any) -> Any:
-        if not isinstance(value, kind):
-            raise fail(name, rule, value)
-        return value
+    def accepts(value: Any) -> bool:
+        return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
-    return check
+    def keep(name: str, value: Any) -> int:
+        if minimum is not None and value < minimum:
+            raise ValueError(f"{name} must be at least {minimum}; got {value}.")
+        return int(value)
+
+    return Check("an integer", accepts, keep, "" if minimum is None else f"below {minimum}")
 
 
-def optional(check: Check) -> Check:
+def optional(check: Check[T]) -> Check[T | None]:
     """None, or what another check lets through."""
-
-    def check_unless_none(name: str, value: Any) -> Any:
-        return None if value is None else check(name, value)
-
-    return check_unless_none
+    return dataclasses.replace(check, is_optional=True)
 
 
-def list_of_strings(name: str, value: Any) -> list[str]:
-    """A list or tuple of strings, as a list."""
-    if not isinstance(value, (list, tuple)) or not all(isinstance(one, str) for one in value):
-        raise fail(name, "a list of strings", value)
-    return list(value)
+def _accepts_path(value: Any) -> bool:
+    return isinstance(value, (str, os.PathLike)) and isinstance(os.fspath(value), str)
+
+
+def _keep_path(name: str, value: Any) -> str:
+    if not (path := os.fspath(value)):
+        raise ValueError(f"{name} must be a path; got an empty string.")
+    return str(path)
+
+
+def _accepts_strings(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(one, str) for one in value)
+
+
+boolean = instance(bool, "True or False")
+string = instance(str, "a string")
+directory = Check("a path", _accepts_path, _keep_path, "an empty string")  # kept as a string
+list_of_strings: Check[list[str]] = Check(
+    "a list of strings", _accepts_strings, lambda _name, value: list(value)
+)
