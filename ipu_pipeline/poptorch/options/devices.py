@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 from ipu_pipeline.poptorch.enums import CommGroupType, ConnectionType, SyncPattern
-from ipu_pipeline.poptorch.options import checks
+from ipu_pipeline.poptorch.operations import checks
 from ipu_pipeline.poptorch.options.base import Option, OptionGroup, configurable
 
 __all__ = ["DeviceOptions"]
@@ -21,7 +21,7 @@ def _check_proportions(name: str, value: Any) -> dict[int, float]:
         number = re.fullmatch(r"IPU(\d+)", key) if isinstance(key, str) else None
         if number is None:
             raise checks.fail(name, 'a dict with keys as "IPU0"', key)
-        if not isinstance(proportion, (int, float)) or isinstance(proportion, bool):
+        if not checks.is_number(proportion):
             raise checks.fail(f"{name}[{key!r}]", "a number", proportion)
         if not 0 <= proportion <= 1:
             raise ValueError(f"{name}[{key!r}] must be from 0 to 1; got {proportion}.")

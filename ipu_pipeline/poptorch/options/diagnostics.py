@@ -6,9 +6,8 @@ from typing import Any, NamedTuple, Self
 
 from ipu_pipeline.poptorch import logs
 from ipu_pipeline.poptorch.enums import OutputMode
-from ipu_pipeline.poptorch.options import checks
+from ipu_pipeline.poptorch.operations import checks
 from ipu_pipeline.poptorch.options.base import Option, OptionGroup, configurable
-from ipu_pipeline.poptorch.options.checks import Check
 
 __all__ = ["AnchoredTensor", "DiagnosticOptions", "check_output_mode"]
 
@@ -27,7 +26,7 @@ class AnchoredTensor(NamedTuple):
     output_return_period: int
 
 
-_anchored: Check[dict[str, AnchoredTensor]] = Check(
+_anchored: checks.Check[dict[str, AnchoredTensor]] = checks.Check(
     "a dict of AnchoredTensor, as anchorTensor makes it",
     lambda value: (
         isinstance(value, dict) and all(isinstance(one, AnchoredTensor) for one in value.values())

@@ -6,7 +6,7 @@ import os
 from typing import Self
 
 from ipu_pipeline.engine import peers
-from ipu_pipeline.poptorch.options import checks
+from ipu_pipeline.poptorch.operations import checks
 from ipu_pipeline.poptorch.options.base import Option, OptionGroup, configurable
 from ipu_pipeline.processes.addresses import COUNT_VARIABLE, INDEX_VARIABLE, is_in_environment
 

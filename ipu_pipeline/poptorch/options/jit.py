@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ipu_pipeline.poptorch.options import checks
+from ipu_pipeline.poptorch.operations import checks
 from ipu_pipeline.poptorch.options.base import Option, OptionGroup
 
 __all__ = ["JitOptions"]

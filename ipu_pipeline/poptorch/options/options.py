@@ -11,7 +11,8 @@ import torch
 
 from ipu_pipeline.engine import schedules
 from ipu_pipeline.poptorch.enums import AutoStage, OutputMode
-from ipu_pipeline.poptorch.options import checks, config_file, environment
+from ipu_pipeline.poptorch.operations import checks
+from ipu_pipeline.poptorch.options import config_file, environment
 from ipu_pipeline.poptorch.options.base import Option, OptionGroup, configurable
 from ipu_pipeline.poptorch.options.devices import DeviceOptions
 from ipu_pipeline.poptorch.options.diagnostics import DiagnosticOptions, check_output_mode

@@ -9,7 +9,7 @@ import torch
 from ipu_pipeline.engine.enumerations import list_members
 from ipu_pipeline.poptorch.enums import HalfFloatCastingBehavior
 from ipu_pipeline.poptorch.logs import warn_once
-from ipu_pipeline.poptorch.options import checks
+from ipu_pipeline.poptorch.operations import checks
 from ipu_pipeline.poptorch.options.base import Option, OptionGroup
 
 __all__ = ["PrecisionOptions"]

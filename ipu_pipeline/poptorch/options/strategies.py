@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from ipu_pipeline.poptorch.enums import AutoStage
 from ipu_pipeline.poptorch.graphs.blocks import Placement
-from ipu_pipeline.poptorch.options import checks
+from ipu_pipeline.poptorch.operations import checks
 from ipu_pipeline.poptorch.options.stages import Stage, associate
 
 __all__ = ["PipelinedExecution", "ShardedExecution", "Strategy"]

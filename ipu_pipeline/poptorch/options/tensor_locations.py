@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from ipu_pipeline.poptorch.options import checks
+from ipu_pipeline.poptorch.operations import checks
 from ipu_pipeline.poptorch.options.base import Option, OptionGroup
-from ipu_pipeline.poptorch.options.checks import Check
 
 __all__ = ["TensorLocationOptions", "TensorLocationSettings"]
 
 _IO_TILES = "tiles for input and output are parts of an IPU."
 _ALL_SHARED_OUT = "what can be divided by the number of replicas is shared out, whatever its size."
 
-
-_flag = Check("True or False", lambda value: isinstance(value, bool), lambda _name, value: int(value))
+_flag = checks.Check(checks.boolean.rule, checks.boolean.accepts, lambda _name, value: int(value))
 
 
 class TensorLocationSettings(OptionGroup):
@@ -67,7 +65,7 @@ class TensorLocationSettings(OptionGroup):
         return dict(self._values)
 
 
-_location: Check[dict[str, int]] = Check(
+_location: checks.Check[dict[str, int]] = checks.Check(
     "a poptorch.TensorLocationSettings",
     lambda value: isinstance(value, TensorLocationSettings),
     lambda _name, value: value.to_dict(),
@@ -75,11 +73,9 @@ _location: Check[dict[str, int]] = Check(
 
 
 def _check_tiles(name: str, value: Any) -> int:
-    is_integer = isinstance(value, int) and not isinstance(value, bool)
-    if not is_integer or value % 2 or not 32 <= value <= 192:
+    if not checks.is_int(value) or value % 2 or not 32 <= value <= 192:
         raise AssertionError(f"numIOTiles must be an even number between 32 and 192. {name} got {value!r}.")
-    number: int = value
-    return number
+    return value
 
 
 _SHARED_OUT = {"location_weight": "weights", "location_optimizer": "optimizer_state"}

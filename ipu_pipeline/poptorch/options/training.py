@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ipu_pipeline.poptorch.enums import MeanReductionStrategy, ReductionType
-from ipu_pipeline.poptorch.options import checks
+from ipu_pipeline.poptorch.operations import checks
 from ipu_pipeline.poptorch.options.base import Option, OptionGroup
 
 __all__ = ["TrainingOptions"]
