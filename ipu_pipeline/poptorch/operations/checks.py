@@ -59,6 +59,7 @@ def fail(name: str, rule: str, value: Any) -> AssertionError:
 
 
 def _keep(_name: str, value: Any) -> Any:
+    """What a check keeps that changes nothing."""
     return value
 
 
@@ -135,9 +136,10 @@ def _accepts_path(value: Any) -> bool:
 
 
 def _keep_path(name: str, value: Any) -> str:
-    if not (path := os.fspath(value)):
+    path: str = os.fspath(value)
+    if not path:
         raise ValueError(f"{name} must be a path; got an empty string.")
-    return str(path)
+    return path
 
 
 def _accepts_strings(value: Any) -> bool:
