@@ -117,7 +117,7 @@ class DiagnosticOptions(OptionGroup):
 
     profiling = Option(checks.boolean, False, doc="Whether a profile is written.")
     profile_dir = Option(
-        checks.optional(checks.directory), None, doc="Where to; None: where the program runs."
+        checks.optional(checks.directory), None, doc="Where it is written; None: where the program runs."
     )
 
     @configurable
