@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from ipu_pipeline.ground.checks import is_int
 from ipu_pipeline.poptorch import markers
 from ipu_pipeline.poptorch.errors import Error
 
@@ -196,11 +197,11 @@ def _auto_name(name: str | None) -> str | None:
 
 
 def _check_ids(what: str, user_id: Any, ipu_id: Any) -> tuple[str | None, int | None]:
-    if isinstance(user_id, int) and not isinstance(user_id, bool):
+    if is_int(user_id):
         user_id = str(user_id)
     if user_id is not None and not isinstance(user_id, str):
         raise TypeError(f"{what}: user_id must be a string, an integer or None; got {user_id!r}.")
-    if ipu_id is not None and (not isinstance(ipu_id, int) or isinstance(ipu_id, bool)):
+    if ipu_id is not None and not is_int(ipu_id):
         raise TypeError(f"{what}: ipu_id must be an integer or None; got {ipu_id!r}.")
     if ipu_id is not None and ipu_id < 0:
         raise ValueError(f"{what}: ipu_id must be at least 0; got {ipu_id}.")

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from ipu_pipeline.ground.enumerations import list_members
+from ipu_pipeline.ground.checks import is_int
 from ipu_pipeline.poptorch.enums import CommGroupType, VariableRetrievalMode
 from ipu_pipeline.poptorch.errors import Error
+from ipu_pipeline.poptorch.operations import checks
 
 __all__ = ["GroupRows", "ReplicaGrouping", "find_groups"]
 
@@ -61,21 +62,13 @@ class ReplicaGrouping:
           AssertionError: a value is of a wrong type.
           ValueError: the replicas cannot be divided into groups of the size.
         """
-        is_triple = isinstance(values, tuple) and len(values) == 3
-        assert is_triple, (
-            f"{name} must be comm_group_type, size_of_group and retrieval_mode; got {values!r}."
-        )
+        if not isinstance(values, tuple) or len(values) != 3:
+            raise checks.fail(name, "comm_group_type, size_of_group and retrieval_mode", values)
         kind, size, mode = values
-        is_kind = isinstance(kind, CommGroupType)
-        assert is_kind, (
-            f"{name}: comm_group_type must be one of {list_members(CommGroupType)}; got {kind!r}."
-        )
-        is_integer = isinstance(size, int) and not isinstance(size, bool)
-        assert is_integer, f"{name}: size_of_group must be an integer; got {size!r}."
-        is_mode = isinstance(mode, VariableRetrievalMode)
-        assert is_mode, (
-            f"{name}: retrieval_mode must be one of {list_members(VariableRetrievalMode)}; got {mode!r}."
-        )
+        checks.member(CommGroupType)(f"{name}: comm_group_type", kind)
+        if not is_int(size):
+            raise checks.fail(f"{name}: size_of_group", "an integer", size)
+        checks.member(VariableRetrievalMode)(f"{name}: retrieval_mode", mode)
         is_sized = kind in (CommGroupType.Consecutive, CommGroupType.Orthogonal)
         if is_sized and (size < 1 or num_replicas % size):
             raise ValueError(

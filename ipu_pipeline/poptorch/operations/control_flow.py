@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch._higher_order_ops.scan import scan
 
+from ipu_pipeline.ground.checks import is_int
 from ipu_pipeline.poptorch import markers
 
 __all__ = ["cond", "for_loop"]
@@ -38,7 +39,7 @@ def for_loop(count: int, body: Callable[..., Any], inputs: list[torch.Tensor]) -
     _check_tensors(inputs, "poptorch.for_loop expects input tensors (inputs) to be a list of tensors.")
     if not inputs:
         raise ValueError("poptorch.for_loop expects at least one tensor in inputs; the list is empty.")
-    if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+    if not is_int(count) or count < 0:
         raise ValueError(
             f"poptorch.for_loop: count is how often the body runs, an integer from 0; got {count!r}."
         )

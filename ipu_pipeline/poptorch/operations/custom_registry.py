@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from ipu_pipeline.ground.checks import is_int
 from ipu_pipeline.poptorch.errors import Error
 
 __all__ = ["CustomOperation", "find_custom_op", "register_custom_op"]
@@ -97,7 +98,7 @@ def register_custom_op(
     for what, value in (("domain", domain), ("name", name)):
         if not isinstance(value, str):
             raise TypeError(f"register_custom_op: {what} must be a string; got {value!r}.")
-    if not isinstance(version, int) or isinstance(version, bool):
+    if not is_int(version):
         raise TypeError(f"register_custom_op: version must be an integer; got {version!r}.")
     for what, given in (("function", function), ("vjp", vjp)):
         if given is not None and not callable(given):

@@ -10,7 +10,7 @@ from ipu_pipeline.ground.enumerations import list_members
 from ipu_pipeline.poptorch import markers
 from ipu_pipeline.poptorch.enums import OverlapMode
 from ipu_pipeline.poptorch.logs import warn_once
-from ipu_pipeline.poptorch.operations.checks import check_tensor
+from ipu_pipeline.poptorch.operations.checks import check_tensor, string
 
 __all__ = [
     "Attribute",
@@ -90,7 +90,7 @@ class NameScope:
           AssertionError: it is no string.
           ValueError: it is empty.
         """
-        assert isinstance(name, str), f"NameScope: name must be a string; got {name!r}."
+        string("NameScope: name", name)
         if not name:
             raise ValueError("NameScope: name must not be empty.")
         self.name = name

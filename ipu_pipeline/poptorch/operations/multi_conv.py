@@ -6,10 +6,11 @@ from typing import Any, Self
 
 import torch
 
-from ipu_pipeline.ground.enumerations import list_members
+from ipu_pipeline.ground.checks import is_int, is_real
 from ipu_pipeline.poptorch import markers
 from ipu_pipeline.poptorch.enums import MultiConvPlanType
 from ipu_pipeline.poptorch.logs import warn_once
+from ipu_pipeline.poptorch.operations.checks import fail, member
 
 __all__ = ["MultiConv"]
 
@@ -40,9 +41,8 @@ class MultiConv:
           AssertionError: it is none.
         """
         for one in self._note("availableMemoryProportions", value):
-            assert isinstance(one, (int, float)) and not isinstance(one, bool) and 0 <= one <= 1, (  # noqa: PT018
-                f"MultiConv.availableMemoryProportions: must be floats from 0 to 1; got {one!r}."
-            )
+            if not is_real(one) or not 0 <= one <= 1:
+                raise fail("MultiConv.availableMemoryProportions:", "floats from 0 to 1", one)
         return self
 
     def partialsTypes(self, value: torch.dtype | list[torch.dtype]) -> Self:
@@ -70,9 +70,7 @@ class MultiConv:
         Raises:
           AssertionError: it is no plan.
         """
-        assert isinstance(value, MultiConvPlanType), (
-            f"MultiConv.planType: must be one of {list_members(MultiConvPlanType)}; got {value!r}."
-        )
+        member(MultiConvPlanType)("MultiConv.planType:", value)
         return self._tell("planType")
 
     def perConvReservedTiles(self, value: int) -> Self:
@@ -84,9 +82,8 @@ class MultiConv:
         Raises:
           AssertionError: it is none.
         """
-        assert isinstance(value, int) and not isinstance(value, bool) and value >= 0, (  # noqa: PT018
-            f"MultiConv.perConvReservedTiles: must be an integer from 0; got {value!r}."
-        )
+        if not is_int(value) or value < 0:
+            raise fail("MultiConv.perConvReservedTiles:", "an integer from 0", value)
         return self._tell("perConvReservedTiles")
 
     def cycleBackOff(self, value: float) -> Self:
@@ -98,9 +95,8 @@ class MultiConv:
         Raises:
           AssertionError: it is none.
         """
-        assert isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1, (  # noqa: PT018
-            f"MultiConv.cycleBackOff: must be from 0 to 1; got {value!r}."
-        )
+        if not is_real(value) or not 0 <= value <= 1:
+            raise fail("MultiConv.cycleBackOff:", "from 0 to 1", value)
         return self._tell("cycleBackOff")
 
     def enableConvDithering(self, value: bool | list[bool]) -> Self:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from ipu_pipeline.ground.enumerations import list_members
 from ipu_pipeline.poptorch import markers
 from ipu_pipeline.poptorch.enums import MatMulSerializationMode
 from ipu_pipeline.poptorch.errors import Error
-from ipu_pipeline.poptorch.operations.checks import check_int, check_tensor
+from ipu_pipeline.poptorch.operations.checks import check_int, check_tensor, instance, member
 
 __all__ = ["SERIALIZED", "SerializedLinear", "serializedMatMul"]
 
 SERIALIZED = f"{markers.NAMESPACE}::serialized_matmul"
+
+_mode = member(MatMulSerializationMode)
+_factor = instance(int, "an integer")
+_flag = instance(bool, "a bool")
 
 
 def serializedMatMul(
@@ -43,13 +46,9 @@ def serializedMatMul(
     """
     for tensor in (lhs, rhs):
         check_tensor(tensor, "serializedMatMul must take torch.tensor arguments.")
-    assert isinstance(mode, MatMulSerializationMode), (
-        f"serializedMatMul: mode must be one of {list_members(MatMulSerializationMode)}; got {mode!r}."
-    )
-    assert isinstance(factor, int), f"serializedMatMul: factor must be an integer; got {factor!r}."
-    assert isinstance(keep_precision, bool), (
-        f"serializedMatMul: keep_precision must be a bool; got {keep_precision!r}."
-    )
+    _mode("serializedMatMul: mode", mode)
+    _factor("serializedMatMul: factor", factor)
+    _flag("serializedMatMul: keep_precision", keep_precision)
     if mode is MatMulSerializationMode.Disabled:
         return torch.matmul(lhs, rhs)
     cut = rhs if mode is MatMulSerializationMode.OutputChannels else lhs

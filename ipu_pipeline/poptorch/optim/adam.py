@@ -8,25 +8,20 @@ from typing import Any, ClassVar
 import torch
 from torch.optim.optimizer import ParamsT
 
-from ipu_pipeline.poptorch.optim.base import Optimizer, without_none
+from ipu_pipeline.poptorch.optim.base import AVERAGES_TYPES, AveragingOptimizer
 
 __all__ = ["Adam", "AdamW"]
 
 
-class Adam(Optimizer, torch.optim.Adam):
+class Adam(AveragingOptimizer, torch.optim.Adam):
     """torch's Adam with what PopTorch adds."""
 
     own_defaults: ClassVar[Mapping[str, Any]] = {
         "loss_scaling": 1.0,
-        "accum_type": torch.float32,
-        "first_order_momentum_accum_type": torch.float32,
-        "second_order_momentum_accum_type": torch.float32,
+        **AVERAGES_TYPES,
         "max_grad_norm": float("inf"),
     }
 
-    accum_type: torch.dtype
-    first_order_momentum_accum_type: torch.dtype
-    second_order_momentum_accum_type: torch.dtype
     max_grad_norm: float
 
     def __init__(
@@ -75,46 +70,22 @@ class Adam(Optimizer, torch.optim.Adam):
           AssertionError: a type is neither.
           ValueError: torch refuses a value.
         """
-        of_torch = without_none(
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            amsgrad=amsgrad,
-            foreach=foreach,
-            maximize=maximize,
-            capturable=capturable,
-            differentiable=differentiable,
-            fused=fused,
-            decoupled_weight_decay=decoupled_weight_decay,
-        )
+        of_torch, own = self.sort_given(locals())
         torch.optim.Adam.__init__(self, params, **of_torch)
-        self.set_up(
-            of_torch,
-            loss_scaling=loss_scaling,
-            accum_type=accum_type,
-            first_order_momentum_accum_type=first_order_momentum_accum_type,
-            second_order_momentum_accum_type=second_order_momentum_accum_type,
-            max_grad_norm=max_grad_norm,
-        )
+        self.set_up(of_torch, own)
 
 
-class AdamW(Optimizer, torch.optim.AdamW):
+class AdamW(AveragingOptimizer, torch.optim.AdamW):
     """torch's AdamW with what PopTorch adds."""
 
     own_defaults: ClassVar[Mapping[str, Any]] = {
         "loss_scaling": 1.0,
         "bias_correction": True,
-        "accum_type": torch.float32,
-        "first_order_momentum_accum_type": torch.float32,
-        "second_order_momentum_accum_type": torch.float32,
+        **AVERAGES_TYPES,
         "max_grad_norm": float("inf"),
     }
 
     bias_correction: bool
-    accum_type: torch.dtype
-    first_order_momentum_accum_type: torch.dtype
-    second_order_momentum_accum_type: torch.dtype
     max_grad_norm: float
 
     def __init__(
@@ -162,25 +133,6 @@ class AdamW(Optimizer, torch.optim.AdamW):
           AssertionError: a type is neither.
           ValueError: torch refuses a value.
         """
-        of_torch = without_none(
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            amsgrad=amsgrad,
-            maximize=maximize,
-            foreach=foreach,
-            capturable=capturable,
-            differentiable=differentiable,
-            fused=fused,
-        )
+        of_torch, own = self.sort_given(locals())
         torch.optim.AdamW.__init__(self, params, **of_torch)
-        self.set_up(
-            of_torch,
-            loss_scaling=loss_scaling,
-            bias_correction=bias_correction,
-            accum_type=accum_type,
-            first_order_momentum_accum_type=first_order_momentum_accum_type,
-            second_order_momentum_accum_type=second_order_momentum_accum_type,
-            max_grad_norm=max_grad_norm,
-        )
+        self.set_up(of_torch, own)

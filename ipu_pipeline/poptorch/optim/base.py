@@ -10,15 +10,10 @@ import torch
 from ipu_pipeline.poptorch.optim.attributes import VariableAttributes
 from ipu_pipeline.poptorch.optim.device_state import DeviceState, SavedState
 
-__all__ = ["Optimizer", "without_none"]
+__all__ = ["AVERAGES_TYPES", "AveragingOptimizer", "Optimizer"]
 
 _GLOBAL_VARIABLES = ("loss_scaling",)  # attributes of an optimizer, not of its groups, that may be variable
 _ACCUMULATION_TYPES = (torch.float32, torch.float16)
-
-
-def without_none(**arguments: Any) -> dict[str, Any]:
-    """The arguments that were given: None stands for a default."""
-    return {name: value for name, value in arguments.items() if value is not None}
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -37,17 +32,30 @@ class Optimizer(torch.optim.Optimizer):
     device_state: DeviceState
     loss_scaling: float
 
-    def set_up(self, of_groups: Mapping[str, Any], **own: Any) -> None:
+    def sort_given(self, arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Sorts what a constructor was given; an argument that is None stands for its default.
+
+        Args:
+          arguments: the constructor's local variables, before it makes any of its own.
+
+        Returns:
+          The arguments for all groups, and those that set the attributes in `own_defaults`.
+        """
+        names = [name for name in arguments if name not in ("self", "params")]
+        given = {name: arguments[name] for name in names if arguments[name] is not None}
+        own = {name: given.pop(name) for name in self.own_defaults if name in given}
+        return given, own
+
+    def set_up(self, of_groups: Mapping[str, Any], own: Mapping[str, Any]) -> None:
         """The part of construction that follows torch's.
 
         Args:
           of_groups: the arguments that were given for all groups.
-          **own: those that set the attributes in `own_defaults`; None stands for the default.
+          own: those that set attributes, as `sort_given` returned them.
 
         Raises:
           AssertionError: an accumulation type is not usable.
         """
-        own = without_none(**own)
         for name, value in {**self.own_defaults, **own}.items():
             if name.endswith("accum_type") and value not in _ACCUMULATION_TYPES:
                 raise AssertionError("Accumulation types must be either torch.float32 or torch.float16")
@@ -92,3 +100,18 @@ class Optimizer(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         own = {name: getattr(self, name) for name in (*self.own_defaults, "variable_attrs")}
         return {**super().__getstate__(), **own, "device_state": self.device_state.snapshot()}
+
+
+AVERAGES_TYPES: Mapping[str, Any] = {
+    "accum_type": torch.float32,
+    "first_order_momentum_accum_type": torch.float32,
+    "second_order_momentum_accum_type": torch.float32,
+}
+
+
+class AveragingOptimizer(Optimizer):
+    """An optimizer that averages gradients and their squares, in the types that `AVERAGES_TYPES` has."""
+
+    accum_type: torch.dtype
+    first_order_momentum_accum_type: torch.dtype
+    second_order_momentum_accum_type: torch.dtype

@@ -13,26 +13,21 @@ from typing import Any, ClassVar
 import torch
 from torch.optim.optimizer import ParamsT
 
-from ipu_pipeline.poptorch.optim.base import Optimizer, without_none
+from ipu_pipeline.poptorch.optim.base import AVERAGES_TYPES, AveragingOptimizer
 
 __all__ = ["LAMB"]
 
 
-class LAMB(Optimizer):
+class LAMB(AveragingOptimizer):
     """LAMB. `step` does it on the CPU, for comparisons."""
 
     own_defaults: ClassVar[Mapping[str, Any]] = {
         "loss_scaling": 1.0,
         "bias_correction": True,
-        "accum_type": torch.float32,
-        "first_order_momentum_accum_type": torch.float32,
-        "second_order_momentum_accum_type": torch.float32,
+        **AVERAGES_TYPES,
     }
 
     bias_correction: bool
-    accum_type: torch.dtype
-    first_order_momentum_accum_type: torch.dtype
-    second_order_momentum_accum_type: torch.dtype
 
     def __init__(
         self,
@@ -68,13 +63,7 @@ class LAMB(Optimizer):
           AssertionError: a type is neither.
           ValueError: a value is out of its range.
         """
-        of_groups = without_none(
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            max_weight_norm=max_weight_norm,
-        )
+        of_groups, own = self.sort_given(locals())
         defaults: dict[str, Any] = {
             "lr": 1e-3,
             "betas": (0.9, 0.999),
@@ -89,14 +78,7 @@ class LAMB(Optimizer):
         if len(defaults["betas"]) != 2 or not all(0 <= beta < 1 for beta in defaults["betas"]):
             raise ValueError(f"LAMB: betas must be two numbers from 0 to below 1; got {defaults['betas']}.")
         torch.optim.Optimizer.__init__(self, params, defaults)
-        self.set_up(
-            of_groups,
-            loss_scaling=loss_scaling,
-            bias_correction=bias_correction,
-            accum_type=accum_type,
-            first_order_momentum_accum_type=first_order_momentum_accum_type,
-            second_order_momentum_accum_type=second_order_momentum_accum_type,
-        )
+        self.set_up(of_groups, own)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """An update on the CPU.

@@ -8,25 +8,20 @@ from typing import Any, ClassVar
 import torch
 from torch.optim.optimizer import ParamsT
 
-from ipu_pipeline.poptorch.optim.base import Optimizer, without_none
+from ipu_pipeline.poptorch.optim.base import AVERAGES_TYPES, AveragingOptimizer
 
 __all__ = ["RMSprop"]
 
 
-class RMSprop(Optimizer, torch.optim.RMSprop):
+class RMSprop(AveragingOptimizer, torch.optim.RMSprop):
     """torch's RMSprop with what PopTorch adds."""
 
     own_defaults: ClassVar[Mapping[str, Any]] = {
         "loss_scaling": 1.0,
-        "accum_type": torch.float32,
-        "first_order_momentum_accum_type": torch.float32,
-        "second_order_momentum_accum_type": torch.float32,
+        **AVERAGES_TYPES,
         "use_tf_variant": False,
     }
 
-    accum_type: torch.dtype
-    first_order_momentum_accum_type: torch.dtype
-    second_order_momentum_accum_type: torch.dtype
     use_tf_variant: bool
 
     def __init__(
@@ -74,24 +69,6 @@ class RMSprop(Optimizer, torch.optim.RMSprop):
           AssertionError: a type is neither.
           ValueError: torch refuses a value.
         """
-        of_torch = without_none(
-            lr=lr,
-            alpha=alpha,
-            eps=eps,
-            weight_decay=weight_decay,
-            momentum=momentum,
-            centered=centered,
-            foreach=foreach,
-            maximize=maximize,
-            differentiable=differentiable,
-            capturable=capturable,
-        )
+        of_torch, own = self.sort_given(locals())
         torch.optim.RMSprop.__init__(self, params, **of_torch)
-        self.set_up(
-            of_torch,
-            loss_scaling=loss_scaling,
-            accum_type=accum_type,
-            first_order_momentum_accum_type=first_order_momentum_accum_type,
-            second_order_momentum_accum_type=second_order_momentum_accum_type,
-            use_tf_variant=use_tf_variant,
-        )
+        self.set_up(of_torch, own)

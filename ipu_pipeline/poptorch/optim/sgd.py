@@ -9,7 +9,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from ipu_pipeline.poptorch import logs
-from ipu_pipeline.poptorch.optim.base import Optimizer, without_none
+from ipu_pipeline.poptorch.optim.base import Optimizer
 
 __all__ = ["SGD"]
 
@@ -81,17 +81,8 @@ class SGD(Optimizer, torch.optim.SGD):
           AssertionError: a type is neither.
           ValueError: torch refuses a value.
         """
-        of_torch = without_none(
-            lr=lr,
-            momentum=momentum,
-            dampening=dampening,
-            weight_decay=weight_decay,
-            nesterov=nesterov,
-            maximize=maximize,
-            foreach=foreach,
-            differentiable=differentiable,
-            fused=fused,
-        )
+        of_groups, own = self.sort_given(locals())
+        of_torch = {name: value for name, value in of_groups.items() if name != "velocity_scaling"}
         torch.optim.SGD.__init__(self, params, **of_torch)
         if use_combined_accum:
             scaling = 1.0 if velocity_scaling is None else velocity_scaling
@@ -109,13 +100,4 @@ class SGD(Optimizer, torch.optim.SGD):
                 "accum_type and velocity_accum_type are ignored when using the combined variant "
                 "(use_combined_accum=True): it has one tensor, in the dtype of the parameter."
             )
-        if velocity_scaling is not None:
-            of_torch["velocity_scaling"] = velocity_scaling
-        self.set_up(
-            of_torch,
-            loss_scaling=loss_scaling,
-            use_combined_accum=use_combined_accum,
-            accum_type=accum_type,
-            velocity_accum_type=velocity_accum_type,
-            max_grad_norm=max_grad_norm,
-        )
+        self.set_up(of_groups, own)

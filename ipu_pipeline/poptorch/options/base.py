@@ -4,40 +4,107 @@ from __future__ import annotations
 
 import copy
 import difflib
+import functools
+import inspect
+import itertools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar, Final, Self, TypeVar
+from typing import Any, ClassVar, Concatenate, Final, Generic, ParamSpec, Self, TypeVar, overload
 
 from ipu_pipeline.poptorch import logs
-from ipu_pipeline.poptorch.options.checks import Check
 
-__all__ = ["UNSET", "OptionGroup", "Setting", "configurable", "is_configurable"]
+__all__ = ["UNSET", "Option", "OptionGroup", "configurable", "is_configurable"]
 
+T = TypeVar("T")
+P = ParamSpec("P")
+GroupT = TypeVar("GroupT", bound="OptionGroup")
 MethodT = TypeVar("MethodT", bound=Callable[..., Any])
 
 UNSET: Final = object()
 
 
-@dataclass(frozen=True)
-class Setting:
-    """An option of a group.
+class Option(Generic[T]):
+    """An option of a group: an attribute to read and to set, and the method that sets it.
 
     Attributes:
+      name: under which the option is read.
       check: checks a value, and returns what is kept.
-      default: the first value. UNSET: there is none, and reading it is an error until it is set.
-      no_effect: why it changes nothing on JAX devices; empty if it does change something.
+      default: the first value. UNSET: there is none, and reading the option is an error until it is set.
+      no_effect: why the option changes nothing on JAX devices; empty if it does change something.
       neutral: the value that asks for nothing, so that nobody need be told; by default the default.
+
+    Example:
+      device_iterations = Option(checks.integer(1), 1)
+
+      @device_iterations.setter
+      def deviceIterations(self, device_iterations: int) -> None:
+          '''How many weight updates there are per call.'''
     """
 
-    check: Check
-    default: Any = UNSET
-    no_effect: str = ""
-    neutral: Any = UNSET
+    name: str
+
+    def __init__(
+        self,
+        check: Callable[[str, Any], T],
+        default: Any = UNSET,
+        *,
+        no_effect: str = "",
+        neutral: Any = UNSET,
+        doc: str = "",
+    ) -> None:
+        """Takes its attributes, and the documentation of an option that no `setter` documents."""
+        self.check, self.default, self.no_effect = check, default, no_effect
+        self.neutral = default if neutral is UNSET else neutral
+        self.__doc__ = doc
+
+    def setter(
+        self, method: Callable[Concatenate[Any, P], None]
+    ) -> Callable[Concatenate[GroupT, P], GroupT]:
+        """Makes the method that sets the option and returns the group.
+
+        Args:
+          method: its name, argument and documentation. It does nothing itself. An option that is no
+            attribute of its group is read under the name of the method.
+        """
+
+        @functools.wraps(method)
+        def set_option(*args: Any, **kwargs: Any) -> Any:
+            method(*args, **kwargs)  # raises for other arguments than its own
+            group, value, *_ = *args, *kwargs.values(), *(method.__defaults__ or ())
+            return group.set(**{self.name: value})
+
+        text = inspect.cleandoc(method.__doc__ or "")
+        self.name = method.__name__
+        self.__doc__ = self.__doc__ or text.partition("\n")[0]
+        if raises := getattr(self.check, "raises", ""):
+            text = f"{text}\n\nRaises:\n  {raises}"
+        set_option.__doc__ = text
+        set_option.__annotations__["return"] = Self
+        vars(set_option)["option"] = self
+        return configurable(set_option)
 
     def asks_in_vain(self, value: Any) -> bool:
         """Whether a value asks for something that does not happen."""
-        neutral = self.default if self.neutral is UNSET else self.neutral
-        return bool(self.no_effect) and value != neutral
+        return bool(self.no_effect) and value != self.neutral
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+        if self.default is UNSET:
+            self.__doc__ = f"{self.__doc__} No value until it is set."
+
+    @overload
+    def __get__(self, group: None, owner: type) -> Self: ...
+    @overload
+    def __get__(self, group: OptionGroup, owner: type) -> T: ...
+    def __get__(self, group: OptionGroup | None, owner: type) -> Any:
+        if group is None:
+            return self
+        try:
+            return vars(group)["_values"][self.name]
+        except KeyError:
+            raise AttributeError(self.name) from None  # OptionGroup.__getattr__ then says why
+
+    def __set__(self, group: OptionGroup, value: T) -> None:
+        group.set(**{self.name: value})
 
 
 def configurable(method: MethodT) -> MethodT:
@@ -52,28 +119,37 @@ def is_configurable(method: Any) -> bool:
 
 
 class OptionGroup:
-    """Options by name, and groups within the group. Subclasses say which, and have a setter for each.
+    """Options by name, and groups within the group. Subclasses declare each as an `Option`.
 
     Attributes:
       path: how a program names the group, for messages.
-      settings: the options, by the names under which they are read.
+      settings: the options, by the names under which they are read: a subclass's own, then its bases'.
       groups: the groups within, by the names under which they are read.
     """
 
     path: ClassVar[str]
-    settings: ClassVar[Mapping[str, Setting]]
+    settings: ClassVar[Mapping[str, Option[Any]]] = {}
     groups: ClassVar[Mapping[str, type[OptionGroup]]] = {}
 
     _values: dict[str, Any]
     _explicit: set[str]
     _frozen: bool
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        settings: dict[str, Option[Any]] = {}
+        for member in itertools.chain.from_iterable(vars(kind).values() for kind in cls.mro()):
+            option = getattr(member, "option", member)
+            if isinstance(option, Option):
+                settings.setdefault(option.name, option)
+        cls.settings = settings
+
     def __init__(self) -> None:
         """Starts with the defaults."""
         self._values = {
-            name: copy.deepcopy(setting.default)
-            for name, setting in self.settings.items()
-            if setting.default is not UNSET
+            name: copy.deepcopy(option.default)
+            for name, option in self.settings.items()
+            if option.default is not UNSET
         }
         self._explicit = set()
         self._frozen = False
@@ -91,10 +167,10 @@ class OptionGroup:
         for name, value in values.items():
             if name not in self.settings:
                 raise AssertionError(self._describe_unknown(name))
-            setting = self.settings[name]
-            kept = setting.check(f"{self.path}.{name}", value)
-            if setting.asks_in_vain(kept):
-                logs.warn_once(f"{self.path}.{name} has no effect: {setting.no_effect}")
+            option = self.settings[name]
+            kept = option.check(f"{self.path}.{name}", value)
+            if option.asks_in_vain(kept):
+                logs.warn_once(f"{self.path}.{name} has no effect: {option.no_effect}")
             self._values[name] = kept
             self._explicit.add(name)
         return self
@@ -139,10 +215,7 @@ class OptionGroup:
         return copy.deepcopy(self)
 
     def __getattr__(self, name: str) -> Any:
-        """Reads an option. Called for what is no method."""
-        values = vars(self).get("_values", {})  # empty while an object is being unpickled
-        if name in values:
-            return values[name]
+        """Refuses to read what is no option, or an option without a value."""
         if name in self.settings:
             raise AttributeError(f"{self.path}.{name} has no value yet: nothing has set it.")
         raise AttributeError(self._describe_unknown(name))

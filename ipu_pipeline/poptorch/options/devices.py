@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
+from ipu_pipeline.ground.checks import is_real
 from ipu_pipeline.poptorch.enums import CommGroupType, ConnectionType, SyncPattern
-from ipu_pipeline.poptorch.options import checks
-from ipu_pipeline.poptorch.options.base import OptionGroup, Setting, configurable
+from ipu_pipeline.poptorch.operations import checks
+from ipu_pipeline.poptorch.options.base import Option, OptionGroup, configurable
 
 __all__ = ["DeviceOptions"]
 
@@ -21,7 +22,7 @@ def _check_proportions(name: str, value: Any) -> dict[int, float]:
         number = re.fullmatch(r"IPU(\d+)", key) if isinstance(key, str) else None
         if number is None:
             raise checks.fail(name, 'a dict with keys as "IPU0"', key)
-        if not isinstance(proportion, (int, float)) or isinstance(proportion, bool):
+        if not is_real(proportion):
             raise checks.fail(f"{name}[{key!r}]", "a number", proportion)
         if not 0 <= proportion <= 1:
             raise ValueError(f"{name}[{key!r}] must be from 0 to 1; got {proportion}.")
@@ -30,44 +31,16 @@ def _check_proportions(name: str, value: Any) -> dict[int, float]:
 
 
 class DeviceOptions(OptionGroup):
-    """The part of `Options` that is about devices. What is read is documented there."""
-
-    replication_factor: int
-    input_group_size: int
-    input_cgt: CommGroupType
-    broadcast_buffers: bool
-    auto_round_num_ipus: bool
-    connection_type: ConnectionType
-    sync_pattern: SyncPattern
-    available_memory_proportion: dict[int, float]
-    use_model: bool
-    ipu_id: int
-    ipu_version: int
+    """The part of `Options` that is about devices."""
 
     path = "poptorch.Options()"
-    settings: ClassVar[Mapping[str, Setting]] = {
-        "replication_factor": Setting(checks.integer(1), 1),
-        "input_group_size": Setting(checks.integer(1), 1),
-        "input_cgt": Setting(checks.member(CommGroupType), CommGroupType.Consecutive),
-        "broadcast_buffers": Setting(checks.boolean, True),
-        "auto_round_num_ipus": Setting(checks.boolean, False),
-        "connection_type": Setting(checks.member(ConnectionType), ConnectionType.Always),
-        "sync_pattern": Setting(
-            checks.member(SyncPattern),
-            SyncPattern.Full,
-            no_effect="devices wait for the values that they need, and for nothing else.",
-        ),
-        "available_memory_proportion": Setting(
-            _check_proportions,
-            {},
-            no_effect="XLA decides how much memory an operation takes while it runs.",
-        ),
-        "use_model": Setting(checks.boolean),
-        "ipu_id": Setting(checks.integer(0)),
-        "ipu_version": Setting(
-            checks.integer(1), no_effect="there is no IPU, and so no generation of it.", neutral=2
-        ),
-    }
+
+    replication_factor = Option(checks.integer(1), 1, doc="Copies of the model.")
+    input_group_size = Option(checks.integer(1), 1, doc="How many replicas get the same inputs.")
+    input_cgt = Option(
+        checks.member(CommGroupType), CommGroupType.Consecutive, doc="How these replicas are chosen."
+    )
+    broadcast_buffers = Option(checks.boolean, True, doc="Whether replicas start from the same buffers.")
 
     @configurable
     def replicationFactor(self, replication_factor: int) -> Self:
@@ -131,33 +104,62 @@ class DeviceOptions(OptionGroup):
         """
         self.set(broadcast_buffers=broadcast_buffers)
 
-    @configurable
-    def autoRoundNumIPUs(self, auto_round_num_ipus: bool = True) -> Self:
-        """Whether more IPUs than the model uses are reserved, so that their number is a power of two.
+    auto_round_num_ipus = Option(checks.boolean, False)
+
+    @auto_round_num_ipus.setter
+    def autoRoundNumIPUs(self, auto_round_num_ipus: bool = True) -> None:
+        """Whether more IPUs than the model uses are reserved, so that their number is a power of two."""
+
+    connection_type = Option(checks.member(ConnectionType), ConnectionType.Always)
+
+    @connection_type.setter
+    def connectionType(self, connection_type: ConnectionType) -> None:
+        """When devices are taken: when a model is compiled, when it first runs, or never."""
+
+    sync_pattern = Option(
+        checks.member(SyncPattern),
+        SyncPattern.Full,
+        no_effect="devices wait for the values that they need, and for nothing else.",
+    )
+
+    @sync_pattern.setter
+    def syncPattern(self, sync_pattern: SyncPattern) -> None:
+        """Has no effect: devices wait only for the values that they need. Others than `Full` warn."""
+
+    available_memory_proportion = Option(
+        _check_proportions, {}, no_effect="XLA decides how much memory an operation takes while it runs."
+    )
+
+    @available_memory_proportion.setter
+    def setAvailableMemoryProportion(self, available_memory_proportion: dict[str, float]) -> None:
+        """Has no effect: XLA decides how much memory an operation takes. A dict that is not empty warns.
+
+        Args:
+          available_memory_proportion: as {"IPU0": 0.5}; it is kept as {0: 0.5}.
 
         Raises:
-          AssertionError: it is no boolean.
+          AssertionError: it is no dict of numbers with such keys.
+          ValueError: a number is not from 0 to 1.
         """
-        return self.set(auto_round_num_ipus=auto_round_num_ipus)
 
-    @configurable
-    def useIpuModel(self, use_model: bool) -> Self:
-        """Whether CPU devices are the IPUs, whatever accelerators there are.
+    use_model = Option(checks.boolean)
 
-        Raises:
-          AssertionError: it is no boolean.
-        """
-        return self.set(use_model=use_model)
+    @use_model.setter
+    def useIpuModel(self, use_model: bool) -> None:
+        """Whether CPU devices are the IPUs, whatever accelerators there are."""
 
-    @configurable
-    def useIpuId(self, ipu_id: int) -> Self:
-        """Which device is the model's first.
+    ipu_id = Option(checks.integer(0))
 
-        Raises:
-          AssertionError: it is no integer.
-          ValueError: it is negative.
-        """
-        return self.set(ipu_id=ipu_id)
+    @ipu_id.setter
+    def useIpuId(self, ipu_id: int) -> None:
+        """Which device is the model's first."""
+
+    ipu_version = Option(
+        checks.integer(1),
+        no_effect="there is no IPU, and so no generation of it.",
+        neutral=2,
+        doc="Has no effect: there is no IPU.",
+    )
 
     @configurable
     def useOfflineIpuTarget(self, ipu_version: int = 2) -> Self:
@@ -171,34 +173,3 @@ class DeviceOptions(OptionGroup):
           ValueError: it is below 1.
         """
         return self.set(ipu_version=ipu_version, connection_type=ConnectionType.Never)
-
-    @configurable
-    def connectionType(self, connection_type: ConnectionType) -> Self:
-        """When devices are taken: when a model is compiled, when it first runs, or never.
-
-        Raises:
-          AssertionError: it is no `ConnectionType`.
-        """
-        return self.set(connection_type=connection_type)
-
-    @configurable
-    def syncPattern(self, sync_pattern: SyncPattern) -> Self:
-        """Has no effect: devices wait only for the values that they need. Others than `Full` warn.
-
-        Raises:
-          AssertionError: it is no `SyncPattern`.
-        """
-        return self.set(sync_pattern=sync_pattern)
-
-    @configurable
-    def setAvailableMemoryProportion(self, available_memory_proportion: dict[str, float]) -> Self:
-        """Has no effect: XLA decides how much memory an operation takes. A dict that is not empty warns.
-
-        Args:
-          available_memory_proportion: as {"IPU0": 0.5}; it is kept as {0: 0.5}.
-
-        Raises:
-          AssertionError: it is no dict of numbers with such keys.
-          ValueError: a number is not from 0 to 1.
-        """
-        return self.set(available_memory_proportion=available_memory_proportion)

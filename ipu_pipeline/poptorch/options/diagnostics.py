@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from ipu_pipeline.poptorch import logs
 from ipu_pipeline.poptorch.enums import OutputMode
-from ipu_pipeline.poptorch.options import checks
-from ipu_pipeline.poptorch.options.base import OptionGroup, Setting, configurable
+from ipu_pipeline.poptorch.operations import checks
+from ipu_pipeline.poptorch.options.base import Option, OptionGroup, configurable
 
 __all__ = ["AnchoredTensor", "DiagnosticOptions", "check_output_mode"]
 
@@ -27,10 +26,12 @@ class AnchoredTensor(NamedTuple):
     output_return_period: int
 
 
-def _check_anchored(name: str, value: Any) -> dict[str, AnchoredTensor]:
-    if not isinstance(value, dict) or not all(isinstance(one, AnchoredTensor) for one in value.values()):
-        raise checks.fail(name, "a dict of AnchoredTensor, as anchorTensor makes it", value)
-    return value
+_anchored: checks.Check[dict[str, AnchoredTensor]] = checks.Check(
+    "a dict of AnchoredTensor, as anchorTensor makes it",
+    lambda value: (
+        isinstance(value, dict) and all(isinstance(one, AnchoredTensor) for one in value.values())
+    ),
+)
 
 
 def check_output_mode(name: str, output_mode: Any, period: Any) -> int:
@@ -51,71 +52,35 @@ def check_output_mode(name: str, output_mode: Any, period: Any) -> int:
 
 
 class DiagnosticOptions(OptionGroup):
-    """The part of `Options` that is about what a model tells. What is read is documented there."""
-
-    log_dir: str
-    max_repeat_logs: int | None
-    anchored_tensors: dict[str, AnchoredTensor]
-    log_cycle_count: bool
-    profiling: bool
-    profile_dir: str | None
-    module_namescope: bool
-    source_location_excludes: list[str]
-    show_compilation_progress_bar: bool
-    model_name: str
+    """The part of `Options` that is about what a model tells."""
 
     path = "poptorch.Options()"
-    settings: ClassVar[Mapping[str, Setting]] = {
-        "log_dir": Setting(
-            checks.directory,
-            ".",
-            no_effect="no files of logs are written: what there is to tell goes to Python's logging.",
-        ),
-        "max_repeat_logs": Setting(
-            checks.optional(checks.integer(0)),
-            4,
-            no_effect="there is no log of Poplar, and a warning of this front is logged once.",
-        ),
-        "anchored_tensors": Setting(_check_anchored, {}),
-        "log_cycle_count": Setting(checks.boolean, False),
-        "profiling": Setting(checks.boolean, False),
-        "profile_dir": Setting(checks.optional(checks.directory), None),
-        "module_namescope": Setting(checks.boolean, True),
-        "source_location_excludes": Setting(checks.list_of_strings, []),
-        "show_compilation_progress_bar": Setting(checks.boolean, True),
-        "model_name": Setting(checks.string),
-    }
 
-    @configurable
-    def logDir(self, log_dir: str) -> Self:
-        """Where files that a model writes by itself are put.
+    log_dir = Option(
+        checks.directory,
+        ".",
+        no_effect="no files of logs are written: what there is to tell goes to Python's logging.",
+    )
 
-        Raises:
-          AssertionError: it is no path.
-        """
-        return self.set(log_dir=log_dir)
+    @log_dir.setter
+    def logDir(self, log_dir: str) -> None:
+        """Has no effect: no files of logs are written. Other directories than "." warn."""
 
-    @configurable
-    def maxRepeatLogs(self, max_lines: int | None) -> Self:
+    max_repeat_logs = Option(
+        checks.optional(checks.integer(0)),
+        4,
+        no_effect="there is no log of Poplar, and a warning of this front is logged once.",
+    )
+
+    @max_repeat_logs.setter
+    def maxRepeatLogs(self, max_lines: int | None) -> None:
         """Has no effect: it is about Poplar's log. Others than 4 warn.
 
         Args:
           max_lines: None: any number.
-
-        Raises:
-          AssertionError: it is neither None nor an integer.
-          ValueError: it is negative.
         """
-        return self.set(max_repeat_logs=max_lines)
 
-    @configurable
-    def modelName(self, name: str) -> Self:
-        """The name of the directory that the model's profile is written to.
-
-        Raises:
-          AssertionError: it is no string.
-        """
-        return self.set(model_name=name)
+    anchored_tensors = Option(_anchored, {}, doc="Values to keep, by their short names.")
 
     @configurable
     def anchorTensor(
@@ -144,14 +109,16 @@ class DiagnosticOptions(OptionGroup):
         anchored = AnchoredTensor(long, output_mode, check_output_mode(name, mode, output_return_period))
         return self.set(anchored_tensors={**self.anchored_tensors, short: anchored})
 
-    @configurable
-    def logCycleCount(self, log_cycle_count: bool) -> Self:
-        """Whether each call measures how long it takes, for `cycleCount`.
+    log_cycle_count = Option(checks.boolean, False)
 
-        Raises:
-          AssertionError: it is no boolean.
-        """
-        return self.set(log_cycle_count=log_cycle_count)
+    @log_cycle_count.setter
+    def logCycleCount(self, log_cycle_count: bool) -> None:
+        """Whether each call measures how long it takes, for `cycleCount`."""
+
+    profiling = Option(checks.boolean, False, doc="Whether a profile is written.")
+    profile_dir = Option(
+        checks.optional(checks.directory), None, doc="Where it is written; None: where the program runs."
+    )
 
     @configurable
     def enableProfiling(self, profile_dir: str | None = None) -> Self:
@@ -168,22 +135,22 @@ class DiagnosticOptions(OptionGroup):
         """
         return self.set(profile_dir=profile_dir, profiling=True)
 
+    module_namescope = Option(checks.boolean, True, doc="Whether names of values have those of modules.")
+
     @configurable
     def disableModuleNamescope(self) -> Self:
         """Leaves the names of modules out of the names of a model's values."""
         return self.set(module_namescope=False)
 
-    @configurable
-    def sourceLocationExcludes(self, excludes: list[str]) -> Self:
+    source_location_excludes = Option(checks.list_of_strings, [])
+
+    @source_location_excludes.setter
+    def sourceLocationExcludes(self, excludes: list[str]) -> None:
         """Which files are passed over when an error names the line of the model that it comes from.
 
         Args:
           excludes: parts of their paths. torch and this package are always passed over.
-
-        Raises:
-          AssertionError: it is no list of strings.
         """
-        return self.set(source_location_excludes=excludes)
 
     @configurable
     def appendToLocationExcludes(self, *excludes: str) -> Self:
@@ -194,11 +161,14 @@ class DiagnosticOptions(OptionGroup):
         """
         return self.set(source_location_excludes=[*self.source_location_excludes, *excludes])
 
-    @configurable
-    def showCompilationProgressBar(self, show: bool = True) -> Self:
-        """Whether a bar shows how far compiling is.
+    show_compilation_progress_bar = Option(checks.boolean, True)
 
-        Raises:
-          AssertionError: it is no boolean.
-        """
-        return self.set(show_compilation_progress_bar=show)
+    @show_compilation_progress_bar.setter
+    def showCompilationProgressBar(self, show: bool = True) -> None:
+        """Whether a bar shows how far compiling is."""
+
+    model_name = Option(checks.string)
+
+    @model_name.setter
+    def modelName(self, name: str) -> None:
+        """The name of the directory that the model's profile is written to."""

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from typing import ClassVar, Self
+from typing import Self
 
 from ipu_pipeline.engine import processes
-from ipu_pipeline.poptorch.options import checks
-from ipu_pipeline.poptorch.options.base import OptionGroup, Setting, configurable
+from ipu_pipeline.poptorch.operations import checks
+from ipu_pipeline.poptorch.options.base import Option, OptionGroup, configurable
 from ipu_pipeline.processes.addresses import COUNT_VARIABLE, INDEX_VARIABLE, is_in_environment
 
 __all__ = ["DistributedOptions"]
@@ -20,20 +19,12 @@ class DistributedOptions(OptionGroup):
     At first they are those of the run that this process has joined (`ipu_pipeline.distributed`), or that
     the environment variables IPU_PIPELINE_NUM_PROCESSES and IPU_PIPELINE_PROCESS_ID tell of; else what Open
     MPI's say: one process, if there are none.
-
-    Attributes:
-      num_distributed_processes: how many processes there are.
-      distributed_process_id: which one this is, from 0.
     """
 
-    num_distributed_processes: int
-    distributed_process_id: int
-
     path = "poptorch.Options().Distributed"
-    settings: ClassVar[Mapping[str, Setting]] = {
-        "num_distributed_processes": Setting(checks.integer(1), 1),
-        "distributed_process_id": Setting(checks.integer(0), 0),
-    }
+
+    num_distributed_processes = Option(checks.integer(1), 1, doc="How many processes there are.")
+    distributed_process_id = Option(checks.integer(0), 0, doc="Which process this is, from 0.")
 
     def __init__(self) -> None:
         """Finds out which process this is.

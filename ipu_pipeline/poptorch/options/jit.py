@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import Any
 
-from ipu_pipeline.poptorch.options import checks
-from ipu_pipeline.poptorch.options.base import OptionGroup, Setting, configurable
+from ipu_pipeline.poptorch.operations import checks
+from ipu_pipeline.poptorch.options.base import Option, OptionGroup
 
 __all__ = ["JitOptions"]
 
@@ -20,23 +19,17 @@ def _check_trace(name: str, value: Any) -> bool:
 
 
 class JitOptions(OptionGroup):
-    """`Options.Jit`.
-
-    Attributes:
-      trace_model: always False.
-    """
-
-    trace_model: bool
+    """`Options.Jit`."""
 
     path = "poptorch.Options().Jit"
-    settings: ClassVar[Mapping[str, Setting]] = {"trace_model": Setting(_check_trace, False)}
 
-    @configurable
-    def traceModel(self, trace_model: bool) -> Self:
+    trace_model = Option(_check_trace, False)
+
+    @trace_model.setter
+    def traceModel(self, trace_model: bool) -> None:
         """Whether torch.jit.trace captures the model; only False, as in PopTorch's last versions.
 
         Raises:
-          AssertionError: it is no boolean.
+          AssertionError: it is not a boolean.
           ValueError: it is True.
         """
-        return self.set(trace_model=trace_model)

@@ -11,8 +11,9 @@ import torch
 
 from ipu_pipeline.engine import schedules
 from ipu_pipeline.poptorch.enums import AutoStage, OutputMode
-from ipu_pipeline.poptorch.options import checks, config_file, environment
-from ipu_pipeline.poptorch.options.base import OptionGroup, Setting, configurable
+from ipu_pipeline.poptorch.operations import checks
+from ipu_pipeline.poptorch.options import config_file, environment
+from ipu_pipeline.poptorch.options.base import Option, OptionGroup, configurable
 from ipu_pipeline.poptorch.options.devices import DeviceOptions
 from ipu_pipeline.poptorch.options.diagnostics import DiagnosticOptions, check_output_mode
 from ipu_pipeline.poptorch.options.distributed import DistributedOptions
@@ -36,7 +37,7 @@ def _check_strategy(name: str, value: Any) -> Strategy:
     return value.clone()
 
 
-def _check_schedule(name: str, value: Any) -> Any:
+def _check_schedule(name: str, value: Any) -> str | schedules.ScheduleFunction:
     known = schedules.named_schedules()
     if isinstance(value, str):
         if value not in known:
@@ -69,41 +70,6 @@ class Options(DeviceOptions, DiagnosticOptions):
       Jit: capture.
       Distributed: processes.
       TensorLocations: host memory or device memory.
-      device_iterations: weight updates, or in inference micro-batches, per call.
-      execution_strategy: which stage each block of the model is in.
-      pipeline_schedule: in which order stages take forwards and backwards.
-      output_mode: which micro-batches' outputs are returned.
-      output_return_period: the N of `OutputMode.EveryN`.
-      random_seed: where the model's random numbers start. No value until it is set.
-      replication_factor: copies of the model.
-      input_group_size: how many replicas get the same inputs.
-      input_cgt: how these are chosen.
-      broadcast_buffers: whether replicas start from the same buffers.
-      auto_round_num_ipus: whether a power of two of IPUs is reserved.
-      connection_type: when devices are taken.
-      use_model: whether CPU devices are the IPUs. No value until it is set.
-      ipu_id: the first device. No value until it is set.
-      ipu_version: without effect. No value until it is set.
-      sync_pattern: without effect.
-      available_memory_proportion: without effect.
-      executable_cache_path: where compiled programs are kept for later processes; None: nowhere.
-      synthetic_data: whether inputs are made up.
-      stable_norm: without effect.
-      allow_new_shapes: whether calls may have other shapes than the first, each compiled when it comes.
-      max_shapes: how many there may be.
-      updatable_named_buffers: buffers that `copyNamedBuffersToDevice` copies.
-      relax_optimizer_attributes_checks: whether no warning is given of unexpected ones.
-      index_checks: whether an index that a tensor does not have is an error.
-      log_dir: where files are written.
-      max_repeat_logs: without effect.
-      anchored_tensors: values to keep, by their short names.
-      log_cycle_count: whether calls are measured.
-      profiling: whether a profile is written.
-      profile_dir: where to; None: where the program runs.
-      module_namescope: whether names of values have those of modules.
-      source_location_excludes: files that errors pass over.
-      show_compilation_progress_bar: whether compiling shows a bar.
-      model_name: of the profile. No value until it is set.
     """
 
     Training: TrainingOptions
@@ -112,50 +78,12 @@ class Options(DeviceOptions, DiagnosticOptions):
     Distributed: DistributedOptions
     TensorLocations: TensorLocationOptions
 
-    device_iterations: int
-    execution_strategy: Strategy
-    pipeline_schedule: str | schedules.ScheduleFunction
-    output_mode: OutputMode
-    output_return_period: int
-    random_seed: int
-    executable_cache_path: str | None
-    synthetic_data: bool
-    stable_norm: bool
-    allow_new_shapes: bool
-    max_shapes: int
-    updatable_named_buffers: list[str]
-    relax_optimizer_attributes_checks: bool
-    index_checks: bool
-
     groups: ClassVar[Mapping[str, type[OptionGroup]]] = {
         "Training": TrainingOptions,
         "Precision": PrecisionOptions,
         "Jit": JitOptions,
         "Distributed": DistributedOptions,
         "TensorLocations": TensorLocationOptions,
-    }
-    settings: ClassVar[Mapping[str, Setting]] = {
-        "device_iterations": Setting(checks.integer(1), 1),
-        "execution_strategy": Setting(_check_strategy, PipelinedExecution()),
-        "pipeline_schedule": Setting(_check_schedule, "grouped"),
-        "output_mode": Setting(checks.member(OutputMode), OutputMode.Default),
-        "output_return_period": Setting(checks.integer(1), 1),
-        "random_seed": Setting(checks.integer(0)),
-        "executable_cache_path": Setting(checks.optional(checks.directory), None),
-        "synthetic_data": Setting(checks.boolean, False),
-        "stable_norm": Setting(
-            checks.boolean,
-            False,
-            no_effect="norms are always computed in the stable way: from differences to the mean, and "
-            "float16 in float32.",
-        ),
-        "allow_new_shapes": Setting(checks.boolean, False),
-        "max_shapes": Setting(checks.integer(1), 8),
-        "updatable_named_buffers": Setting(checks.list_of_strings, []),
-        "relax_optimizer_attributes_checks": Setting(checks.boolean, False),
-        "index_checks": Setting(checks.boolean, False),
-        **DeviceOptions.settings,
-        **DiagnosticOptions.settings,
     }
 
     def __init__(self) -> None:
@@ -173,18 +101,16 @@ class Options(DeviceOptions, DiagnosticOptions):
         super().freeze()
         self._Popart.freeze()
 
-    @configurable
-    def deviceIterations(self, device_iterations: int) -> Self:
-        """How many weight updates, or in inference micro-batches, there are per call.
+    device_iterations = Option(checks.integer(1), 1)
 
-        Raises:
-          AssertionError: it is no integer.
-          ValueError: it is below 1.
-        """
-        return self.set(device_iterations=device_iterations)
+    @device_iterations.setter
+    def deviceIterations(self, device_iterations: int) -> None:
+        """How many weight updates, or in inference micro-batches, there are per call."""
 
-    @configurable
-    def setExecutionStrategy(self, strategy: Strategy | AutoStage) -> Self:
+    execution_strategy = Option(_check_strategy, PipelinedExecution())
+
+    @execution_strategy.setter
+    def setExecutionStrategy(self, strategy: Strategy | AutoStage) -> None:
         """Which stage each block is in, and whether stages work at the same time.
 
         Args:
@@ -194,10 +120,11 @@ class Options(DeviceOptions, DiagnosticOptions):
         Raises:
           AssertionError: it is something else.
         """
-        return self.set(execution_strategy=strategy)
 
-    @configurable
-    def setPipelineSchedule(self, schedule: str | schedules.ScheduleFunction) -> Self:
+    pipeline_schedule = Option(_check_schedule, "grouped")
+
+    @pipeline_schedule.setter
+    def setPipelineSchedule(self, schedule: str | schedules.ScheduleFunction) -> None:
         """In which order stages take forwards and backwards, if pipelined. Ours, not PopTorch's.
 
         Args:
@@ -209,7 +136,11 @@ class Options(DeviceOptions, DiagnosticOptions):
           ValueError: there is no such schedule.
           TypeError: it is no function of the four arguments of `grouped`.
         """
-        return self.set(pipeline_schedule=schedule)
+
+    output_mode = Option(
+        checks.member(OutputMode), OutputMode.Default, doc="Which micro-batches' outputs are returned."
+    )
+    output_return_period = Option(checks.integer(1), 1, doc="The N of `OutputMode.EveryN`.")
 
     @configurable
     def outputMode(self, output_mode: OutputMode, output_return_period: int | None = None) -> Self:
@@ -230,6 +161,8 @@ class Options(DeviceOptions, DiagnosticOptions):
         """Whether the output mode is `OutputMode.Default`."""
         return self.output_mode == OutputMode.Default
 
+    random_seed = Option(checks.integer(0), doc="Where the model's random numbers start.")
+
     @configurable
     def randomSeed(self, random_seed: int) -> Self:
         """Where random numbers start: the model's, and torch's in this process.
@@ -242,37 +175,40 @@ class Options(DeviceOptions, DiagnosticOptions):
         torch.manual_seed(self.random_seed)
         return self
 
-    @configurable
-    def enableExecutableCaching(self, path: str | os.PathLike[str] | None) -> Self:
+    executable_cache_path = Option(checks.optional(checks.directory), None)
+
+    @executable_cache_path.setter
+    def enableExecutableCaching(self, path: str | os.PathLike[str] | None) -> None:
         """Keeps compiled programs in a directory, so that later processes need not compile them.
 
         Args:
           path: it is made if it does not exist; None: nothing is kept.
-
-        Raises:
-          AssertionError: it is no path.
         """
-        return self.set(executable_cache_path=path)
 
-    @configurable
-    def enableStableNorm(self, enabled: bool) -> Self:
-        """Has no effect: norms are always computed in the stable way. True warns.
+    synthetic_data = Option(checks.boolean, False)
 
-        Raises:
-          AssertionError: it is no boolean.
-        """
-        return self.set(stable_norm=enabled)
-
-    @configurable
-    def enableSyntheticData(self, enabled: bool) -> Self:
+    @synthetic_data.setter
+    def enableSyntheticData(self, enabled: bool) -> None:
         """Whether the model's inputs are made up on the devices, to measure a model without its data.
 
         Tensors that a call is given are looked at only for their shapes and dtypes.
-
-        Raises:
-          AssertionError: it is no boolean.
         """
-        return self.set(synthetic_data=enabled)
+
+    stable_norm = Option(
+        checks.boolean,
+        False,
+        no_effect="norms are always computed in the stable way: from differences to the mean, and "
+        "float16 in float32.",
+    )
+
+    @stable_norm.setter
+    def enableStableNorm(self, enabled: bool) -> None:
+        """Has no effect: norms are always computed in the stable way. True warns."""
+
+    allow_new_shapes = Option(
+        checks.boolean, False, doc="Whether calls may have other shapes than the first."
+    )
+    max_shapes = Option(checks.integer(1), 8, doc="How many shapes there may be.")
 
     @configurable
     def allowNewShapes(self, allow: bool = True, max_shapes: int = 8) -> Self:
@@ -293,37 +229,29 @@ class Options(DeviceOptions, DiagnosticOptions):
         number = checks.integer(1)(f"{self.path}.max_shapes", max_shapes)
         return self.set(allow_new_shapes=allow, max_shapes=number)
 
-    @configurable
-    def updatableNamedBuffers(self, buffers: list[str]) -> Self:
-        """Which buffers `copyNamedBuffersToDevice` copies.
+    updatable_named_buffers = Option(checks.list_of_strings, [])
 
-        Raises:
-          AssertionError: it is no list of strings.
-        """
-        return self.set(updatable_named_buffers=buffers)
+    @updatable_named_buffers.setter
+    def updatableNamedBuffers(self, buffers: list[str]) -> None:
+        """Which buffers `copyNamedBuffersToDevice` copies."""
 
-    @configurable
-    def relaxOptimizerAttributesChecks(self, relax: bool = True) -> Self:
-        """Whether unexpected attributes of optimizers are passed over without a warning.
+    relax_optimizer_attributes_checks = Option(checks.boolean, False)
 
-        Raises:
-          AssertionError: it is no boolean.
-        """
-        return self.set(relax_optimizer_attributes_checks=relax)
+    @relax_optimizer_attributes_checks.setter
+    def relaxOptimizerAttributesChecks(self, relax: bool = True) -> None:
+        """Whether unexpected attributes of optimizers are passed over without a warning."""
 
-    @configurable
-    def checkIndices(self, enabled: bool = True) -> Self:
+    index_checks = Option(checks.boolean, False)
+
+    @index_checks.setter
+    def checkIndices(self, enabled: bool = True) -> None:
         """Whether an index that a tensor does not have is an error, for debugging. Ours, not PopTorch's.
 
         Without it reading there gives NaN (of integers the least one), and nothing is written there. With
         it the host looks at the indices of each embedding, gather, scatter, index_select and advanced
         index, and at the classes of losses, which takes time; and the weights are there twice while they
         are updated. It is for one process.
-
-        Raises:
-          AssertionError: it is no boolean.
         """
-        return self.set(index_checks=enabled)
 
     def loadFromFile(self, filepath: str | os.PathLike[str]) -> Self:
         """Sets options from a file with a call on each line, as `deviceIterations(4)`.

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from ipu_pipeline.poptorch.enums import AutoStage, Liveness
 from ipu_pipeline.poptorch.graphs.blocks import Placement
-from ipu_pipeline.poptorch.options import checks
+from ipu_pipeline.poptorch.operations import checks
 from ipu_pipeline.poptorch.options.base import configurable
 from ipu_pipeline.poptorch.options.stages import Phase, Stage, pick
 from ipu_pipeline.poptorch.options.strategies import Strategy

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 
 from ipu_pipeline.ground.enumerations import list_members
 from ipu_pipeline.poptorch.enums import HalfFloatCastingBehavior
 from ipu_pipeline.poptorch.logs import warn_once
-from ipu_pipeline.poptorch.options import checks
-from ipu_pipeline.poptorch.options.base import OptionGroup, Setting, configurable
+from ipu_pipeline.poptorch.operations import checks
+from ipu_pipeline.poptorch.options.base import Option, OptionGroup
 
 __all__ = ["PrecisionOptions"]
 
@@ -24,47 +23,39 @@ def _check_partials(name: str, value: Any) -> torch.dtype:
 
 
 class PrecisionOptions(OptionGroup):
-    """`Options.Precision`.
-
-    Attributes:
-      floating_point_exceptions: whether a result that is not finite is an error.
-      stochastic_rounding: without effect.
-      partials_type: without effect; it has no value until it is set.
-    """
-
-    floating_point_exceptions: bool
-    stochastic_rounding: bool
-    partials_type: torch.dtype
+    """`Options.Precision`."""
 
     path = "poptorch.Options().Precision"
-    settings: ClassVar[Mapping[str, Setting]] = {
-        "floating_point_exceptions": Setting(checks.boolean, False),
-        "stochastic_rounding": Setting(
-            checks.boolean, False, no_effect="XLA rounds float16 to the nearest number."
-        ),
-        "partials_type": Setting(
-            _check_partials,
-            no_effect="XLA decides in which type a matrix product or convolution is summed up.",
-        ),
-    }
 
-    @configurable
-    def enableFloatingPointExceptions(self, enabled: bool) -> Self:
-        """Whether a NaN or an infinity among a call's results is an error.
+    floating_point_exceptions = Option(checks.boolean, False)
+
+    @floating_point_exceptions.setter
+    def enableFloatingPointExceptions(self, enabled: bool) -> None:
+        """Whether a NaN or an infinity among a call's results is an error."""
+
+    stochastic_rounding = Option(
+        checks.boolean, False, no_effect="XLA rounds float16 to the nearest number."
+    )
+
+    @stochastic_rounding.setter
+    def enableStochasticRounding(self, enabled: bool) -> None:
+        """Has no effect: float16 results are rounded to the nearest number. True warns."""
+
+    partials_type = Option(
+        _check_partials,
+        no_effect="XLA decides in which type a matrix product or convolution is summed up.",
+    )
+
+    @partials_type.setter
+    def setPartialsType(self, dtype: torch.dtype) -> None:
+        """Has no effect: XLA decides in which type matrix products and convolutions are summed up. Warns.
+
+        Args:
+          dtype: torch.float16 or torch.float32.
 
         Raises:
-          AssertionError: it is no boolean.
+          ValueError: it is neither.
         """
-        return self.set(floating_point_exceptions=enabled)
-
-    @configurable
-    def enableStochasticRounding(self, enabled: bool) -> Self:
-        """Has no effect: float16 results are rounded to the nearest number. True warns.
-
-        Raises:
-          AssertionError: it is no boolean.
-        """
-        return self.set(stochastic_rounding=enabled)
 
     def autocastEnabled(self, enabled: bool) -> Self:
         """Has no effect: `torch.autocast` in forward casts, nothing else. Warns, unless it is True.
@@ -91,25 +82,11 @@ class PrecisionOptions(OptionGroup):
         Raises:
           AssertionError: it is no `HalfFloatCastingBehavior`.
         """
-        assert isinstance(half_float_casting, HalfFloatCastingBehavior), (
-            f"halfFloatCasting must be given one of {list_members(HalfFloatCastingBehavior)}; got "
-            f"{half_float_casting!r}."
-        )
+        rule = f"given one of {list_members(HalfFloatCastingBehavior)}"
+        checks.instance(HalfFloatCastingBehavior, rule)("halfFloatCasting", half_float_casting)
         if half_float_casting is HalfFloatCastingBehavior.FloatDowncastToHalf:
             _warn("halfFloatCasting", "float16 and float32 together are float32, as in torch.")
         return self
-
-    @configurable
-    def setPartialsType(self, dtype: torch.dtype) -> Self:
-        """Has no effect: XLA decides in which type matrix products and convolutions are summed up. Warns.
-
-        Args:
-          dtype: torch.float16 or torch.float32.
-
-        Raises:
-          ValueError: it is neither.
-        """
-        return self.set(partials_type=dtype)
 
 
 def _warn(name: str, reason: str) -> None:

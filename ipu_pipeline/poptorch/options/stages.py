@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from typing import Any, Self
 
-from ipu_pipeline.poptorch.options import checks
+from ipu_pipeline.poptorch.operations import checks
 from ipu_pipeline.poptorch.options.base import configurable
 
-__all__ = ["Phase", "Stage", "associate", "pick"]
+__all__ = ["EqualByValue", "Phase", "Stage", "associate", "pick"]
 
 
-class Stage:
+class EqualByValue:
+    """What can be changed, and equals another of its class with the same attributes."""
+
+    def __eq__(self, other: object) -> bool:
+        return vars(self) == vars(other) if type(self) is type(other) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]  # it can be changed
+
+
+class Stage(EqualByValue):
     """Blocks that run one after another on one IPU.
 
     Example:
@@ -51,17 +60,12 @@ class Stage:
         self._ipu = checks.integer(0)(f"{self!r}: ipu", ipu)
         return self
 
-    def __eq__(self, other: object) -> bool:
-        return vars(self) == vars(other) if type(self) is type(other) else NotImplemented
-
-    __hash__ = None  # type: ignore[assignment]  # it can be changed
-
     def __repr__(self) -> str:
         ipu = "" if self._ipu is None else f".ipu({self._ipu})"
         return f"Stage({', '.join(map(repr, self._blocks))}){ipu}"
 
 
-class Phase:
+class Phase(EqualByValue):
     """Stages that run at the same time, for phased executions."""
 
     def __init__(self, *stages: Stage | str) -> None:
@@ -108,11 +112,6 @@ class Phase:
         for stage, ipu in zip(self._stages, ipus, strict=True):
             stage.ipu(ipu)
         return self
-
-    def __eq__(self, other: object) -> bool:
-        return vars(self) == vars(other) if type(self) is type(other) else NotImplemented
-
-    __hash__ = None  # type: ignore[assignment]  # it can be changed
 
     def __repr__(self) -> str:
         return f"Phase({', '.join(map(repr, self._stages))})"

@@ -8,13 +8,13 @@ from typing import Any, Self
 
 from ipu_pipeline.poptorch.enums import AutoStage
 from ipu_pipeline.poptorch.graphs.blocks import Placement
-from ipu_pipeline.poptorch.options import checks
-from ipu_pipeline.poptorch.options.stages import Stage, associate
+from ipu_pipeline.poptorch.operations import checks
+from ipu_pipeline.poptorch.options.stages import EqualByValue, Stage, associate
 
 __all__ = ["PipelinedExecution", "ShardedExecution", "Strategy"]
 
 
-class Strategy:
+class Strategy(EqualByValue):
     """How a model is executed on its IPUs."""
 
     def __init__(self, stages: Sequence[Stage]) -> None:
@@ -88,11 +88,6 @@ class Strategy:
                 f"{hint if block_id is None else ''}"
             )
         return self._positions[block_id]
-
-    def __eq__(self, other: object) -> bool:
-        return vars(self) == vars(other) if type(self) is type(other) else NotImplemented
-
-    __hash__ = None  # type: ignore[assignment]  # it can be changed
 
 
 class PipelinedExecution(Strategy):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import Any
 
 from ipu_pipeline.poptorch.enums import MeanReductionStrategy, ReductionType
-from ipu_pipeline.poptorch.options import checks
-from ipu_pipeline.poptorch.options.base import OptionGroup, Setting, configurable
+from ipu_pipeline.poptorch.operations import checks
+from ipu_pipeline.poptorch.options.base import Option, OptionGroup
 
 __all__ = ["TrainingOptions"]
 
@@ -21,49 +20,20 @@ def _check_reduction(name: str, value: Any) -> ReductionType:
 
 
 class TrainingOptions(OptionGroup):
-    """`Options.Training`.
-
-    Attributes:
-      gradient_accumulation: micro-batches per weight update.
-      accumulation_and_replication_reduction_type: how their gradients, and those of replicas, become one.
-      meanAccumulationAndReplicationReductionStrategy: when a mean is divided.
-      automatic_loss_scaling: whether the loss is scaled by a factor that follows the gradients.
-      convolution_dithering: without effect.
-    """
-
-    gradient_accumulation: int
-    accumulation_and_replication_reduction_type: ReductionType
-    meanAccumulationAndReplicationReductionStrategy: MeanReductionStrategy
-    automatic_loss_scaling: bool
-    convolution_dithering: bool
+    """`Options.Training`."""
 
     path = "poptorch.Options().Training"
-    settings: ClassVar[Mapping[str, Setting]] = {
-        "gradient_accumulation": Setting(checks.integer(1), 1),
-        "accumulation_and_replication_reduction_type": Setting(_check_reduction, ReductionType.Mean),
-        "meanAccumulationAndReplicationReductionStrategy": Setting(
-            checks.member(MeanReductionStrategy), MeanReductionStrategy.Post
-        ),
-        "automatic_loss_scaling": Setting(checks.boolean, False),
-        "convolution_dithering": Setting(
-            checks.boolean,
-            False,
-            no_effect="it spreads convolutions over the tiles of an IPU, and other devices have none.",
-        ),
-    }
 
-    @configurable
-    def gradientAccumulation(self, gradient_accumulation: int) -> Self:
-        """How many micro-batches go into a weight update.
+    gradient_accumulation = Option(checks.integer(1), 1)
 
-        Raises:
-          AssertionError: it is no integer.
-          ValueError: it is below 1.
-        """
-        return self.set(gradient_accumulation=gradient_accumulation)
+    @gradient_accumulation.setter
+    def gradientAccumulation(self, gradient_accumulation: int) -> None:
+        """How many micro-batches go into a weight update."""
 
-    @configurable
-    def accumulationAndReplicationReductionType(self, reduction_type: ReductionType) -> Self:
+    accumulation_and_replication_reduction_type = Option(_check_reduction, ReductionType.Mean)
+
+    @accumulation_and_replication_reduction_type.setter
+    def accumulationAndReplicationReductionType(self, reduction_type: ReductionType) -> None:
         """How the gradients of micro-batches, and of replicas, become one.
 
         Args:
@@ -72,12 +42,15 @@ class TrainingOptions(OptionGroup):
         Raises:
           ValueError: it is neither.
         """
-        return self.set(accumulation_and_replication_reduction_type=reduction_type)
 
-    @configurable
+    meanAccumulationAndReplicationReductionStrategy = Option(
+        checks.member(MeanReductionStrategy), MeanReductionStrategy.Post
+    )
+
+    @meanAccumulationAndReplicationReductionStrategy.setter
     def setMeanAccumulationAndReplicationReductionStrategy(
         self, mean_reduction_strategy: MeanReductionStrategy
-    ) -> Self:
+    ) -> None:
         """When a mean of gradients is divided.
 
         If this is not called, it is `Post`; or `Running` if the optimizer accumulates in float16 (its
@@ -86,26 +59,20 @@ class TrainingOptions(OptionGroup):
         Args:
           mean_reduction_strategy: `Running`: as each micro-batch is added, so that sums stay small. `Post`
             and `PostAndLoss`: at the end. Replicas' means are taken at the end in any case.
-
-        Raises:
-          AssertionError: it is no `MeanReductionStrategy`.
         """
-        return self.set(meanAccumulationAndReplicationReductionStrategy=mean_reduction_strategy)
 
-    @configurable
-    def setAutomaticLossScaling(self, enabled: bool) -> Self:
-        """Whether the loss is scaled, so that float16 gradients neither vanish nor overflow.
+    automatic_loss_scaling = Option(checks.boolean, False)
 
-        Raises:
-          AssertionError: it is no boolean.
-        """
-        return self.set(automatic_loss_scaling=enabled)
+    @automatic_loss_scaling.setter
+    def setAutomaticLossScaling(self, enabled: bool) -> None:
+        """Whether the loss is scaled, so that float16 gradients neither vanish nor overflow."""
 
-    @configurable
-    def setConvolutionDithering(self, enabled: bool) -> Self:
-        """Has no effect: it is about the tiles of an IPU. True warns.
+    convolution_dithering = Option(
+        checks.boolean,
+        False,
+        no_effect="it spreads convolutions over the tiles of an IPU, and other devices have none.",
+    )
 
-        Raises:
-          AssertionError: it is no boolean.
-        """
-        return self.set(convolution_dithering=enabled)
+    @convolution_dithering.setter
+    def setConvolutionDithering(self, enabled: bool) -> None:
+        """Has no effect: it is about the tiles of an IPU. True warns."""
