@@ -587,6 +587,78 @@ def test_float16_and_bfloat16(tmp_path):
         assert torch.equal(actual, expected)
 
 
+class Unusual(nn.Module):
+    """Tensors that share memory or lie in it otherwise, of few elements and of rare dtypes; odd numbers."""
+
+    def __init__(self):
+        super().__init__()
+        numbers = torch.arange(6.0)
+        for name, tensor in {
+            "first": numbers[:3],
+            "overlapping": numbers[1:4],
+            "whole": numbers,
+            "transposed": torch.arange(6.0).reshape(2, 3).t(),
+            "expanded": torch.ones(1).expand(3),
+            "empty": torch.zeros(0, 3),
+            "flag": torch.tensor(True),
+            "small": torch.ones(3, dtype=torch.int8),
+            "complex": torch.tensor([1 + 2j, 2, 3j]),
+            "conjugate": torch.tensor([1 + 2j, 2, 3j]).conj(),
+            "unused": torch.ones(3, dtype=torch.uint16),
+        }.items():
+            self.register_buffer(name, tensor)
+        self.constant = torch.tensor([1j, 2.0, torch.nan])[:2]
+
+    def forward(self, x):
+        x = torch.where(self.flag, x + self.first + self.overlapping + self.whole[3:], torch.nan)
+        x = x + self.transposed[:, 0] + self.expanded + self.empty.sum() + self.small
+        x = (x * self.complex * self.conjugate).real + (self.constant * 1j).real.sum()
+        return x, x.clamp(-torch.inf, torch.inf), x.t().contiguous().view(-1), torch.full((2,), torch.nan)
+
+
+def test_unusual_tensors(tmp_path):
+    model = Unusual()
+    executor = poptorch.inferenceModel(model, make_options())
+    expected = executor(x)
+    executor.save(tmp_path / "file")
+    loaded = poptorch.load(tmp_path / "file")
+    for actual in (loaded(x), loaded.model(x), model(x)):
+        for one, other in zip(actual, expected, strict=True):
+            assert torch.equal(one.nan_to_num(7), other.nan_to_num(7))
+    assert_same(model.state_dict(), loaded.model.state_dict())
+
+
+class Draws(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.generator = torch.Generator()
+
+    def forward(self, x):
+        return x + torch.randn(3, generator=self.generator)
+
+
+def test_tensors_and_objects_that_a_file_cannot_hold(tmp_path):
+    wide = nn.Identity()
+    wide.register_buffer("wide", torch.ones(2, dtype=torch.complex128))
+    for model, match in ((wide, "tensors of complex128. Make them complex64"), (Draws(), "cannot hold")):
+        with pytest.raises(poptorch.Error, match=match):
+            poptorch.inferenceModel(model, make_options()).compileAndExport(tmp_path / "file", x)
+    assert os.listdir(tmp_path) == []
+
+
+class ChangesItsInput(nn.Module):
+    def forward(self, x):
+        x.add_(1)
+        return x * 2
+
+
+def test_on_the_host_an_input_that_is_changed_is_no_result(tmp_path):
+    poptorch.inferenceModel(ChangesItsInput(), make_options()).compileAndExport(tmp_path / "file", x)
+    loaded = poptorch.load(tmp_path / "file")
+    assert torch.equal(loaded.model(x), loaded(x))
+    assert torch.equal(loaded.model(x), (x + 1) * 2)
+
+
 @pytest.mark.thorough
 def test_control_flow(tmp_path):
     class Branches(nn.Module):
@@ -603,6 +675,31 @@ def test_control_flow(tmp_path):
     executor.save(tmp_path / "file")
     loaded = poptorch.load(tmp_path / "file")
     assert_equal_values((loaded(x), loaded(-x)), expected)
+    assert_close((loaded.model(x), loaded.model(-x)), expected)
+    loaded.save(tmp_path / "again")
+    assert_equal_values(poptorch.load(tmp_path / "again")(-x), expected[1])
+
+
+class Loops(nn.Module):
+    """Each kind of loop, one in a branch, and the same branch twice."""
+
+    def forward(self, x):
+        def double(x):
+            return poptorch.for_loop(2, lambda x: [x * 2], [x])[0]
+
+        x = torch.cond(x.sum() > 0, double, lambda x: x - 1, (x,))
+        x = torch.cond(x.sum() > 0, double, lambda x: x - 1, (x,))
+        (x,) = torch.while_loop(lambda x: x.abs().sum() < 500, lambda x: (x * 2,), (x,))
+        return torch._higher_order_ops.map(lambda row: row.cumsum(0), x)
+
+
+def test_control_flow_within_control_flow(tmp_path):
+    executor = poptorch.inferenceModel(Loops(), make_options())
+    expected = executor(x)
+    executor.save(tmp_path / "file")
+    loaded = poptorch.load(tmp_path / "file")
+    assert torch.equal(loaded(x), expected)
+    assert_close([loaded.model(x)], [expected])
 
 
 @torch.library.custom_op("test_poptorch_executables::scaled", mutates_args=())
