@@ -984,7 +984,8 @@ PAGE = Path(__file__).parent.parent / "docs" / "poptorch_executables.md"
 def test_the_pages_example(capsys):
     for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL):
         exec(compile(block, str(PAGE), "exec"), {"__name__": "example"})  # noqa: S102  # the page is ours
-    assert re.fullmatch(r"loss \d\.\d\d\nchanged: True\n", capsys.readouterr().out)
+    expected = r"loss \d\.\d\d\nchanged: True\naten::linear.default\n\{'weight': \(2, 8\), 'bias': \(2,\)\}\n"
+    assert re.fullmatch(expected, capsys.readouterr().out)
 
 
 def test_the_page_names_tests_that_exist():
