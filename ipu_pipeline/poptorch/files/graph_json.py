@@ -37,9 +37,8 @@ _OF_TORCH = (torch.dtype, torch.layout, torch.memory_format)
 _OPERATION = re.compile(r"(\w+)::(\w+)\.(\w+)", re.ASCII)
 _OPERATORS: dict[str, Any] = {"getitem": operator.getitem, **{one.name(): one for one in CONTROL_FLOW}}
 _NAMES = {one: name for name, one in _OPERATORS.items()}
-_IN, _OUT = InputKind, OutputKind
-_INPUTS = {k.name: k for k in (_IN.USER_INPUT, _IN.PARAMETER, _IN.BUFFER, _IN.CONSTANT_TENSOR)}
-_OUTPUTS = {k.name: k for k in (_OUT.USER_OUTPUT, _OUT.BUFFER_MUTATION, _OUT.USER_INPUT_MUTATION)}
+_INPUTS = {name: InputKind[name] for name in ("USER_INPUT", "PARAMETER", "BUFFER", "CONSTANT_TENSOR")}
+_OUTPUTS = {name: OutputKind[name] for name in ("USER_OUTPUT", "BUFFER_MUTATION", "USER_INPUT_MUTATION")}
 
 
 class _Interpreted(torch.fx.GraphModule):
