@@ -12,10 +12,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 try:
-    import torch  # noqa: F401  # to say what is missing
+    import safetensors  # noqa: F401  # to say what is missing
+    import torch  # noqa: F401
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        "ipu_pipeline.poptorch needs torch, which is not installed. Install the extra: "
+        f"ipu_pipeline.poptorch needs {error.name}, which is not installed. Install the extra: "
         "pip install 'ipu_pipeline[torch]', which takes torch 2.13."
     ) from error
 

@@ -26,8 +26,8 @@ from ipu_pipeline.poptorch.execution.recalled import RestoredModel, bind, make_a
 from ipu_pipeline.poptorch.execution.together import check_alone
 from ipu_pipeline.poptorch.execution.weights import HostWeights, on_host
 from ipu_pipeline.poptorch.files import contents
-from ipu_pipeline.poptorch.files.archives import PathLike, find_target
 from ipu_pipeline.poptorch.files.contents import Contents, SavedGraph, SavedModel, SavedTensor
+from ipu_pipeline.poptorch.files.tensor_files import PathLike, find_target
 from ipu_pipeline.poptorch.options import Options
 
 __all__ = ["NOT_COMPILED", "Exported"]

@@ -13,7 +13,7 @@ from ipu_pipeline.poptorch.execution.recalled import RestoredModel
 from ipu_pipeline.poptorch.execution.together import check_alone
 from ipu_pipeline.poptorch.execution.wrapping import inferenceModel, trainingModel
 from ipu_pipeline.poptorch.files import contents
-from ipu_pipeline.poptorch.files.archives import PathLike
+from ipu_pipeline.poptorch.files.tensor_files import PathLike
 from ipu_pipeline.poptorch.options import Options
 
 __all__ = ["load"]

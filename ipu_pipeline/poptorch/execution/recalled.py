@@ -19,7 +19,7 @@ from ipu_pipeline.poptorch.execution.arguments import (
     shapes_of,
 )
 from ipu_pipeline.poptorch.files.contents import SavedGraph, SavedModel
-from ipu_pipeline.poptorch.graphs.capture import Captured
+from ipu_pipeline.poptorch.graphs.capture import Captured, FunctionalProgram
 from ipu_pipeline.poptorch.structures import Structure
 
 __all__ = ["RestoredModel", "bind", "make_arguments", "signature_of", "to_graph"]
@@ -124,7 +124,7 @@ def make_arguments(graph: SavedGraph, signature: Signature, batching: Batching) 
     return Arguments(tensors, graph.arguments, names)
 
 
-def _inputs(program: torch.export.ExportedProgram) -> Specs:
+def _inputs(program: FunctionalProgram) -> Specs:
     nodes = [node for node in program.graph.nodes if node.op == "placeholder"]
     return list(zip(nodes, program.graph_signature.input_specs, strict=True))
 
@@ -193,7 +193,7 @@ class RestoredModel(torch.nn.Module):
             for spec, value in zip(program.graph_signature.output_specs, made, strict=True):
                 if spec.kind is OutputKind.BUFFER_MUTATION:
                     captured.tensors[str(spec.target)].copy_(value)
-                else:
+                elif spec.kind is OutputKind.USER_OUTPUT:
                     results.append(value)
         return captured.outputs.unflatten(results)
 

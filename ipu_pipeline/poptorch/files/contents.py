@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import inspect
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,19 +11,18 @@ from typing import Any
 import torch
 
 from ipu_pipeline.poptorch.errors import Error
-from ipu_pipeline.poptorch.files.archives import MANIFEST, PROGRAM, PathLike, read_parts, write_parts
+from ipu_pipeline.poptorch.files.graph_json import decode_program, encode_program
 from ipu_pipeline.poptorch.files.optimizers import decode_optimizer, encode_optimizer
 from ipu_pipeline.poptorch.files.options_json import decode_options, encode_options
-from ipu_pipeline.poptorch.files.programs import read_program, write_program
-from ipu_pipeline.poptorch.files.tensors import BYTE_ORDER, TensorList, read_tensors
+from ipu_pipeline.poptorch.files.tensor_files import PathLike, TensorList, read_file, write_file
 from ipu_pipeline.poptorch.files.values import decode, encode
+from ipu_pipeline.poptorch.graphs.capture import FunctionalProgram
 from ipu_pipeline.poptorch.options import Options
 from ipu_pipeline.poptorch.structures import Structure, compare, flatten
 
 __all__ = ["Contents", "SavedGraph", "SavedModel", "SavedTensor", "read", "write"]
 
-_FORMAT = "ipu_pipeline.poptorch"
-_VERSION = 1
+_VERSION = 2  # 1 was an archive of torch.export
 _P = inspect.Parameter
 _KINDS = (
     _P.POSITIONAL_ONLY,
@@ -49,7 +47,7 @@ class SavedGraph:
     """
 
     trains: bool
-    program: torch.export.ExportedProgram
+    program: FunctionalProgram
     constants: Mapping[str, torch.Tensor]
     arguments: Structure
     outputs: Structure
@@ -120,11 +118,10 @@ def write(filename: PathLike, contents: Contents) -> None:
     tensors = TensorList()
     graph, model = contents.graph, contents.model
     manifest = {
-        "format": _FORMAT,
         "version": _VERSION,
         "made by": _find_versions(),
-        "byte order": BYTE_ORDER,
         "trains": graph.trains,
+        "program": encode_program(graph.program),
         "arguments": _encode_structure(graph.arguments, "What the model was compiled for"),
         "outputs": _encode_structure(graph.outputs, "What the model returns"),
         "signature": [
@@ -135,15 +132,7 @@ def write(filename: PathLike, contents: Contents) -> None:
         "rng state": contents.rng_state,
         "model": None if model is None else _encode_model(model, tensors),
     }
-    program = write_program(graph.program)
-    manifest["tensors"] = tensors.describe()
-
-    def parts() -> Any:
-        yield MANIFEST, json.dumps(manifest, indent=1).encode()
-        yield PROGRAM, program
-        yield from tensors.parts()
-
-    write_parts(filename, parts())
+    write_file(filename, manifest, tensors)
 
 
 def read(filename: PathLike) -> Contents:
@@ -153,18 +142,17 @@ def read(filename: PathLike) -> Contents:
       Error: there is no such file; or it is damaged, something else, or of another version.
       TypeError: `filename` is no path.
     """
-    with read_parts(filename) as archive:
-        manifest = json.loads(archive.read(MANIFEST))
+    with read_file(filename) as (manifest, tensors):
         _check_version(manifest)
-        tensors = read_tensors(manifest["tensors"], archive.read)
         graph = SavedGraph(
             trains=_typed(manifest["trains"], bool),
-            program=_read_program(archive.read(PROGRAM), manifest["made by"]),
+            program=_decode_program(manifest["program"], manifest["made by"]),
             constants={name: tensors[number] for name, number in manifest["constants"].items()},
             arguments=_decode_structure(manifest["arguments"]),
             outputs=_decode_structure(manifest["outputs"]),
             signature=_decode_signature(manifest["signature"]),
         )
+        _check_graph(graph)
         saved = manifest["model"]
         model = None if saved is None else _decode_model(saved, tensors, graph.trains)
         state = manifest["rng state"]
@@ -177,24 +165,17 @@ def _find_versions() -> dict[str, str]:
 
 
 def _check_version(manifest: Any) -> None:
-    if manifest["format"] != _FORMAT:
-        raise ValueError(f"its format is {manifest['format']!r}")
     if manifest["version"] != _VERSION:
         made = ", ".join(f"{name} {version}" for name, version in manifest["made by"].items())
         raise Error(
             f"The file is of version {manifest['version']!r} of its format, made by {made}. ipu_pipeline "
             f"{_find_versions()['ipu_pipeline']} reads version {_VERSION}: export the model again with it."
         )
-    if manifest["byte order"] != BYTE_ORDER:
-        raise Error(
-            f"The file has its tensors {manifest['byte order']}-endian, and this machine is {BYTE_ORDER}-"
-            "endian. Export the model again on a machine like this one."
-        )
 
 
-def _read_program(content: bytes, made_by: Mapping[str, str]) -> torch.export.ExportedProgram:
+def _decode_program(data: Any, made_by: Mapping[str, str]) -> FunctionalProgram:
     try:
-        return read_program(content)
+        return decode_program(data)
     except Error:
         raise
     except Exception as error:
@@ -202,9 +183,22 @@ def _read_program(content: bytes, made_by: Mapping[str, str]) -> torch.export.Ex
         if made_by["torch"] == here:
             raise
         raise Error(
-            f"The file was made with torch {made_by['torch']}, and torch {here} cannot read its program "
+            f"The file was made with torch {made_by['torch']}, and torch {here} has other operations "
             f"({type(error).__name__}: {error}). Export the model again."
         ) from error
+
+
+def _check_graph(graph: SavedGraph) -> None:
+    """Checks that a graph has the constants, the arguments and the results that the manifest says."""
+    signature = graph.program.graph_signature
+    num_tensors = (len(signature.user_inputs), len(signature.user_outputs))
+    if num_tensors != (graph.arguments.num_tensors, graph.outputs.num_tensors):
+        raise ValueError("its graph has another number of inputs or outputs than its structures")
+    wanted = {node.name: node.meta["val"] for node in graph.program.graph.nodes}
+    for name, target in signature.inputs_to_lifted_tensor_constants.items():
+        held, value = graph.constants[target], wanted[name]
+        if (held.dtype, held.shape) != (value.dtype, value.shape):
+            raise ValueError(f"its constant {target} is {held.dtype} of shape {tuple(held.shape)}")
 
 
 def _check_rng_state(state: Sequence[Any]) -> list[int]:
@@ -268,7 +262,7 @@ def _encode_model(model: SavedModel, tensors: TensorList) -> Any:
     }
 
 
-def _decode_model(data: Any, tensors: Sequence[torch.Tensor], trains: bool) -> SavedModel:
+def _decode_model(data: Any, tensors: Mapping[int, torch.Tensor], trains: bool) -> SavedModel:
     made: dict[int, torch.Tensor] = {}
     found = []
     for one in data["tensors"]:

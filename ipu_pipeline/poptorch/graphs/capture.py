@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.export.graph_signature import InputKind
+from torch.export.graph_signature import ExportGraphSignature, InputKind
 
 from ipu_pipeline.poptorch import markers
 from ipu_pipeline.poptorch.graphs import refusals
@@ -35,7 +35,25 @@ from ipu_pipeline.poptorch.lowering.without_values import WithoutValues
 from ipu_pipeline.poptorch.structures import Structure, flatten
 from ipu_pipeline.poptorch.thread_views import changed_for_this_thread_alone
 
-__all__ = ["Captured", "Modes", "capture", "modes_of"]
+__all__ = ["Captured", "FunctionalProgram", "Modes", "capture", "modes_of"]
+
+
+@dataclass(frozen=True, eq=False)
+class FunctionalProgram:
+    """A model's graph: functional, in core ATen, with the markers of blocks.
+
+    Attributes:
+      graph_module: the graph, and those of branches and bodies.
+      graph_signature: what its inputs and outputs are.
+    """
+
+    graph_module: torch.fx.GraphModule
+    graph_signature: ExportGraphSignature
+
+    @property
+    def graph(self) -> torch.fx.Graph:
+        """The graph of the whole."""
+        return self.graph_module.graph
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,13 +61,13 @@ class Captured:
     """A model as a graph.
 
     Attributes:
-      program: its graph is functional, in core ATen, with the markers of blocks.
+      program: what it computes.
       outputs: the structure of what the model returned.
       tensors: what the graph's parameters, buffers and constants are, by the targets of the program.
       held: what operations of the graph name, and must be there for as long as the graph is.
     """
 
-    program: torch.export.ExportedProgram
+    program: FunctionalProgram
     outputs: Structure
     tensors: Mapping[str, torch.Tensor]
     held: Sequence[Any] = ()
@@ -155,7 +173,8 @@ def capture(
     held = _find_tensors(flat, program)
     if trains:
         choose_loss(program, _find_trainable(program, held))
-    return Captured(program, noted[-1], held, tuple(capturing.held))
+    functional = FunctionalProgram(program.graph_module, program.graph_signature)
+    return Captured(functional, noted[-1], held, tuple(capturing.held))
 
 
 def _mark_regions_without_gradients(module: torch.fx.GraphModule) -> None:

@@ -225,12 +225,12 @@ def _find_parts(captured: Captured, model: torch.nn.Module, group_rows: Mapping[
                     parts.group_rows[name] = group_rows[id(tensor)]
         else:
             parts.constants[node] = captured.tensors[str(spec.target)]
-    for spec, node in outputs:
-        if spec.kind is OutputKind.BUFFER_MUTATION:
-            name = names[id(captured.tensors[str(spec.target)])]
+    for result, node in outputs:
+        if result.kind is OutputKind.BUFFER_MUTATION:
+            name = names[id(captured.tensors[str(result.target)])]
             parts.assigned.setdefault(node, []).append(name)
-        elif spec.kind is OutputKind.USER_OUTPUT:
-            assert not isinstance(spec.arg, ConstantArgument)
+        elif result.kind is OutputKind.USER_OUTPUT:
+            assert not isinstance(result.arg, ConstantArgument)
             parts.results.append(node)
     return parts
 

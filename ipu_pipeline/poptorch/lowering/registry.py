@@ -24,6 +24,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 __all__ = [
     "Lowering",
     "find_lowering",
+    "full_name",
     "kept_operations",
     "lowers",
     "lowers_without_gradient",
@@ -137,7 +138,7 @@ def find_lowering(target: Any) -> Lowering | None:
     """The lowering of what a node of a graph calls, or None."""
     if not isinstance(target, OpOverload):
         return None
-    full = _full_name(target)
+    full = full_name(target)
     for lowerings in (_registered, _ours):
         for key in (full, full.partition(".")[0]):
             if key in lowerings:
@@ -151,7 +152,7 @@ def kept_operations() -> list[OpOverload]:
     return list(found)
 
 
-def _full_name(overload: OpOverload) -> str:
+def full_name(overload: OpOverload) -> str:
     """Namespace::name.overload; torch leaves an overload "default" out."""
     name = overload.name()
     return name if "." in name else f"{name}.default"
@@ -159,9 +160,9 @@ def _full_name(overload: OpOverload) -> str:
 
 def _key_of(operation: Any) -> str:
     if isinstance(operation, OpOverload):
-        return _full_name(operation)
+        return full_name(operation)
     if isinstance(operation, OpOverloadPacket):
-        return _full_name(getattr(operation, operation.overloads()[0])).partition(".")[0]
+        return full_name(getattr(operation, operation.overloads()[0])).partition(".")[0]
     if not isinstance(operation, str):
         raise TypeError(
             "register_lowering: operation must be one of torch.ops, or its name as a string; got "

@@ -1,0 +1,238 @@
+"""The graph of a model as JSON, and back: its nodes one after another.
+
+Reading makes nodes and nothing else: nothing is run or imported, no Python code is made of the graph, and
+a node calls only what this library computes.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.export.graph_signature import (
+    ExportGraphSignature,
+    InputKind,
+    InputSpec,
+    OutputKind,
+    OutputSpec,
+    TensorArgument,
+)
+
+from ipu_pipeline.poptorch import markers
+from ipu_pipeline.poptorch.errors import Error
+from ipu_pipeline.poptorch.graphs.blocks import is_check_operation
+from ipu_pipeline.poptorch.graphs.capture import FunctionalProgram
+from ipu_pipeline.poptorch.lowering.control_flow import CONTROL_FLOW
+from ipu_pipeline.poptorch.lowering.registry import find_lowering, full_name
+from ipu_pipeline.poptorch.lowering.unsupported import describe_place
+
+__all__ = ["decode_program", "encode_program"]
+
+_PLAIN = (type(None), bool, int, float, str)
+_OF_TORCH = (torch.dtype, torch.layout, torch.memory_format)
+_OPERATION = re.compile(r"(\w+)::(\w+)\.(\w+)", re.ASCII)
+_OPERATORS: dict[str, Any] = {"getitem": operator.getitem, **{one.name(): one for one in CONTROL_FLOW}}
+_NAMES = {one: name for name, one in _OPERATORS.items()}
+_INPUTS = {name: InputKind[name] for name in ("USER_INPUT", "PARAMETER", "BUFFER", "CONSTANT_TENSOR")}
+_OUTPUTS = {name: OutputKind[name] for name in ("USER_OUTPUT", "BUFFER_MUTATION", "USER_INPUT_MUTATION")}
+
+
+class _Interpreted(torch.fx.GraphModule):
+    """A graph that is computed node by node, while torch would make Python code of it."""
+
+    def recompile(self) -> Any:
+        """Makes none."""
+
+    def forward(self, *values: Any) -> Any:
+        """Computes it, as an operand of torch's control flow."""
+        return torch.fx.Interpreter(self).run(*values)
+
+
+def encode_program(program: FunctionalProgram) -> Any:
+    """A model's graph as what JSON has.
+
+    Raises:
+      Error: there is something in it that no file can hold.
+    """
+    signature = program.graph_signature
+    return {
+        "inputs": [[spec.kind.name, spec.target] for spec in signature.input_specs],
+        "outputs": [[spec.kind.name, spec.target] for spec in signature.output_specs],
+        "nodes": list(map(_encode_node, program.graph.nodes)),
+    }
+
+
+def _encode_node(node: torch.fx.Node) -> dict[str, Any]:
+    stack = (node.meta.get("nn_module_stack") or {}).values()
+    data: dict[str, Any] = {
+        "op": node.op,
+        "name": node.name,
+        "modules": [[path, getattr(kind, "__name__", None) or str(kind)] for path, kind in stack],
+        "trace": node.meta.get("stack_trace") or "",
+    }
+    target: Any = node.target
+    if node.op == "get_attr":
+        inner: Any = getattr(node.graph.owning_module, target)
+        return {**data, "nodes": list(map(_encode_node, inner.graph.nodes))}
+    if node.op == "call_function":
+        data["target"] = _NAMES.get(target) or full_name(target)
+        assert _find_operation(data["target"]) is target
+    try:
+        data["args"] = _encode(list(node.args))
+        data["kwargs"] = {name: _encode(value) for name, value in node.kwargs.items()}
+        data["value"] = _encode(node.meta.get("val"))
+    except TypeError as error:
+        raise Error(f"{describe_place(node)} {error}, which a file of a model cannot hold.") from error
+    return data
+
+
+def _encode(value: Any) -> Any:
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, torch.fx.Node):
+        return {"node": value.name}
+    if isinstance(value, torch.Tensor):
+        return {"tensor": [str(value.dtype).removeprefix("torch."), list(value.shape)]}
+    if isinstance(value, (list, tuple)):
+        parts = [_encode(part) for part in value]
+        return parts if isinstance(value, list) else {"tuple": parts}
+    if isinstance(value, _OF_TORCH):
+        return {"torch": str(value).removeprefix("torch.")}
+    if isinstance(value, torch.device):
+        return {"device": str(value)}
+    if isinstance(value, complex):
+        return {"complex": [value.real, value.imag]}
+    raise TypeError(f"takes or makes a {type(value).__name__}")
+
+
+def decode_program(data: Any) -> FunctionalProgram:
+    """The graph of what `encode_program` made.
+
+    Raises:
+      Error: it calls an operation that does not exist here, or has no lowering.
+      Others: it is nothing that `encode_program` makes.
+    """
+    module = _decode_graph(data["nodes"])
+    inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
+    outputs: Any = module.graph.output_node().args[0]
+    if not all(isinstance(node.meta["val"], torch.Tensor) for node in (*inputs, *outputs)):
+        raise ValueError("an input or an output of its graph is no tensor")
+    signature = ExportGraphSignature(
+        [
+            InputSpec(_INPUTS[kind], TensorArgument(node.name), target, persistent=True)
+            for node, (kind, target) in zip(inputs, data["inputs"], strict=True)
+        ],
+        [
+            OutputSpec(_OUTPUTS[kind], TensorArgument(node.name), target)
+            for node, (kind, target) in zip(outputs, data["outputs"], strict=True)
+        ],
+    )
+    buffers = {spec.target for spec in signature.input_specs if spec.kind is InputKind.BUFFER}
+    for spec in signature.output_specs:
+        if spec.kind is OutputKind.BUFFER_MUTATION and spec.target not in buffers:
+            raise ValueError(f"its graph changes {spec.target!r}, which is no buffer")
+    return FunctionalProgram(module, signature)
+
+
+def _decode_graph(data: Any) -> torch.fx.GraphModule:
+    graph = torch.fx.Graph()
+    known: dict[str, torch.fx.Node] = {}
+    inner: dict[str, torch.fx.GraphModule] = {}
+    if [one["op"] for one in data].index("output") != len(data) - 1:
+        raise ValueError("its graph has nodes behind the output")
+    for one in data:
+        op, name = one["op"], one["name"]
+        if name in known or not name.isidentifier():
+            raise ValueError(f"a node of its graph has the name {name!r}, which is another's or is none")
+        target: Any = name
+        args = tuple(_decode(value, known) for value in one.get("args", ()))
+        kwargs = {str(key): _decode(value, known) for key, value in one.get("kwargs", {}).items()}
+        if op == "get_attr":
+            target = f"graph_{len(inner)}"
+            inner[target] = _decode_graph(one["nodes"])
+        elif op == "call_function":
+            target = _find_operation(one["target"])
+            _check_call(target, args, kwargs)
+        elif op not in ("placeholder", "output"):
+            raise ValueError(f"its graph has a node {name} of kind {op!r}")
+        node = graph.create_node(op, target, args, kwargs, name)
+        node.name = name  # in which torch may have replaced a character
+        node.meta = {
+            "val": _decode(one.get("value"), None),
+            "nn_module_stack": {
+                str(n): (str(path), str(kind)) for n, (path, kind) in enumerate(one["modules"])
+            },
+            "stack_trace": str(one["trace"]),
+        }
+        known[name] = node
+    return _Interpreted(inner, graph)
+
+
+def _find_operation(name: str) -> Any:
+    """What a node calls: an operation with a lowering, and never something else."""
+    if name in _OPERATORS:
+        return _OPERATORS[name]
+    parts = _OPERATION.fullmatch(name)
+    found: Any = torch.ops
+    for part in parts.groups() if parts else ():
+        found = getattr(found, part, None)
+    if found is None:
+        raise Error(
+            f"The graph in the file calls {name}, which does not exist here. Define it with torch.library, "
+            "and register its lowering, before loading the file."
+        )
+    if not isinstance(found, OpOverload) or vars(found)["_schema"].is_mutable:
+        raise ValueError(f"its graph calls {name!r}, which is no operation that a graph may have")
+    is_ours = found.namespace == markers.NAMESPACE or is_check_operation(found)
+    if not is_ours and find_lowering(found) is None:
+        raise Error(
+            f"The graph in the file calls {name}, which has no lowering here. Say how JAX computes it with "
+            "poptorch.register_lowering, before loading the file."
+        )
+    return found
+
+
+def _check_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Checks that an operation is given what it has arguments for."""
+    if target is operator.getitem:
+        is_right = len(args) == 2 and isinstance(args[0], torch.fx.Node) and type(args[1]) is int
+    elif isinstance(target, OpOverload):
+        arguments = vars(target)["_schema"].arguments
+        names = [one.name for one in arguments if not one.kwarg_only]
+        given = {*names[: len(args)], *kwargs}
+        needed = {one.name for one in arguments if not one.has_default_value()}
+        is_right = len(args) <= len(names) and needed <= given <= {one.name for one in arguments}
+    else:
+        is_right = not kwargs
+    if not is_right:
+        raise ValueError(f"its graph calls {target} with arguments that it does not have")
+
+
+def _decode(data: Any, nodes: Mapping[str, torch.fx.Node] | None) -> Any:
+    """An argument of a node, made of nodes before it; without them, what a node says of its value."""
+    if isinstance(data, list):
+        return [_decode(part, nodes) for part in data]
+    if not isinstance(data, dict):
+        if type(data) is int and not -(2**63) <= data < 2**63:
+            raise ValueError(f"its graph has the number {data}, which has more than 64 bits")
+        return data
+    ((kind, of),) = data.items()
+    match kind:
+        case "node" if nodes and of in nodes:
+            return nodes[of]
+        case "tuple":
+            return tuple(_decode(part, nodes) for part in of)
+        case "tensor" if nodes is None:
+            dtype, shape = of
+            return torch.empty(shape, dtype=_decode({"torch": dtype}, None), device="meta")
+        case "torch" if isinstance(found := vars(torch).get(of), _OF_TORCH):
+            return found
+        case "device":
+            return torch.device(of)
+        case "complex":
+            return complex(*of)
+    raise ValueError(f"its graph has {data}, which stands for no value, or for a node that comes later")
