@@ -15,7 +15,7 @@ from ipu_pipeline.engine.inspect.crossings import Crossing
 from ipu_pipeline.engine.inspect.facts import Edge, Part, Sent, SharedVariables, StageDetails
 from ipu_pipeline.engine.inspect.layers import find_layers
 from ipu_pipeline.engine.jaxprs.costs import count_equations
-from ipu_pipeline.engine.planning.memory import find_copied
+from ipu_pipeline.engine.planning.memory import find_copies
 from ipu_pipeline.engine.planning.memory_plans import StageMemory
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms
 from ipu_pipeline.engine.tracing.specs import VariableSpec
@@ -54,7 +54,10 @@ def describe_stages(
       crossings: what goes to other IPUs.
       left_out: full names of variables that are nobody's.
     """
-    ipus = [stage.ipu for stage in memory]
+    all_copies = find_copies(traced, [stage.ipu for stage in memory])
+    sent: dict[int | None, list[Crossing]] = {}
+    for crossing in crossings:
+        sent.setdefault(crossing.stage, []).append(crossing)
     found = []
     for index, (stage, own, held) in enumerate(zip(traced.stages, programs, memory, strict=True)):
         variables = tuple(
@@ -62,10 +65,9 @@ def describe_stages(
             for spec in stage.variables
             if traced.owners[spec.name] == index and spec.name not in left_out
         )
-        copies = find_copied(traced, ipus, index)
+        copies = all_copies[index]
         names = (*(spec.name for spec in variables), *(f"{spec.name} (a copy)" for spec in copies))
         num_operations, size = len(stage.flat.equations), num_bytes([*variables, *copies])
-        sent = [crossing for crossing in crossings if crossing.stage == index]
         both = [own.forward, *([] if own.backward is None else [own.backward])]
         # Where there is a loss, the last stage's forward goes on to its gradients.
         is_fused = trained is not None and own.backward is None and index == len(traced.stages) - 1
@@ -85,8 +87,8 @@ def describe_stages(
                 variables=variables,
                 num_trained=_count(spec for spec in variables if spec.name in (trained or ())),
                 part=Part(index, held.ipu, num_operations, names, size),
-                num_sent_bytes=num_bytes(one.aval for one in sent if not one.is_backward),
-                num_returned_bytes=num_bytes(one.aval for one in sent if one.is_backward),
+                num_sent_bytes=num_bytes(one.aval for one in sent.get(index, ()) if not one.is_backward),
+                num_returned_bytes=num_bytes(one.aval for one in sent.get(index, ()) if one.is_backward),
                 num_forward_flop=own.forward.num_operations,
                 num_backward_flop=0.0 if own.backward is None else own.backward.num_operations,
                 uncounted=frozenset[str]().union(*(program.uncounted for program in both)),
@@ -159,8 +161,8 @@ def find_shared_sends(
       dtypes: of accumulators, by the variable's full name.
     """
     sent = []
-    for index in range(len(traced.stages)):
-        for spec in find_copied(traced, ipus, index):
+    for index, copies in enumerate(find_copies(traced, ipus)):
+        for spec in copies:
             home = ipus[traced.owners[spec.name]]
             sent.append(Sent(home, ipus[index], spec.name, num_bytes([spec]), f"stage {index}"))
     for variable, index in extra.values():
